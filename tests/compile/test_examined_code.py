@@ -22,5 +22,5 @@ def test_a_compiled_submodule(whole: bool) -> None:
         model = nn.Sequential(part)
     before = dict(part.__dict__)
     _, seen = look(model, torch.ones(2))
-    assert (seen.operation, seen.source) == ("aten.exp.default", culprit(exponential))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.exp.default", culprit(exponential))
     assert part.__dict__ == before

@@ -57,6 +57,48 @@ class Expression:
         return str(self.at)
 
 
+@dataclass(slots=True, eq=False)
+class Step:
+    """One operation of a re-run that left a value that is not finite.
+
+    `origin` is the step that began its non-finite values, None when it began them itself; only then are `remarks`,
+    `call` (around the operation) and `strangers` (the operands that were non-finite before) filled. `meant`:
+    they are infinities that are there on purpose; only of them are the signs known. `unwritten` stands for memory that
+    was allocated and that nothing was seen to write. `turned`: it made nan of infinities. `in_backward`: an engine of
+    autograd ran it, in the backward of what module `module` did.
+    """
+
+    number: int
+    operation: str
+    nan: bool = False
+    posinf: bool = False
+    neginf: bool = False
+    meant: bool = False
+    unwritten: bool = False
+    turned: bool = False
+    in_backward: bool = False
+    origin: Step | None = None
+    place: Expression | None = None
+    module: str | None = None
+    operands: tuple[Record, ...] = ()
+    remarks: tuple[str, ...] = ()
+    call: ModuleCall | None = None
+    strangers: tuple[Tensor, ...] = ()
+
+    @property
+    def values(self) -> str:
+        """`nan`, `inf`, `-inf`, joined by `and`."""
+        shown = (("nan", self.nan), ("inf", self.posinf), ("-inf", self.neginf))
+        return " and ".join(word for word, present in shown if present)
+
+    @property
+    def made(self) -> Value | None:
+        """The value that it made, None for memory that it left as it was."""
+        if self.unwritten:
+            return None
+        return "nan" if self.nan else "-inf" if self.neginf and not self.posinf else "inf"
+
+
 class BackwardStart(NamedTuple):
     """The gradients, by label, that the outputs of call `number` of module `name` had in the failed backward."""
 
@@ -69,35 +111,30 @@ class BackwardStart(NamedTuple):
 class Diagnosis:
     """Facts about a finding that a re-run of its batch showed.
 
-    `operation` (as "aten.exp.default"), `place` (the innermost line that is not PyTorch's) and `operands` (records of
-    its tensors, before it ran) are of the operation that made the non-finite value; `made` is the value as the
-    operation made it. They are None and empty when no operation was seen. `transient` is True when the re-run did
-    not make the value again, False when it did, None when that says nothing. `extent` and `index` are of the non-finite
-    tensor. `call` is the call in which the value was made; it holds the call's tensors, so drop it when done. `remarks`
-    are sentences. `start` is where
-    a failed backward began. `made_in` is the module whose own code made the operation, where that is another than the
-    finding's and not inside it. `holder` is a frame with the weight or buffer that the operation was given non-finite.
-    `is_unseen`: no output of a module and no gradient of one shows the value.
+    `step` is the operation that made the non-finite value, None when none was seen. `transient` is True when the re-run
+    did not make the value again, False when it did, None when that says nothing. `extent` and `index` are of the
+    non-finite tensor. `call` is the call in which the value was made; it holds the call's tensors, so drop it when
+    done. `remarks` are sentences. `start` is where a failed backward began. `made_in` is the module whose own code made
+    the operation, where that is another than the finding's and not inside it. `holder` is a frame with the weight or
+    buffer that the operation was given non-finite. `is_unseen`: no output of a module and no gradient of one shows the
+    value.
     """
 
-    operation: str | None = None
-    place: Expression | None = None
-    operands: tuple[Record, ...] = ()
+    step: Step | None = None
     transient: bool | None = None
     extent: str = ""
     index: tuple[int, ...] | None = None
     remarks: tuple[str, ...] = ()
     call: ModuleCall | None = None
-    made: Value | None = None
     start: BackwardStart | None = None
     made_in: str | None = None
     holder: Frame | None = None
     is_unseen: bool = False
 
     @property
-    def source(self) -> str | None:
-        """The place as "/path/file.py:123"."""
-        return None if self.place is None else str(self.place)
+    def place(self) -> Expression | None:
+        """The innermost line of the operation that is not PyTorch's."""
+        return None if self.step is None else self.step.place
 
 
 def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
@@ -113,15 +150,15 @@ def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
         finding = replace(finding, origin="produced", source_module=None)
     elif made_in is not None:
         finding = replace(finding, origin="received", source_module=made_in)
+    if (step := diagnosis.step) is not None:
+        place = finding.place if step.place is None else step.place.at
+        operands = step.operands or finding.operands
+        finding = replace(finding, operation=step.operation, place=place, operands=operands, made=step.made)
     return replace(
         finding,
-        operation=diagnosis.operation or finding.operation,
-        place=finding.place if diagnosis.place is None else diagnosis.place.at,
-        operands=diagnosis.operands or finding.operands,
         transient=diagnosis.transient,
         extent=diagnosis.extent,
         index=diagnosis.index if finding.index is None else finding.index,
-        made=diagnosis.made,
         remarks=(*finding.remarks, *diagnosis.remarks),
     )
 

@@ -22,8 +22,8 @@ from ..recording.walk import call_leaves, leaves
 from ..records.record import Record
 from ..report.finding import value_of
 from .batch_snapshot import BatchSnapshot
-from .diagnosis import BackwardStart
-from .provenance import ProvenanceMode, Step
+from .diagnosis import BackwardStart, Step
+from .provenance import ProvenanceMode
 
 # `allows(name, module)` is True where infinities in this module are meant, or the judge of its values.
 Allows = Callable[[str, nn.Module], bool | Excuses]
@@ -78,19 +78,12 @@ class Experiment:
         """Whether a backward made a gradient that is non-finite."""
         return any(record.is_fault for record in self.gradients)
 
-    def keep_gradients(self, _: Any) -> Callable[[Sequence[Tensor | None], Any], None]:
-        """Return a hook of a node of the graph, which keeps the gradients that the node makes."""
-
-        def look(made: Sequence[Tensor | None], _: Any) -> None:
-            for x in made:
-                if x is not None:
-                    record = gradient_record(x)
-                    self.gradients.append(record)
-                    if record.is_fault:
-                        self.failed_in_backward |= self.failure is None
-                        self.note_origin(x, record)
-
-        return look
+    def keep_gradients(self, _: Any, x: Tensor, record: Record) -> None:
+        """Keep the gradient that a node of the graph has made."""
+        self.gradients.append(record)
+        if record.is_fault:
+            self.failed_in_backward |= self.failure is None
+            self.note_origin(x, record)
 
     def note_origin(self, x: Tensor, record: Record) -> None:
         """Note the operation that began the values of a bad tensor, the first for which one is known."""
@@ -194,12 +187,25 @@ def with_leaves(snapshot: BatchSnapshot) -> tuple[BatchSnapshot, list[Tensor]]:
 
 
 def run_backward(
-    roots: list[Tensor], wanted: Sequence[Any], gradients: list[Tensor], hook: Callable[[Any], Any]
+    roots: list[Tensor],
+    wanted: Sequence[Any],
+    gradients: list[Tensor],
+    look: Callable[[Any, Tensor, Record], None],
 ) -> None:
-    """Run a backward from these gradients of the roots to the wanted tensors or edges of the graph, with `hook(node)`
-    at each node.
+    """Run a backward from these gradients of the roots to the wanted tensors or edges of the graph.
+
+    look: called with a node of the graph, a gradient that it made, and the gradient's record.
     """
-    handles = [node.register_hook(hook(node)) for node in graph_nodes(x.grad_fn for x in roots) if node]
+
+    def hook_of(node: Any) -> Callable[[Sequence[Tensor | None], Any], None]:
+        def hook(made: Sequence[Tensor | None], _: Any) -> None:
+            for x in made:
+                if x is not None:
+                    look(node, x, gradient_record(x))
+
+        return hook
+
+    handles = [node.register_hook(hook_of(node)) for node in graph_nodes(x.grad_fn for x in roots)]
     try:
         with ExitStack() as modes, without_hooks([x for x in wanted if isinstance(x, Tensor)]):
             for kind in autocast_kinds():  # a backward runs behind the block of the forward's autocast

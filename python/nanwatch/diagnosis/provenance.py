@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from math import isinf, isnan
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,11 +23,10 @@ from ..numerics.readable import is_plain, only_our_dispatch
 from ..recording.observe import read
 from ..records.note import Note
 from ..records.record import Record
-from ..report.finding import Value
 from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell
 from .causes import causes
-from .diagnosis import Expression, ModuleCall
+from .diagnosis import Expression, ModuleCall, Step
 from .operation import Operands, Operation, StorageWriteLog, operation_of
 
 _MASK = Note("mask")
@@ -42,53 +40,8 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _HANDLERS = ("__torch_dispatch__", "__torch_function__")
 
 
-@dataclass(slots=True, eq=False)
-class Step:
-    """One operation that left a value that is not finite.
-
-    `origin` is the step that began its non-finite values, None when it began them itself; only then are `remarks`,
-    `call` (around the operation) and `strangers` (the operands that were non-finite before) filled. `meant`:
-    they are infinities that are there on purpose; only of them are the signs known. `unwritten` stands for memory that
-    was allocated and that nothing was seen to write. `turned`: it made nan of infinities. `in_backward`: an engine of
-    autograd ran it, in the backward of what module `module` did.
-    """
-
-    number: int
-    operation: str
-    nan: bool = False
-    posinf: bool = False
-    neginf: bool = False
-    meant: bool = False
-    unwritten: bool = False
-    turned: bool = False
-    in_backward: bool = False
-    origin: Step | None = None
-    place: Expression | None = None
-    module: str | None = None
-    operands: tuple[Record, ...] = ()
-    remarks: tuple[str, ...] = ()
-    call: ModuleCall | None = None
-    strangers: tuple[Tensor, ...] = ()
-
-    @property
-    def values(self) -> str:
-        """`nan`, `inf`, `-inf`, joined by `and`."""
-        shown = (("nan", self.nan), ("inf", self.posinf), ("-inf", self.neginf))
-        return " and ".join(word for word, present in shown if present)
-
-    @property
-    def made(self) -> Value | None:
-        """The value that it made, None for memory that it left as it was."""
-        if self.unwritten:
-            return None
-        return "nan" if self.nan else "-inf" if self.neginf and not self.posinf else "inf"
-
-
-class Site(NamedTuple):
-    """The expression of the program that an operation belongs to, and the module whose call is around it."""
-
-    place: Expression | None = None
-    module: str | None = None
+# The expression of the program that an operation belongs to, and the module whose call is around it.
+Site: TypeAlias = tuple[Expression | None, str | None]
 
 
 class ProvenanceMode(TorchDispatchMode):
@@ -141,7 +94,7 @@ class ProvenanceMode(TorchDispatchMode):
 
     def site_of(self, node: Any) -> Site:
         """Return where the forward made this node of the graph."""
-        return self._nodes.get(node._sequence_nr(), Site())
+        return self._nodes.get(node._sequence_nr(), (None, None))
 
     def _safely(self, look: Callable[..., Any], operation: Operation, *given: Any) -> Any:
         try:
@@ -217,14 +170,13 @@ class ProvenanceMode(TorchDispatchMode):
         frame, node = program_frame(self._outermost), torch._C._current_autograd_node()
         if node is not None and _is_of_engine(frame):
             return self.site_of(node), node.name()
-        if self._open_calls:
-            module: str | None = self._open_calls[-1].name
-        else:
-            module = None if node is None else self.site_of(node).module  # in a backward written in Python
+        module = self._open_calls[-1].name if self._open_calls else None
+        if module is None and node is not None:  # in a backward written in Python
+            module = self.site_of(node)[1]
         if frame is None:
-            return Site(None, module), ""
+            return (None, module), ""
         code = frame.f_code
-        return Site(Expression(code.co_filename, frame.f_lineno, _positions(frame), code), module), ""
+        return (Expression(code.co_filename, frame.f_lineno, _positions(frame), code), module), ""
 
 
 def _holds_nan(record: Record) -> bool:

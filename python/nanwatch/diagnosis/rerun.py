@@ -39,8 +39,6 @@ _NOT_KEPT = (
 
 # Runs of a part of the batch. One of 64 samples takes 9.
 _MOST_RUNS = 24
-# Arguments that say where samples stand in the dataset.
-_INDICES = frozenset({"index", "indices", "idx", "ids", "sample_index", "sample_id", "sample_ids"})
 
 
 def examine(
@@ -92,7 +90,7 @@ class _Rerun:
         if diagnosis.holder is not None:
             incident.report = replace(incident.report, frames=tuple(with_earlier(frames, diagnosis.holder)))
         self.send()
-        is_due = diagnosis.operation is not None
+        is_due = diagnosis.step is not None
         if finding.phase != "backward":
             was_there = finding.origin in ("data", "buffer") and diagnosis.place is not None
             is_due = diagnosis.transient is False or was_there
@@ -101,7 +99,7 @@ class _Rerun:
                 is_due = False
         if is_due:
             attempt("trying cures", partial(self._cure, snapshot, diagnosis), incident.remark)
-        if loss is None or diagnosis.operation is not None:
+        if loss is None or diagnosis.step is not None:
             self.send()
             self._find_samples(snapshot, diagnosis)
             return diagnosis
@@ -130,7 +128,7 @@ class _Rerun:
     def _find_samples(self, snapshot: BatchSnapshot, diagnosis: Diagnosis) -> None:
         """Look for the samples that carry the failure, unless a second run says little."""
         incident = self._incident
-        is_known = diagnosis.operation is not None or incident.finding.origin == "data"
+        is_known = diagnosis.step is not None or incident.finding.origin == "data"
         if not is_known or diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
             return
         names, allows = module_names(self._model), self._conditions.allows
@@ -138,8 +136,6 @@ class _Rerun:
         samples = attempt("the search for samples", search, incident.remark)
         if samples:
             incident.learn(samples=samples)
-            if indices := dataset_indices(snapshot, samples):
-                incident.remark(indices)
 
     def examine_loss(self, call: BackwardCall, value: Value | None) -> None:
         """Complete the finding with the operation, line and cures that a re-run of the loss's statements shows.
@@ -162,7 +158,7 @@ class _Rerun:
         first, last = statements.lines
         lines = f"line {first}" if first == last else f"lines {first} to {last}"
         where = f"{lines} of {statements.filename}"
-        if diagnosis.operation is None:
+        if diagnosis.step is None:
             why = "; ".join(diagnosis.remarks) or "the value did not come back"
             incident.remark(f"the loss was computed again by {where}: {why}; {_ADVICE}")
             return
@@ -187,7 +183,7 @@ class _Rerun:
         if value is not None:
             finding = replace(finding, phase="forward", value=value)
         diagnosis = find_operation(snapshot, finding, model=statements)
-        if diagnosis.operation is None:
+        if diagnosis.step is None:
             return diagnosis, ((), ())
         allows = self._conditions.allows
         conditions = self._conditions._replace(allows=lambda name, module: allows(_below(name), module))
@@ -248,13 +244,6 @@ def find_samples(
             low, high = (low, middle) if is_finite(rest[:middle]) is False else (middle, high)
         bad.append(rest.pop(high - 1))
         if is_finite(rest):
-            # The first ones may only have been bad beside a later one.
-            for sample in bad[:-1]:
-                rest.append(sample)
-                if is_finite(sorted(rest)):
-                    bad.remove(sample)
-                else:
-                    rest.pop()
             return tuple(sorted(bad)) if is_finite(bad) is False else ()
     return ()
 
@@ -266,13 +255,3 @@ def batch_size(snapshot: BatchSnapshot) -> int:
         return 0
     sizes = {x.shape[0] for x in tensors if x.ndim}
     return sizes.pop() if len(sizes) == 1 else 0
-
-
-def dataset_indices(snapshot: BatchSnapshot, samples: Sequence[int]) -> str:
-    """Return in words where these samples stand in the dataset, when the batch has a tensor that says so; else ""."""
-    size = batch_size(snapshot)
-    for label, x in call_leaves(snapshot.args, snapshot.kwargs):
-        name = label.rpartition("[")[2].rstrip("]").lower()
-        if name in _INDICES and isinstance(x, Tensor) and x.shape == (size,) and not x.is_floating_point():
-            return f"{label} of these samples is {', '.join(map(str, x[list(samples)].tolist()))}"
-    return ""

@@ -11,9 +11,10 @@ overflow with those as large as the largest, and one in a weight's gradient with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,10 +34,10 @@ from ..util.modules import is_in
 from ..util.visible import spell, suppressed
 from .batch_snapshot import BatchSnapshot, left_calls, no_second_run
 from .causes import came_in, named_arguments
-from .diagnosis import BackwardStart, Diagnosis, ModuleCall, describe
-from .experiment import gradient_record, mean_gradients, run_backward, with_graph, with_leaves, without_hooks
+from .diagnosis import BackwardStart, Diagnosis, ModuleCall, Step, describe
+from .experiment import mean_gradients, run_backward, with_graph, with_leaves, without_hooks
 from .isolation import RerunEndedError
-from .provenance import ProvenanceMode, Step
+from .provenance import ProvenanceMode
 
 _OF_CALL = "the operation was found in a re-run of the call, from other gradients of the same size"
 _OF_BATCH = "the operation was found in a re-run of the batch, with the mean of its outputs as the loss"
@@ -117,10 +118,7 @@ def _with_spread(diagnosis: Diagnosis, snapshot: BatchSnapshot) -> Diagnosis:
     steps = [step for step in provenance.steps if step.place is not None]
     turned = [step for step in steps if step.turned]
     products = [step for step in steps if step.operation.startswith("aten.mul.")]
-    step = next(iter([*turned, *products, *steps]), None)
-    if step is None:
-        return diagnosis
-    return replace(diagnosis, operation=step.operation, place=step.place, operands=step.operands)
+    return replace(diagnosis, step=next(iter([*turned, *products, *steps]), None))
 
 
 # A value that the re-run makes again.
@@ -164,11 +162,6 @@ class _Search:
             return call.module._call_impl(*call.args, **call.kwargs)
         finally:
             self.open_calls.pop()
-
-
-def _facts_of(step: Step) -> dict[str, Any]:
-    """Return what a diagnosis has of an operation that began a bad value."""
-    return {"operation": step.operation, "made": step.made, "place": step.place, "operands": step.operands}
 
 
 def _of_forward(snapshot: BatchSnapshot, finding: Finding, suspect: nn.Module, model: nn.Module) -> Diagnosis:
@@ -276,9 +269,8 @@ class _ForwardSearch(_Search):
             if given._version != version and label != self.finding.label
         )
         facts = {"transient": False, "remarks": tuple(remarks), "call": guilty, "made_in": made_in}
-        if step is None:
-            return _of_tensor(x, **facts)
-        return self._of_holder(_of_tensor(x, **_facts_of(step), **facts), step.strangers)
+        diagnosis = _of_tensor(x, step=step, **facts)
+        return diagnosis if step is None else self._of_holder(diagnosis, step.strangers)
 
     def _origin(self, x: Tensor, record: Record) -> Step | None:
         """Return the operation that began the values of a tensor, or wrote them, if they were there from the first."""
@@ -343,8 +335,7 @@ def _of_backward(
     for step in search.provenance.steps if search.sizes else ():
         began = step.origin is None and step.place is not None and not (step.meant or step.unwritten)
         if began and step.module is not None and is_in(step.module, name):
-            remarks = (_KEPT_ELSEWHERE, *step.remarks)
-            return Diagnosis(**_facts_of(step), remarks=remarks, is_unseen=True)
+            return Diagnosis(step, remarks=(_KEPT_ELSEWHERE, *step.remarks), is_unseen=True)
     return Diagnosis(remarks=(remark, *snapshot.doubts()))
 
 
@@ -410,33 +401,27 @@ class _BackwardSearch(_Search):
     def _backward(self, roots: list[Tensor], wanted: list[Any], gradients: list[Tensor], how: str) -> None:
         self._is_in_backward = True  # a checkpoint calls modules in it
         try:
-            run_backward(roots, wanted, gradients, lambda node: self._hook(node, how))
+            run_backward(roots, wanted, gradients, partial(self._look, how))
         finally:
             self._is_in_backward = False
 
-    def _hook(self, node: Any, how: str) -> Callable[[Sequence[Tensor | None], Any], None]:
-        """Return a hook of a node of the graph, which looks for the first bad gradient."""
-
-        def look(made: Sequence[Tensor | None], _: Any) -> None:
-            for x in made if self.diagnosis is None else ():
-                if x is not None and (record := gradient_record(x)).is_fault:
-                    self.diagnosis = self._settled(node, x, record, how)
-                    return
-
-        return look
-
-    def _settled(self, node: Any, x: Tensor, record: Record, how: str) -> Diagnosis:
-        step = self.provenance.origin(x, nan="nan" in value_of(record))
+    def _look(self, how: str, node: Any, x: Tensor, record: Record) -> None:
+        """Settle the first bad gradient that a node of the graph has made."""
+        if self.diagnosis is not None or not record.is_fault:
+            return
+        value = value_of(record)
+        left_out: tuple[str, ...] = ()
+        step = self.provenance.origin(x, nan="nan" in value)
         if step is None or step.meant:
-            place, made_in = self.provenance.site_of(node)
-            diagnosis = Diagnosis(operation=node.name(), made=value_of(record), place=place, remarks=(how,))
-        else:
-            made_in = step.module
-            left_out = () if step.in_backward else (_LEFT_OUT.format(step.operation, node.name()),)
-            diagnosis = Diagnosis(**_facts_of(step), remarks=(how, *step.remarks, *left_out))
+            place, module = self.provenance.site_of(node)
+            is_nan, is_negative = "nan" in value, value == "-inf"
+            step = Step(0, node.name(), nan=is_nan, neginf=is_negative, place=place, module=module)
+        elif not step.in_backward:
+            left_out = (_LEFT_OUT.format(step.operation, node.name()),)
         # The statements of a loss, which have no frames, call modules that did not make the finding's record.
-        is_inside = made_in is None or (self._has_frames and is_in(made_in, self._name))
-        return diagnosis if is_inside or how == _OF_CALL else replace(diagnosis, made_in=made_in)
+        is_inside = step.module is None or (self._has_frames and is_in(step.module, self._name))
+        made_in = None if is_inside or how == _OF_CALL else step.module
+        self.diagnosis = Diagnosis(step, remarks=(how, *step.remarks, *left_out), made_in=made_in)
 
 
 def _sizes(frame: Frame) -> Iterator[tuple[str, list[float]]]:

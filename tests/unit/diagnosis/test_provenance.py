@@ -32,7 +32,7 @@ EMPTY_ROW = torch.tensor([[False, True, True], [True, True, True], [False, False
 def test_a_row_that_is_masked_everywhere() -> None:
     """Softmax made the nan, not the mask that was filled with -inf on purpose; which row is said."""
     _, seen = look(Does(lambda x: masked(EMPTY_ROW, x)), torch.zeros(3, 3))
-    assert (seen.operation, seen.source) == ("aten._softmax.default", culprit(masked))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten._softmax.default", culprit(masked))
     assert seen.extent == "1 of 3 rows, row 1"
     assert any(
         "-inf everywhere along dimension 1 in 1 of 3 rows, the first at [1]" in one for one in seen.remarks
@@ -53,7 +53,7 @@ MASKS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_ways_to_mask(kind: str) -> None:
     """However the -inf came there: the softmax over nothing but it is the culprit."""
     _, seen = look(Does(lambda x: torch.softmax(MASKS[kind](x), -1)), torch.zeros(3, 3))
-    assert seen.operation == "aten._softmax.default"
+    assert seen.step.operation == "aten._softmax.default"
     assert seen.remarks
 
 
@@ -66,7 +66,7 @@ def test_an_overflow_beside_a_mask(kind: str) -> None:
         return torch.softmax(MASKS[kind](scores), -1)
 
     _, seen = look(Does(forward), torch.ones(3, 3))
-    assert (seen.operation, seen.source) == ("aten.mm.default", culprit(forward))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.mm.default", culprit(forward))
 
 
 def test_an_overflow_behind_a_mask() -> None:
@@ -78,7 +78,7 @@ def test_an_overflow_behind_a_mask() -> None:
         return large / large.sum(-1, keepdim=True)
 
     _, seen = look(Does(forward), torch.ones(3, 3))
-    assert (seen.operation, seen.source) == ("aten.exp.default", culprit(forward))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.exp.default", culprit(forward))
 
 
 def test_infinities_in_the_result_that_are_meant() -> None:
@@ -89,7 +89,7 @@ def test_infinities_in_the_result_that_are_meant() -> None:
         return scores.reshape(9) * 2
 
     _, seen = look(Does(forward), torch.zeros(3, 3))
-    assert (seen.operation, seen.source) == ("aten.masked_fill.Scalar", culprit(forward))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.masked_fill.Scalar", culprit(forward))
     assert any("allow='inf:" in one for one in seen.remarks)
 
 
@@ -104,7 +104,7 @@ def test_a_choice_is_blamed_on_the_operand_it_took_the_infinity_from(is_first: b
         return torch.where(chosen, taken, left_out) if is_first else torch.where(~chosen, left_out, taken)
 
     _, seen = look(Does(forward), torch.tensor([1000.0, 1000.0, 1.0]))
-    assert (seen.operation, seen.source) == ("aten.exp.default", culprit(forward))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.exp.default", culprit(forward))
 
 
 def test_a_sum_with_an_infinity_nobody_meant() -> None:
@@ -115,9 +115,9 @@ def test_a_sum_with_an_infinity_nobody_meant() -> None:
         return x * hidden  # culprit
 
     _, seen = look(Does(forward), torch.ones(2))
-    assert (seen.operation, seen.source) == ("aten.mul.Tensor", culprit(forward))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.mul.Tensor", culprit(forward))
     assert "operand[1] was not finite before, and no operation that was seen wrote it" in seen.remarks
-    assert [one.isfinite for one in seen.operands] == [True, False]
+    assert [one.isfinite for one in seen.step.operands] == [True, False]
 
 
 def test_memory_that_nobody_wrote() -> None:
@@ -130,7 +130,7 @@ def test_memory_that_nobody_wrote() -> None:
         return memory * 2
 
     _, seen = look(Does(forward), torch.ones(2))
-    assert (seen.operation, seen.source) == ("aten.empty.memory_format", culprit(forward))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.empty.memory_format", culprit(forward))
     assert any("allocated and not written" in one for one in seen.remarks)
 
 
@@ -145,7 +145,7 @@ def test_memory_that_is_written_bit_by_bit() -> None:
         return memory * 2
 
     _, seen = look(Does(forward), torch.ones(2))
-    assert (seen.operation, seen.source) == ("aten.div.Tensor", culprit(forward))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.div.Tensor", culprit(forward))
 
 
 @st.composite
@@ -192,7 +192,7 @@ def test_the_culprit_began_it(program: list[tuple[str, int, int]]) -> None:
     if bool(torch.isfinite(total).all()):
         return
     _, seen = look(Does(lambda x: run_program(program, x.clone())[0]), x)
-    assert seen.operation is not None
-    name = seen.operation.split(".")[1]
+    assert seen.step.operation is not None
+    name = seen.step.operation.split(".")[1]
     assert name in began
-    assert all(one.isfinite for one in seen.operands)
+    assert all(one.isfinite for one in seen.step.operands)

@@ -84,18 +84,18 @@ KNOWN: dict[Callable[[Tensor], Tensor], str] = {
 def test_a_known_culprit(function: Callable[[Tensor], Tensor]) -> None:
     """In a function with several operations, the one that its author marked is found, with its line."""
     finding, seen = look(Does(function), torch.ones(2, 3))
-    assert (seen.operation, seen.source) == (
+    assert (seen.step.operation, str(seen.step.place)) == (
         KNOWN[function],
         culprit(Doubled if function is by_a_function else function),
     )
     assert (seen.transient, finding.origin) == (False, "produced")
-    assert all(record.isfinite for record in seen.operands)
+    assert all(record.isfinite for record in seen.step.operands)
 
 
 def test_operands_are_what_the_operation_was_given() -> None:
     """Labels, shapes and ranges of the operands as they were before an operation in place."""
     _, seen = look(Does(in_place), torch.tensor([[1.0, 2.0, 3.0]]))
-    (given,) = seen.operands
+    (given,) = seen.step.operands
     assert (given.label, given.role, given.shape, given.dtype) == ("operand[0]", "input", (1, 3), "float32")
     assert given.abs_max == pytest.approx(3e20)
     assert "aten.mul_.Tensor was given the number other = 1e+20" in seen.remarks
@@ -110,7 +110,7 @@ def test_zeros_and_subnormals_of_the_operands_are_counted(dtype: torch.dtype) ->
         return x / torch.tensor([0.0, 0.0, 1.0, tiny / 4], dtype=dtype)
 
     finding, seen = look(Does(forward), torch.ones(4, dtype=dtype))
-    above, below = (one.health for one in seen.operands)
+    above, below = (one.health for one in seen.step.operands)
     assert above is None
     assert below is not None
     assert (below.num_zero, below.num_subnormal) == (2, 1)
@@ -190,7 +190,7 @@ def test_no_tensor_is_kept() -> None:
         return x
 
     _, seen = look(Does(forward), torch.ones(2))
-    assert seen.operation == "aten.mul.Tensor"
+    assert seen.step.operation == "aten.mul.Tensor"
     # While a product is made its operand lives: afterwards there is one, in either run.
     assert memory.values == [1] * 10
 
@@ -206,7 +206,7 @@ def test_a_value_that_was_received() -> None:
     model = nn.Sequential(Does(forward, nn.Identity(), nn.Identity()))
     finding, seen = look(model, torch.ones(2, 3))
     assert (finding.origin, finding.source_module, finding.module) == ("received", "0", "0.parts.1")
-    assert (seen.operation, seen.source) == ("aten.div.Tensor", culprit(forward))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.div.Tensor", culprit(forward))
     assert (seen.extent, seen.transient) == ("all", False)
     assert seen.call is not None
     assert seen.call.name == "0"
@@ -279,7 +279,7 @@ def test_a_second_run_that_raises() -> None:
     times = iter([1.0])
     model = Does(lambda x: x / 0 * next(times))
     _, seen = look(model, torch.ones(2))
-    assert (seen.transient, seen.operation) == (None, None)
+    assert (seen.transient, seen.step) == (None, None)
     assert any("StopIteration" in one for one in seen.remarks)
     assert model._compiled_call_impl is None
 
@@ -296,4 +296,4 @@ def test_an_error_after_the_bad_value() -> None:
         return y
 
     _, seen = look(Does(forward, Does(exponential)), torch.ones(2))
-    assert (seen.operation, seen.transient) == ("aten.exp.default", False)
+    assert (seen.step.operation, seen.transient) == ("aten.exp.default", False)

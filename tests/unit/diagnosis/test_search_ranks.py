@@ -55,14 +55,14 @@ def test_a_replica_runs_again_alone(four_ranks: None) -> None:
     model = nn.parallel.DistributedDataParallel(Gathers(False))
     start, finding = failed_once(model, torch.zeros(2))
     seen = find_operation(start, finding, model=model)
-    assert (seen.operation, seen.transient) == ("aten.log.default", False)
+    assert (seen.step.operation, seen.transient) == ("aten.log.default", False)
 
 
 def test_a_collective_is_not_waited_for(four_ranks: None) -> None:
     """Neither one that the model's own code calls, nor those of a library that shards."""
     start, finding = failed_once(Gathers(True), torch.zeros(2))
     seen = find_operation(start, finding, model=start.module)
-    assert seen.operation is None
+    assert seen.step is None
     assert any("would wait for the other ranks" in one for one in seen.remarks)
     sharded = type("Sharded", (Gathers,), {"__module__": "deepspeed.runtime"})(False)
     start, finding = failed_once(sharded, torch.zeros(2))
