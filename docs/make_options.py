@@ -27,7 +27,7 @@ means every 100th.
 |---|---|
 """
 TAIL = """
-`nanwatch.Trace(path, batches=(0, 3), counts=True, fingerprints=True)` says
+`nanwatch.Trace(path, batches=(0, 3), counts=True, fingerprints=True, sketches=N)` says
 [what a trace keeps](traces.md), `nanwatch.Audit(every=100, frozen="backbone.*")` what
 [an audit](updates.md) takes for granted. The command line and `NANWATCH_OPTIONS` spell them as text:
 `run.parquet,fingerprints,batches=0+3` and `100,frozen=backbone.*`.

@@ -230,7 +230,7 @@ void GradientRecorder::on_gradient(const at::Tensor& gradient, const void* at, u
 }
 
 bool GradientRecorder::read(const at::Tensor& gradient, int64_t batch, GradientEvent* event, int64_t* bytes) {
-  const bool is_pythons = options_.are_pythons();
+  const bool is_pythons = options_.is_pythons(Role::gradient, batch);
   RecordData& row = event->row;
   View view{};
   if (!is_pythons) event->pending = enqueue_read(gradient);

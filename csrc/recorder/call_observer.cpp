@@ -20,7 +20,7 @@ bool may_be_mask(const RangeRow& range, Role role, Format format) {
 
 CallObserver::CallObserver(const Options& options, Helpers helpers)
     : options_(options),
-      are_pythons_(options.are_pythons()),
+      has_pythons_(options.counts || options.fingerprints || options.sketches > 0),
       helpers_(std::move(helpers)) {
   const NanwatchBackend* const backend = RowTable::backend();
   devices_first_ = backend != nullptr && backend->takes_host_memory != 0;
@@ -34,7 +34,7 @@ CallObserver::~CallObserver() {
 
 // Fills in how a tensor is read; false where only Python reads it.
 bool CallObserver::is_readable(Source* source, Role role) {
-  if (are_pythons_) return false;
+  if (has_pythons_ && options_.is_pythons(role, source->batch)) return false;
   const auto is_on_device = [&] {
     return THPVariable_CheckExact(source->object) &&
            find_device(source->x, &source->frame->pending, &source->view, &source->device);
@@ -176,7 +176,7 @@ bool CallObserver::record_from_python(PyObject* value, Labels::Id label, Role ro
   const OutsideCompiler outside;
   const py::object text = from_utf8(labels_.text(label)), role_text = from_utf8(role_name(role));
   PyObject* record = PyObject_CallFunctionObjArgs(helpers_.observe.ptr(), value, text.ptr(), role_text.ptr(),
-                                                  node.allow_inf.ptr(), nullptr);
+                                                  node.allow_inf.ptr(), py::int_(frame->batch).ptr(), nullptr);
   if (record == nullptr) return excuse(label, role, frame);
   frame->add({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, record});
   frame->has_nonfinite |= is_nonfinite(frame->records.back());

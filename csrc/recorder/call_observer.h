@@ -42,7 +42,8 @@ struct Counters {
   X(bool, gradients)              \
   X(bool, counts)                 \
   X(bool, fingerprints)           \
-  X(bool, black_box)
+  X(bool, black_box)              \
+  X(int64_t, sketches)
 
 struct Options {
   explicit Options(pybind11::handle settings)
@@ -58,12 +59,15 @@ struct Options {
   bool reads(Role role) const {
     return role == Role::weight ? weights : role == Role::buffer ? buffers : role == Role::input ? inputs : outputs;
   }
-  // Returns whether Python makes the records: with counts and the like, which neither the loops here nor a device give.
-  bool are_pythons() const { return counts || fingerprints; }
+  // Returns whether Python makes the records of this role in this batch: with counts and the like, which neither the
+  // loops here nor a device give.
+  bool is_pythons(Role role, int64_t batch) const {
+    return counts || fingerprints || (role == Role::output && sketches > 0 && batch % sketches == 0);
+  }
 };
 
 struct Helpers {
-  pybind11::object observe;       // (value, label, role, allow_inf) -> Record
+  pybind11::object observe;       // (value, label, role, allow_inf, batch) -> Record
   pybind11::object leaves;        // (value, label, objects) -> [(label, leaf)]
   pybind11::object is_container;  // (type) -> bool: may `leaves` find anything inside
   pybind11::object spell_key;     // (key) -> str
@@ -230,7 +234,7 @@ class CallObserver {
   std::optional<Kind> kind_of(PyTypeObject* type);
 
   const Options options_;
-  const bool are_pythons_;  // the records
+  const bool has_pythons_;  // some records are Python's
   Helpers helpers_;
   Labels labels_;
   ActivationCache activations_;

@@ -13,7 +13,7 @@ from nanwatch.sinks.sink import Sink
 from nanwatch.sinks.trackers import sink_for
 
 _SETTINGS = {name for name in Options.__dataclass_fields__ if name not in OPTIONS}
-_RECORDER = ("verify_hits", "counts", "fingerprints")
+_RECORDER = ("verify_hits", "counts", "fingerprints", "sketches")
 
 
 def watch(model: nn.Module, *, log_every: int | None = None, **options: Any) -> Watch:

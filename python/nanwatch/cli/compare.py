@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ..compare.models import compare
+from ..compare.traces import compare_traces
 from ..compare.twice import VARIABLE, record, twice
 from ..trace.comparison import KINDS, RTOL, diff
 from ..trace.trace_file import Trace
 from ..util.progress import Tell
-from .commands import answered, command_parser, imported
+from .commands import UseError, answered, command_parser, imported
 from .script import add_script, check_script, run_script
 
 _STATUSES = {True: 0, False: 1, None: 2}
@@ -20,9 +21,13 @@ _COMPARE = f"""\
 A, B and INPUTS are PKG.MOD:NAME: an object, or what makes it when called without arguments. INPUTS is a dict by name, a
 tuple by position, or the only argument. All are imported from the current directory too, which runs their code.
 
+Or A and B are traces that watch(trace=Trace(path, sketches=N)) has written. INPUTS is left out then, or is a trace of A
+in higher precision, from which the noise floor is measured.
+
 {_STATUS}
 examples:
   nanwatch compare models:reference models:port models:batch --html compare.html
+  nanwatch compare trainer.parquet engine.parquet trainer-fp32.parquet
 """
 _DIFF = f"""\
 {_STATUS}
@@ -45,12 +50,12 @@ def compare_main(arguments: list[str]) -> int:
     """Run `nanwatch compare` and return the exit status."""
     what = (
         "Run two implementations of a model, with the same weights, on the same inputs, and name the first module that"
-        " differs by more than rounding does."
+        " differs by more than rounding does. Or compare two traces with sketches, as of two engines."
     )
     parser = command_parser("compare", what, _COMPARE)
-    parser.add_argument("a", metavar="A", help="the reference, or what makes it")
-    parser.add_argument("b", metavar="B", help="the other implementation, or what makes it")
-    parser.add_argument("inputs", metavar="INPUTS", help="the inputs of both, or what makes them")
+    parser.add_argument("a", metavar="A", help="the reference, or what makes it; or its trace")
+    parser.add_argument("b", metavar="B", help="the other implementation, or what makes it; or its trace")
+    parser.add_argument("inputs", metavar="INPUTS", nargs="?", help="the inputs of both, or what makes them")
     parser.add_argument(
         "--factor",
         type=float,
@@ -58,13 +63,22 @@ def compare_main(arguments: list[str]) -> int:
         metavar="N",
         help="how many times the noise floor a difference must have (default: %(default)g)",
     )
-    _add_page(parser)
+    _add_batches_and_page(parser)
     options = parser.parse_args(arguments)
 
     def find(tell: Tell) -> tuple[Any, int]:
-        tell("running the models")
         names = {"A": options.a, "B": options.b, "INPUTS": options.inputs}
-        result = compare(*(imported(value, name) for name, value in names.items()), factor=options.factor)
+        if os.path.exists(options.a) and os.path.exists(options.b):
+            traces = [Trace.open(path, tell) for path in names.values() if path is not None]
+            tell("comparing")
+            result = compare_traces(*traces, batches=options.batches, factor=options.factor)
+        elif options.inputs is None or options.batches is not None:
+            raise UseError(
+                "A and B should be two traces that exist, or two models with INPUTS and without --batches"
+            )
+        else:
+            tell("running the models")
+            result = compare(*(imported(value, name) for name, value in names.items()), factor=options.factor)
         return result, _STATUSES[result.equal]
 
     return answered("compare", options, find, errors=(TypeError, RuntimeError))
@@ -90,10 +104,7 @@ def diff_main(arguments: list[str]) -> int:
         choices=KINDS,
         help="kinds of difference to pass over",
     )
-    parser.add_argument(
-        "--batches", nargs=2, type=int, metavar=("N", "M"), help="batch N of A against batch M of B"
-    )
-    _add_page(parser)
+    _add_batches_and_page(parser)
     options = parser.parse_args(arguments)
 
     def find(tell: Tell) -> tuple[Any, int]:
@@ -105,7 +116,15 @@ def diff_main(arguments: list[str]) -> int:
     return answered("diff", options, find)
 
 
-def _add_page(parser: Any) -> None:
+def _add_batches_and_page(parser: Any) -> None:
+    """Add the options that the comparisons of traces share."""
+    parser.add_argument(
+        "--batches",
+        nargs=2,
+        type=int,
+        metavar=("N", "M"),
+        help="of traces: batch N of A against batch M of B",
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts too")
 
 

@@ -1,1 +1,4 @@
-"""Comparison of two models, or of two runs of a script: the first module that differs. `trace.diff` compares traces."""
+"""Comparison of two executions: two models, two traces, or two runs of a script, and the first module that differs.
+
+`trace.diff` compares two traces of one model, record by record.
+"""

@@ -109,13 +109,13 @@ def errors_between(a: Tensor, b: Tensor) -> Errors:
 class ModuleCall:
     """Call of a module, with copies of its tensors.
 
-    `start` and `end` count the starts and ends of all calls. `parent` is the call around it. `weight_shape` is that of
-    the module's weight, or () where it has none.
+    `module` is None for a call of a trace. `start` and `end` count the starts and ends of all calls. `parent` is the
+    call around it. `weight_shape` is that of the module's weight, or () where it has none.
     """
 
     key: Key
     class_name: str
-    module: nn.Module
+    module: nn.Module | None
     parent: ModuleCall | None
     start: int
     end: int = 0
@@ -164,7 +164,7 @@ class CallPair:
     @property
     def modules(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """The modules of both sides."""
-        a, b = ([call.module for call in side] for side in self.sides)
+        a, b = ([call.module for call in side if call.module is not None] for side in self.sides)
         return a, b
 
     @property

@@ -1,4 +1,7 @@
-"""Comparison of two runs of calls: compare the values of each pair, and find the first that leaves the noise."""
+"""Comparison of two runs of calls: compare the values of each pair, and find the first that leaves the noise.
+
+The runs come from two models (`models.py`) or from two traces with sketches (`traces.py`).
+"""
 
 from __future__ import annotations
 

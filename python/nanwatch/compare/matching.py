@@ -117,7 +117,7 @@ class _Matcher:
 
     def _are_near(self, a: ModuleCall, b: ModuleCall) -> bool:
         """Return whether the first outputs are nearly the same."""
-        if a.module._modules or b.module._modules:
+        if any(call.module is not None and call.module._modules for call in (a, b)):
             return False  # compiled containers, whose parts make no calls
         values = [[value((call,), "outputs", index) for index in (0, SUM)] for call in (a, b)]
         pairs = (
@@ -152,7 +152,7 @@ def _row_marks(call: ModuleCall) -> Tensor | None:
 
     Equal rows of two weights have nearly equal marks, also in another format.
     """
-    weight = own_tensors(call.module).get("weight") if call.is_leaf else None
+    weight = None if call.module is None or not call.is_leaf else own_tensors(call.module).get("weight")
     if weight is None or weight.ndim == 0:
         return None
     rows = weight.flatten(1) if weight.ndim > 1 else weight[:, None]

@@ -64,8 +64,7 @@ def compare(
     for name, model in (("model_a", model_a), ("model_b", model_b)):
         if not isinstance(model, nn.Module):
             raise TypeError(f"{name} should be a torch.nn.Module, got {type(model).__name__}")
-    if not factor > 1:
-        raise ValueError(f"factor should be above 1, the noise floor itself, got {factor}")
+    check_factor(factor)
     if isinstance(inputs, Mapping):
         inputs = dict(inputs)  # transformers' BatchEncoding among them
         mask = inputs.get("attention_mask")
@@ -75,6 +74,12 @@ def compare(
         a = ModelRuns(model_a, call_a, inputs, snapshot, most_bytes)
         b = ModelRuns(model_b, call_b, inputs, snapshot, most_bytes)
         return _compared(a, b, Tokens(tokens), factor).result()
+
+
+def check_factor(factor: float) -> None:
+    """Raise ValueError unless a difference has to be above the noise."""
+    if not factor > 1:
+        raise ValueError(f"factor should be above 1, the noise floor itself, got {factor}")
 
 
 def _compared(a: ModelRuns, b: ModelRuns, tokens: Tokens, factor: float) -> Verdict:

@@ -79,7 +79,7 @@ def gaps(pair: CallPair) -> list[Gap]:
     Parameters are compared in the coarser of their dtypes. Those of the parts of a fused module are laid side by side.
     """
     sides = [[own_tensors(module) for module in modules] for modules in pair.modules]
-    names = sides[0][0]
+    names = sides[0][0] if sides[0] and sides[1] else ()
     apart = []
     for name in names:
         if not all(name in tensors for side in sides for tensors in side):

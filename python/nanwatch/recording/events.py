@@ -41,6 +41,7 @@ class Settings:
     gradients: bool = False
     counts: bool = False  # every record is Python's, with the counts of its tensor
     fingerprints: bool = False  # every record has the hash of its tensor's bits
+    sketches: int = 0  # in every batch of this many, Python projects the outputs; 0: in none
     black_box: bool = False  # write calls into the file of the process, if it has one
     check: Check = "auto"
 

@@ -113,7 +113,7 @@ class PythonGradients:
         weight = (place, call.frame.name, label)
         if part == "weight" and weight in backward.weights:
             return
-        record = recorder.observe(gradient, f"{label}.grad", "gradient")
+        record = recorder.observe(gradient, f"{label}.grad", "gradient", batch=call.frame.batch)
         with self._lock, torch._C.DisableTorchFunction():
             latest = (place, id(gradient), None if gradient.is_inference() else gradient._version)
             backward.time += latest != backward.latest

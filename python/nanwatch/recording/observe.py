@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics import readable
+from ..numerics._fingerprint import sketch
 from ..numerics.formats import TensorHealth
 from ..numerics.ranges import (
     abs_range,
@@ -22,6 +23,8 @@ from ..numerics.readable import (
     dequantized,
     inner_tensors,
     is_captured,
+    is_plain,
+    local_shard,
     only_our_dispatch,
     unreadable,
 )
@@ -98,6 +101,7 @@ def observe(
     label: str,
     role: Role,
     allow_inf: bool | Excuses = False,
+    batch: int | None = None,
     *,
     wanted: Settings = _NOTHING,
     is_examined: bool = True,
@@ -107,8 +111,9 @@ def observe(
     Never raises, builds no graph, and calls no function or dispatch mode of the user's. A non-finite tensor, or one
     that looks like an additive mask, is read a second time for the counts and the index, unless `is_examined` is False.
     `allow_inf` says that its infinities are meant, or is the Excuses of the module. `wanted` says what the record has
-    besides: counts, a fingerprint. A quantized tensor of a library's own class has none of these. Where it is
-    non-finite, the record is that of the inner tensor that is, as `weight.scale`.
+    besides: counts, a fingerprint, and for an output in the batches that are due a sketch. A quantized tensor of a
+    library's own class has none of these. Where it is non-finite, the record is that of the inner tensor that is, as
+    `weight.scale`.
     """
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         return _no_tensor(value, label, role)
@@ -121,6 +126,8 @@ def observe(
             x, record = next((pair for pair in parts if pair[1].isfinite is False), (x, record))
         if is_examined and record.isfinite is not None:
             record = _examine(x, record, allow_inf, wanted.counts)
+            if role == "output" and wanted.sketches and batch is not None and batch % wanted.sketches == 0:
+                record = _sketched(x, record)
         return record
 
 
@@ -228,6 +235,45 @@ def completed_record(
     elif not record.isfinite and allow_inf and not health.num_nan:
         excused = "allowed"
     return _with_health(record, health, None if excused is None else Note(excused))
+
+
+class _SketchedRecord(Record):
+    """Record of an output with its sketch, until somebody takes it."""
+
+    sketch: bytes
+
+
+# Low bits of a sketch's float32 numbers that are cleared, so that a file is a fourth smaller. What is left has at least
+# two bits more than the tensor's own numbers. Rounding could turn a nan into a number, clearing cannot.
+_CLEARED_BITS = {torch.bfloat16: 13, torch.float16: 11}
+
+
+def _sketched(x: Tensor, record: Record) -> Record:
+    try:
+        local = local_shard(x)
+        x = x if local is None else local
+        if x.is_floating_point() and is_plain(x) and x.numel():
+            numbers = sketch(x)
+            numbers.view(torch.int32).bitwise_and_(-1 << _CLEARED_BITS.get(x.dtype, 0))
+            record = _SketchedRecord(*record)
+            record.sketch = numbers.cpu().numpy().astype("<f4").tobytes()
+    except Exception:
+        # Memory may be short. The range already says what matters.
+        suppressed("a tensor could not be sketched")
+    return record
+
+
+def take_sketch(record: Record) -> bytes | None:
+    """Return the sketch of a record, None where there is none, and remove it.
+
+    The recorder's ring keeps the record for as long as a thousand further calls, and a sketch is up to 512 KiB.
+    """
+    return vars(record).pop("sketch", None) if isinstance(record, _SketchedRecord) else None
+
+
+def sketch_bytes(record: Record) -> int:
+    """Return the size of the sketch that the record has."""
+    return len(vars(record).get("sketch", b"")) if isinstance(record, _SketchedRecord) else 0
 
 
 def holds_fractions(x: Tensor) -> bool:

@@ -333,7 +333,7 @@ class PythonRecorder:
         try:
             values = call_values(self._settings, module, args, kwargs, output) + call.added
             call.added.clear()
-            records = [self.observe(x, label, role, node.allow_inf) for role, label, x in values]
+            records = [self.observe(x, label, role, node.allow_inf, frame.batch) for role, label, x in values]
             if self._settings.gradients:
                 self._gradients.follow(call, values)
         except RecursionError:

@@ -219,8 +219,10 @@ class Trace:
         batches: numbers of the batches to write, from 0; () is every batch.
         counts: count zeros, subnormals, nans and infinities in each tensor. Reads each tensor once more.
         fingerprints: keep the `nanwatch.fingerprint` of each tensor, so that two runs can be compared bit by bit.
+        sketches: in every n-th batch keep 32 numbers for each row (token) of an output, from which
+            `nanwatch compare` estimates relative errors and cosines of two runs.
 
-    Counts and fingerprints wait for a GPU at each tensor that they read (docs/traces.md).
+    All three wait for a GPU at each tensor that they read (docs/traces.md). `sketches=True` is every batch.
 
     Examples:
         >>> import nanwatch, torch
@@ -236,10 +238,12 @@ class Trace:
     batches: Collection[int] = ()
     counts: bool = False
     fingerprints: bool = False
+    sketches: int = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", to_path("trace", self.path))
-        _check_fields(self, "a Trace", batches=_to_batches, counts=flag, fingerprints=flag)
+        sketches = partial(every_nth, default=1)
+        _check_fields(self, "a Trace", batches=_to_batches, counts=flag, fingerprints=flag, sketches=sketches)
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> TraceFile:
@@ -406,7 +410,8 @@ class Options:
     def recorder_settings(self, max_frames: int = 1, **more: Any) -> Settings:
         """Return the settings of a recorder for these options; it may hold more frames than are shown."""
         if self.trace is not None:
-            more = {"counts": self.trace.counts, "fingerprints": self.trace.fingerprints} | more
+            kept = ("counts", "fingerprints", "sketches")
+            more = {name: getattr(self.trace, name) for name in kept} | more
         settings = Settings(
             max_frames=max_frames,
             every=self.every,

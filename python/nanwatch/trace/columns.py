@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..recording.observe import take_sketch
 from ..records.fields import Fields
 from ..records.record import Frame, Record
 from ..util import reading
@@ -32,6 +33,7 @@ COLUMNS = (
     *((column.name, column.kind, column.may_be_null) for column in (*_FRAME.columns, *_RECORD.columns)),
     ("call", "int64", False),
     ("rank", "int32", False),
+    ("sketch", "binary", True),
 )
 STRINGS = tuple(name for name, kind, _ in COLUMNS if kind == "string")
 
@@ -128,6 +130,7 @@ class Tabulator:
         columns = {
             "call": pa.array([self._call(frame.batch) for frame in frames], pa.int64()).take(place),
             "rank": pa.array(np.full(len(rows), self._rank, np.int32)),
+            "sketch": pa.array(map(take_sketch, rows), pa.binary()),
         }
         values = dict(zip(Frame._fields, zip(*frames, strict=True), strict=True))
         for column in _FRAME.columns:

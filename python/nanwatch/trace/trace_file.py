@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from ..numerics._fingerprint import WIDTH
 from ..numerics.formats import limits
 from ..records.record import Frame
 from ..report.finding import find
@@ -30,6 +31,7 @@ from .columns import (
 )
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+Sketches: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.float64]]"
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,16 @@ class Trace:
         """Return the numbers of the batches in it, in order."""
         return tuple(np.unique(self.table(["batch"])["batch"].to_numpy()).tolist())
 
+    @cached_property
+    def sketched_batches(self) -> tuple[int, ...]:
+        """Return the numbers of the batches with sketches, in order."""
+        compute = arrow("pyarrow.compute", "reading a trace")
+        try:
+            rows = self._read(["batch"], compute.field("sketch").is_valid())
+        except errors() as error:
+            raise unreadable(f"{self.path} cannot be read: {spell(error)}") from error
+        return tuple(np.unique(rows["batch"].to_numpy()).tolist())
+
     def table(self, columns: Sequence[str] | None = None, batches: Sequence[int] | None = None) -> Any:
         """Return a pyarrow.Table of these columns (default: all) and batches (default: all), in the order written.
 
@@ -144,7 +156,7 @@ class Trace:
 
     def frames(self, batch: int) -> tuple[Frame, ...]:
         """Return the frames of a batch in the order of their calls. Raise ValueError for a batch that is not there."""
-        table = self.table(batches=[batch])
+        table = self.table([name for name, _, _ in COLUMNS if name != "sketch"], [batch])
         if table.num_rows == 0:
             raise ValueError(f"{self.path} has no batch {batch}; it has {batch_words(self.batches)}")
         # Calls of several threads may stand in turns.
@@ -187,6 +199,13 @@ def ends_of(table: Any) -> Ends:
     dtypes = strings(table["dtype"])
     known = [limits(name) or (np.nan,) * 3 for name in dtypes.values]
     return Ends(*np.array([*known, (np.nan,) * 3], np.float64)[dtypes.codes].T)
+
+
+def sketches(cell: bytes) -> Sketches:
+    """Return the sketches in a cell of a trace, float64 of shape (rows of the tensor, 32)."""
+    if len(cell) % (4 * WIDTH):
+        raise unreadable(f"a sketch in a trace has {len(cell)} bytes, no multiple of {4 * WIDTH}")
+    return np.frombuffer(cell, "<f4").reshape(-1, WIDTH).astype(np.float64)
 
 
 def batch_words(batches: Sequence[int]) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from ..recording.observe import sketch_bytes, take_sketch
 from ..util.visible import spell, warn_user
 from . import columns
 from .columns import SUFFIX
@@ -33,8 +34,11 @@ PART_ROWS = 32_768
 FLUSH_SECONDS = 10.0
 _LEAST_SECONDS = 1.0
 _SHARE = 200
-# Rows that may wait for the disk; a row takes 440 bytes.
+# Rows that may wait for the disk; a row takes 440 bytes. A sketch counts for as many rows as it has such bytes.
 MAX_WAITING_ROWS = 262_144
+_ROW_BYTES = 440
+# The most of a part with sketches.
+PART_BYTES = 32 << 20
 CLOSE_SECONDS = 10.0
 _MAX_NUMBERED = 10_000
 
@@ -69,7 +73,7 @@ class TraceWriter:
         self._waiting: deque[list[Frame]] = deque()
         self._waiting_rows = 0
         self._tables: list[Any] = []  # of the latest part
-        self._part, self._rows = 0, 0
+        self._part, self._rows, self._bytes = 0, 0, 0
         self._failed = self._told_of_loss = False
         self._deadline: float | None = None  # set when the end was asked for
         self._condition = threading.Condition()
@@ -89,10 +93,13 @@ class TraceWriter:
         frames = [frame for frame in frames if frame.records]
         if not frames or not self.is_open:
             return
-        rows = sum(len(frame.records) for frame in frames)
+        rows = sum(1 + sketch_bytes(row) // _ROW_BYTES for frame in frames for row in frame.records)
         with self._condition:
             if self._waiting_rows + rows > MAX_WAITING_ROWS:
                 self._facts["lost_frames"] += len(frames)
+                for frame in frames:
+                    for row in frame.records:
+                        take_sketch(row)
             else:
                 self._waiting.append(frames)
                 self._waiting_rows += rows
@@ -165,6 +172,7 @@ class TraceWriter:
             if frames:
                 self._tables.append(self._tabulator.table(frames))
                 self._rows += self._tables[-1].num_rows
+                self._bytes += self._tables[-1]["sketch"].nbytes
                 dirty = True
             if self._facts["lost_frames"] and not self._told_of_loss:
                 self._told_of_loss = True
@@ -176,13 +184,17 @@ class TraceWriter:
             if ends and not frames:
                 return
             now = monotonic()
-            if self._rows >= PART_ROWS or (dirty and now - flushed >= interval):
+            if self._is_full or (dirty and now - flushed >= interval):
                 self._flush()
                 dirty = False
                 flushed = monotonic()
                 interval = min(max(_LEAST_SECONDS, _SHARE * (flushed - now)), FLUSH_SECONDS)
             if not ends:
                 until_tick = self._tick()
+
+    @property
+    def _is_full(self) -> bool:
+        return self._rows >= PART_ROWS or self._bytes >= PART_BYTES
 
     def _flush(self) -> None:
         """Put the latest part in its place, whole."""
@@ -193,8 +205,8 @@ class TraceWriter:
         self._tables = [table]
         write_table(table.replace_schema_metadata(columns.schema(self._facts).metadata), self._temporary)
         self._temporary.replace(self.path / f"part-{self._part:05}{SUFFIX}")
-        if self._rows >= PART_ROWS:
-            self._part, self._rows = self._part + 1, 0
+        if self._is_full:
+            self._part, self._rows, self._bytes = self._part + 1, 0, 0
             self._tables = []
 
     def _become_file(self) -> None:

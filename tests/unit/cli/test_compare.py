@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanwatch import __main__ as command
 from support.html_page import Page
+from support.watching import watch
 
+MODEL = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
 MODULE = """
 import copy
 import torch
@@ -59,3 +63,23 @@ def test_the_page_has_the_errors_of_the_document(capsys: pytest.CaptureFixture[s
     assert errors == [f"{module['error']:.4g}" for module in document["modules"] if module["error"]]
     assert [title for title in page.titles if title.startswith("first, 1")]
     assert "eps is 1e-05 in A and 0.1 in B" in page.text
+
+
+def test_two_traces_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without inputs; a third is that of A in float64."""
+    pytest.importorskip("pyarrow")
+    other = copy.deepcopy(MODEL)
+    other[1].eps = 0.1
+    for name, model in (("a", MODEL), ("b", other), ("c", copy.deepcopy(MODEL).double())):
+        with watch(model, trace=f"{name}.parquet", sketches=1):
+            model(torch.ones(4, 8, dtype=model[0].weight.dtype))
+    assert command.main(["compare", "a.parquet", "a.parquet"]) == 0
+    assert capsys.readouterr().out.startswith("Equal within the noise floor (batch 0).")
+    assert (
+        command.main(["compare", "a.parquet", "b.parquet", "c.parquet", "--batches", "0", "0", "--json"]) == 1
+    )
+    document = json.loads(capsys.readouterr().out)
+    assert document["first"]["module_a"] == "1"
+    assert dict(document["facts"])["Noise"] == "rounding error of A, against c.parquet"
+    assert command.main(["compare", "a.parquet", "missing.parquet"]) == 2
+    assert "should be two traces that exist, or two models with INPUTS" in capsys.readouterr().err
