@@ -43,6 +43,7 @@ TAIL = """
 | `allow_nan=` | `allow="nan:embed"` |
 | `counts=` | `trace=nanwatch.Trace(path, counts=True)` |
 | `fingerprints=` | `trace=nanwatch.Trace(path, fingerprints=True)` |
+| `sketches=` | `trace=nanwatch.Trace(path, sketches=N)` |
 | `trace_batches=` | `trace=nanwatch.Trace(path, batches=(0, 3))` |
 | `abort_after_batch=` | a `break` in your loop |
 | `enabled=` | `NANWATCH=0` in the environment, or no call of `watch()` |
