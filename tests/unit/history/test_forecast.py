@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import threading
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.history.forecast import Forecast, Forecaster
-from nanwatch.recording.recorder import PeakMagnitudes
+from nanwatch.recording.events import Settings
+from nanwatch.recording.recorder import PythonRecorder
 from nanwatch.records.record import Frame, Record
 
 END = 65504.0
@@ -25,14 +26,15 @@ class Fed:
     """A forecaster that gets the peaks of a recorder."""
 
     def __init__(self) -> None:
-        self.forecaster, self.largest = Forecaster(), PeakMagnitudes(threading.RLock())
+        self.forecaster, self.recorder = Forecaster(), PythonRecorder(Settings(), mock.Mock())
+        self.recorder.gathers_inputs = True
         self.is_due = self.forecaster.is_due
 
     def add(self, frame: Frame) -> None:
-        self.largest.add(frame)
+        self.recorder._add_peaks(frame)
 
     def end(self, batch: int) -> list[Forecast]:
-        gathered, names, values = self.largest.take()
+        gathered, names, values = self.recorder.take_peaks()
         self.forecaster.meet(names)
         forecast = self.forecaster.end(batch, values) if gathered == batch else None
         return [] if forecast is None else [forecast]

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch import NonFiniteError, watch
+from support.recorders import needs_native
 
-pytestmark = pytest.mark.usefixtures("each_recorder")
+pytestmark = needs_native
 
 
 class Root(nn.Module):
