@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
+
+import nanwatch
 
 CASES: list[Case] = []
 THREADS: list[Case] = []
@@ -35,11 +38,15 @@ def summed(output: Tensor) -> Tensor:
     return output.float().sum()
 
 
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
 def train_one_step(
     model: nn.Module, batch: tuple[Any, ...], objective: Callable[..., Tensor], scale: float
 ) -> list[Tensor]:
     """Train a model as a loop of a user's does. Return the loss and the gradients."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = plain_sgd(model)
     optimizer.zero_grad()
     loss = objective(model, *batch)
     (loss * scale).backward()
@@ -58,9 +65,7 @@ class Setup:
     autocast: torch.dtype | None = None
     loop: Callable[[], Any] | None = None
     loss: Callable[[Any], Tensor] | None = None
-    objective: Callable[..., Tensor] | None = (
-        None  # in place of `loss`: of the model and what it is called with
-    )
+    objective: Callable[..., Tensor] | None = None  # in place of `loss`: of the model and its arguments
     batch: Callable[[int], tuple[Any, ...]] | None = None  # in place of `args`: those of a step
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     steps: int = 1
@@ -77,18 +82,13 @@ class Setup:
                 return train_one_step(self.model, batch, self.objective, self.scale)
         if self.loss is None:
             return self._forward(self.args)
-        optimizer = (self.optimizer or (lambda model: torch.optim.SGD(model.parameters(), lr=1e-3)))(
-            self.model
-        )
+        optimizer = (self.optimizer or plain_sgd)(self.model)
         for step in range(self.steps):
             optimizer.zero_grad()
             output = self._forward(self.args if self.batch is None else self.batch(step))
-            loss = self.loss(output) * self.scale
-            loss.backward()
-            results = [
-                loss.detach() / self.scale,
-                *(p.grad for p in self.model.parameters() if p.grad is not None),
-            ]
+            loss = self.loss(output)
+            (loss * self.scale).backward()
+            results = [loss.detach(), *(p.grad for p in self.model.parameters() if p.grad is not None)]
             if step == self.steps - 1 or not finite(results):
                 final = [x.clone() for x in results]
                 optimizer.step()  # where a watch raises for a gradient
@@ -109,6 +109,9 @@ class Setup:
         return self
 
 
+Maker = Callable[[], Setup]
+
+
 @dataclass(frozen=True)
 class Case:
     """A program that fails, and the truth about it.
@@ -116,21 +119,22 @@ class Case:
     `module`, `label`, `origin`, `source_module` and `value` are those of the finding. `operations`: the names of the
     operation that made the value, any of which will do; empty where none of the failing call did. The guilty line ends
     with a comment `# culprit: NAME`. `format_cause`: the same call in float32 is finite. With a `label` of "" only the
-    module is known: `module` is the one whose code is at fault, "-" for code outside all modules.
+    module is known: `module` is the one whose code is at fault, "-" for code outside all modules. A module of None is
+    not known: of a training from a public thread the line and the cures are judged.
     """
 
     name: str
     make: Callable[[], Setup]
     file: Path
     cause: str
-    module: str
-    label: str
-    origin: str
-    value: str
-    source_module: str | None
-    operations: tuple[str, ...]
-    transient: bool
-    format_cause: bool
+    module: str | None = None
+    label: str = "output"
+    origin: str = "produced"
+    value: str = "nan"
+    source_module: str | None = None
+    operations: tuple[str, ...] = ()
+    transient: bool = False
+    format_cause: bool = False
 
     def build(self) -> Setup:
         """Make the same model and inputs each time. Leave the random state as `run` is to find it."""
@@ -141,48 +145,60 @@ class Case:
     def line(self) -> int:
         """Return the number of the guilty line, read from the file."""
         marks = ("# culprit", f"# culprit: {self.name}")
-        (number,) = (
-            number
-            for number, line in enumerate(self.file.read_text().splitlines(), 1)
-            if line.endswith(marks)
-        )
+        lines = enumerate(self.file.read_text().splitlines(), 1)
+        (number,) = (number for number, line in lines if line.endswith(marks))
         return number
 
 
-def failure(
-    cause: str,
-    *,
-    module: str,
-    label: str = "output",
-    origin: str = "produced",
-    value: str = "nan",
-    source_module: str | None = None,
-    operations: str = "",
-    transient: bool = False,
-    format_cause: bool = False,
-) -> Callable[[Callable[[], Setup]], Callable[[], Setup]]:
-    """Enter the function that makes the failing program into CASES under its own name."""
+def failure(cause: str, *, operations: str = "", **truth: Any) -> Callable[[Maker], Maker]:
+    """Enter the function that makes the failing program into CASES under its own name. `truth`: fields of Case."""
 
-    def enter(make: Callable[[], Setup]) -> Callable[[], Setup]:
-        file, names = Path(inspect.getfile(make)), tuple(operations.split())
-        facts = (cause, module, label, origin, value, source_module, names, transient, format_cause)
-        CASES.append(Case(make.__name__, make, file, *facts))
+    def enter(make: Maker) -> Maker:
+        file = Path(inspect.getfile(make))
+        CASES.append(Case(make.__name__, make, file, cause, operations=tuple(operations.split()), **truth))
         return make
 
     return enter
 
 
-def thread(url: str) -> Callable[[Callable[[], tuple[nn.Module, tuple[Any, ...], Any]]], Callable[[], Setup]]:
+def thread(url: str) -> Callable[[Callable[[], tuple[nn.Module, tuple[Any, ...], Any]]], Maker]:
     """Enter the function that builds a training of a public thread into THREADS under its own name."""
 
-    def enter(build: Callable[[], tuple[nn.Module, tuple[Any, ...], Any]]) -> Callable[[], Setup]:
+    def enter(build: Callable[[], tuple[nn.Module, tuple[Any, ...], Any]]) -> Maker:
         @functools.wraps(build)
         def make() -> Setup:
             model, args, objective = build()
             return Setup(model, args, objective=objective)
 
-        file = Path(inspect.getfile(build))
-        THREADS.append(Case(build.__name__, make, file, url, "", "", "", "", None, (), False, False))
+        THREADS.append(Case(build.__name__, make, Path(inspect.getfile(build)), url))
         return make
 
     return enter
+
+
+def follow(what: str, setup: Setup) -> bool:
+    """Do what the words of a cure say that is no change of a line. Return whether they are known."""
+    model, known = setup.model, False
+    for code in re.findall(r"nanwatch\.run_in_fp32\([^,]*?(?:, cast_output=False)?\)(?=,|$)", what):
+        eval(code, {"nanwatch": nanwatch, "model": model})
+        known = True
+    if "torch.autocast(" in what and "bfloat16" in what:
+        setup.autocast, known = torch.bfloat16, True
+    if "model.to(torch.bfloat16)" in what:
+        setup.in_format(torch.bfloat16)
+        known = True
+    if limit := re.search(r"clamp the (input|output) of (?:`(.*)`|the model) to ±(\S+?)(?=,|$)", what):
+        end, module = float(limit[3]), model.get_submodule(limit[2] or "")
+        if limit[1] == "input":
+            module.register_forward_pre_hook(lambda _, a: (a[0].clamp(-end, end), *a[1:]))
+        else:
+            module.register_forward_hook(lambda _, args, output: output.clamp(-end, end))
+        known = True
+    if option := re.search(r"make (\w+) with (\w+)=(\S+?),", what):
+        for module in model.modules():
+            if type(module).__name__ == option[1]:
+                setattr(module, option[2], eval(option[3]))
+                known = True
+    if factor := re.search(r"a loss scale that is (\S+) times smaller", what):
+        setup.scale, known = 1 / float(factor[1]), True
+    return known

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,7 +47,7 @@ import nanwatch.diagnosis.rerun
 import programs.threads  # noqa: F401 - enters its programs
 from nanwatch.report.finding import Cure, Finding
 from programs import failing, reported, shapes  # noqa: F401 - enter their programs
-from programs.case import CASES, THREADS, Case, Setup, finite
+from programs.case import CASES, THREADS, Case, Setup, finite, follow
 from programs.healthy import HEALTHY
 from programs.stateful import case as stateful
 
@@ -79,39 +80,40 @@ def _judge_cures(case: Case, finding: Finding) -> tuple[bool, list[str]]:
 
 
 def judge_failure(case: Case) -> Verdict:
-    """Judge the finding of a program that fails."""
+    """Judge the finding of a program that fails. Where its module is not known, judge the line and the cures."""
     setup = case.build()
     finding, text = _finding_of(setup)
     if finding is None:
-        return {"module": False, "operation": False, "line": False, "cure": False, "text": text}
-    verdict: Verdict = {"module": _has_place(case, finding), "text": text}
-    if case.operations:
-        name = _aten(finding.operation or "")
-        verdict["operation"] = name in case.operations or f"{name}_" in case.operations
+        return {
+            "module": False,
+            "operation": False,
+            "line": False,
+            "cure": False,
+            "sound": True,
+            "text": text,
+        }
+    verdict: Verdict = {"text": text}
+    if case.module is not None:
+        verdict |= {"module": _has_place(case, finding), "operation": _has_operation(case, finding, setup)}
+    if case.operations or case.module is None:
         verdict["line"] = (finding.source or "").endswith(f"{case.file.name}:{case.line}")
         verdict["cure"], faults = _judge_cures(case, finding)
+        verdict["sound"] = not faults
         verdict["text"] += "".join(f"\nFAULT of a cure: {fault}" for fault in faults)
-    else:
-        # For bad data the finding names the operation that hands it on. No cure may hide a bad weight.
-        # A weight that a training spoils is made by the step, which has cures of its own.
-        by_step = setup.loop is not None and (finding.operation or "").startswith("the step of ")
-        verdict["operation"] = finding.operation is None or finding.origin == "data" or by_step
-        if case.origin in ("weight", "buffer") and setup.loop is None:
-            verdict["cure"] = not any(cure.works for cure in finding.cures)
-        if case.transient:
-            verdict["operation"] &= finding.transient is True
+    elif case.origin in ("weight", "buffer") and setup.loop is None:
+        verdict["cure"] = not any(cure.works for cure in finding.cures)  # none may hide a bad weight
     return verdict
 
 
-def judge_thread(case: Case) -> Verdict:
-    """Judge the line that is named of a training of a public thread, and the cures."""
-    finding, text = _finding_of(case.build())
-    if finding is None:
-        return {"line": False, "cure": False, "sound": True, "text": text}
-    line = (finding.source or "").endswith(f"{case.file.name}:{case.line}")
-    is_cured, faults = _judge_cures(case, finding)
-    text += "".join(f"\nFAULT of a cure: {fault}" for fault in faults)
-    return {"line": line, "cure": is_cured, "sound": not faults, "text": text}
+def _has_operation(case: Case, finding: Finding, setup: Setup) -> bool:
+    if case.operations:
+        name = _aten(finding.operation or "")
+        return name in case.operations or f"{name}_" in case.operations
+    # For bad data the finding names the operation that hands it on. A weight that a training spoils is made by the
+    # step, which has cures of its own.
+    by_step = setup.loop is not None and (finding.operation or "").startswith("the step of ")
+    is_right = finding.operation is None or finding.origin == "data" or by_step
+    return is_right and (finding.transient is True or not case.transient)
 
 
 def _has_place(case: Case, finding: Finding) -> bool:
@@ -138,7 +140,7 @@ def _fault_of(case: Case, cure: Cure) -> str:
         names = _patched(case.file, cure.patch)
         torch.manual_seed(0)
         setup = names.__dict__[case.name]()
-    elif not _follow(cure.what, setup):
+    elif not follow(cure.what, setup):
         return f"nobody knows how to apply it: {cure.what}"
     results = setup.run()
     if not finite(results):
@@ -172,34 +174,6 @@ def _loaded(path: Path, text: str) -> ModuleType:
     return names
 
 
-def _follow(what: str, setup: Setup) -> bool:
-    """Do what the words of a cure say that is no change of a line. Return whether they are known."""
-    model, known = setup.model, False
-    for code in re.findall(r"nanwatch\.run_in_fp32\([^,]*?(?:, cast_output=False)?\)(?=,|$)", what):
-        eval(code, {"nanwatch": nanwatch, "model": model})
-        known = True
-    if "torch.autocast(" in what and "bfloat16" in what:
-        setup.autocast, known = torch.bfloat16, True
-    if "model.to(torch.bfloat16)" in what:
-        setup.in_format(torch.bfloat16)
-        known = True
-    if limit := re.search(r"clamp the (input|output) of (?:`(.*)`|the model) to ±(\S+?)(?=,|$)", what):
-        end, module = float(limit[3]), model.get_submodule(limit[2] or "")
-        if limit[1] == "input":
-            module.register_forward_pre_hook(lambda _, a: (a[0].clamp(-end, end), *a[1:]))
-        else:
-            module.register_forward_hook(lambda _, args, output: output.clamp(-end, end))
-        known = True
-    if option := re.search(r"make (\w+) with (\w+)=(\S+?),", what):
-        for module in model.modules():
-            if type(module).__name__ == option[1]:
-                setattr(module, option[2], eval(option[3]))
-                known = True
-    if factor := re.search(r"a loss scale that is (\S+) times smaller", what):
-        setup.scale, known = 1 / float(factor[1]), True
-    return known
-
-
 def _in_float64(case: Case) -> Any:
     """Return the results of the program in float64, or None where none are finite or they are drawn at random."""
     setup = case.build()
@@ -210,9 +184,8 @@ def _in_float64(case: Case) -> Any:
         results = setup.in_format(torch.float64).run()
     except (RuntimeError, TypeError):
         return None
-    in_range = finite(
-        _pytree.tree_map_only(Tensor, Tensor.float, results)
-    )  # no cure reaches what float32 cannot hold
+    # No cure reaches what float32 cannot hold.
+    in_range = finite(_pytree.tree_map_only(Tensor, Tensor.float, results))
     return results if in_range and torch.equal(state, torch.get_rng_state()) else None
 
 
@@ -335,25 +308,16 @@ def _child(sender: Any, task: Callable[[], Any]) -> None:
     sender.send(result)
 
 
-def threads() -> dict[str, Callable[[], Verdict]]:
-    """Return what judges each training of a public thread, by its name."""
-    return {case.name: lambda case=case: judge_thread(case) for case in THREADS}
-
-
-def tasks() -> dict[str, Callable[[], Verdict]]:
-    """Return what judges each program, by its name."""
-    found: dict[str, Callable[[], Verdict]] = {}
-    for case in CASES:
-        found[case.name] = lambda case=case: judge_failure(case)
-    for judge, names in (
-        (judge_stateful, stateful.PROGRAMS),
-        (judge_healthy, HEALTHY),
-        (judge_silent, SILENT),
-    ):
-        for name in names:
-            assert name not in found, name
-            found[name] = lambda judge=judge, name=name: judge(name)
-    return found
+def tasks(are_threads: bool) -> dict[str, Callable[[], Verdict]]:
+    """Return what judges each program, by its name: the trainings of public threads, or all others."""
+    judged: list[tuple[str, Callable[[], Verdict]]] = []
+    for case in THREADS if are_threads else CASES:
+        judged.append((case.name, partial(judge_failure, case)))
+    others = (judge_stateful, stateful.PROGRAMS), (judge_healthy, HEALTHY), (judge_silent, SILENT)
+    for judge, names in () if are_threads else others:
+        judged += [(name, partial(judge, name)) for name in names]
+    assert len(dict(judged)) == len(judged), "two programs have one name"
+    return dict(judged)
 
 
 def main() -> None:
@@ -370,18 +334,15 @@ def main() -> None:
     judge_failure(CASES[0])  # imports what a re-run imports
     chosen = {
         name: task
-        for name, task in (threads() if options.threads else tasks()).items()
+        for name, task in tasks(options.threads).items()
         if not options.words or any(word in name for word in options.words)
     }
     verdicts: dict[str, Verdict] = {}
     for name, verdict in zip(chosen, each_in_a_process(list(chosen.values()), options.jobs), strict=True):
         verdicts[name] = {"text": verdict, "seconds": 0.0} if isinstance(verdict, str) else verdict
         if not options.json:
-            marks = " ".join(
-                f"{'' if verdicts[name][column] else 'NOT '}{column}"
-                for column in COLUMNS
-                if column in verdicts[name]
-            )
+            values = ((column, verdicts[name][column]) for column in COLUMNS if column in verdicts[name])
+            marks = " ".join(f"{'' if value else 'NOT '}{column}" for column, value in values)
             print(f"{name:36} {verdicts[name]['seconds']:5.2f} s  {marks or verdict}", flush=True)
             if options.words:
                 print(verdicts[name]["text"])

@@ -7,7 +7,6 @@ weights, and the cures in their order of trial, each by the start of its text an
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -20,6 +19,7 @@ import nanwatch
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.cures import try_formats
 from nanwatch.report.finding import Finding
+from programs.case import Setup, follow
 from support.examined import snapshot_of
 
 HALF = torch.float16
@@ -99,25 +99,11 @@ def failed(
 
 def is_finite(model: nn.Module, args: Any, kwargs: Any, autocast: torch.dtype | None, what: str) -> bool:
     """Return whether all of the forward is finite with the cure that `what` names, applied to a copy of the model."""
-    model = copy.deepcopy(model)
-    if "bfloat16" in what:
-        autocast = torch.bfloat16 if "torch.autocast(" in what else autocast
-        if "model.to(" in what:
-            model = model.to(torch.bfloat16)
-            args = tuple(x.bfloat16() if x.dtype is HALF else x for x in args)
-    elif "nanwatch.run_in_fp32" in what:
-        (code,) = re.findall(r"nanwatch\.run_in_fp32\(.*\)", what)
-        eval(code, {"nanwatch": nanwatch, "model": model})
-    else:
-        ((side, name, limit),) = re.findall(r"clamp the (input|output) of `(.*)` to ±(\S+)", what)
-        module, end = model.get_submodule(name), float(limit)
-        if side == "input":
-            module.register_forward_pre_hook(lambda _, a: (a[0].clamp(-end, end), *a[1:]))
-        else:
-            module.register_forward_hook(lambda _, args, output: output.clamp(-end, end))
+    setup = Setup(copy.deepcopy(model), args, kwargs, autocast)
+    assert follow(what, setup)
     try:
-        with context_of(autocast), nanwatch.watch(model), torch.no_grad():
-            model(*args, **kwargs)
+        with nanwatch.watch(setup.model), torch.no_grad():
+            setup.run()
     except nanwatch.NonFiniteError:
         return False
     return True

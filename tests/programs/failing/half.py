@@ -158,39 +158,6 @@ def sum_pool() -> Setup:
     return Setup(model.half(), (torch.randn(2, 1000, 8).half(),))
 
 
-class ScaledCrossEntropy(nn.Module):
-    """The loss times the loss scale."""
-
-    scale = 2.0**16
-
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        loss = F.cross_entropy(logits, labels)
-        return loss * self.scale  # culprit: loss_scale
-
-
-class Classifier(nn.Module):
-    """A linear classifier that returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 10)
-        self.criterion = ScaledCrossEntropy()
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return self.criterion(self.head(x), labels)
-
-
-@failure(
-    "a loss scale of 2^16 is multiplied on in float16",
-    module="criterion",
-    value="inf",
-    operations="mul",
-    format_cause=True,
-)
-def loss_scale() -> Setup:
-    return Setup(Classifier().half(), (torch.randn(4, 8).half(), torch.tensor([0, 1, 2, 3])))
-
-
 class ResidualStream(nn.Module):
     """A stack whose residual stream stays in float32 under autocast."""
 

@@ -122,31 +122,3 @@ def recurrence() -> Setup:
     with torch.no_grad():
         model.cell.weight.mul_(6)
     return Setup(model, (torch.randn(2, 200, 16),))
-
-
-class Wide(nn.Module):
-    """A multilayer perceptron kept in an nn.Sequential."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)  # culprit: sequential_mlp
-
-
-@failure(
-    "a layer inside an nn.Sequential leaves float16",
-    module="layers.2",
-    value="inf",
-    operations=PRODUCTS,
-    format_cause=True,
-)
-def sequential_mlp() -> Setup:
-    model = Wide()
-    with torch.no_grad():
-        model.layers[0].weight.mul_(1000)
-        model.layers[2].weight.mul_(1000)
-    return Setup(model.half(), (torch.randn(4, 16).half(),))

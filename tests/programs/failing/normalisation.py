@@ -13,31 +13,6 @@ def after_linear(width: int, **last: nn.Module) -> nn.Sequential:
     return sequence(proj=nn.Linear(width, width, bias=False), **last)
 
 
-class UnitNorm(nn.Module):
-    """Vectors of length one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        length = x.norm(dim=-1, keepdim=True)
-        return x / length  # culprit: zero_norm
-
-
-class TokenVectors(nn.Module):
-    """Embeddings of unit length, with a padding token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(12, 8, padding_idx=0)
-        self.unit = UnitNorm()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.unit(self.embed(ids))
-
-
-@failure("the padding's embedding is zero, and is divided by its norm", module="unit", operations="div")
-def zero_norm() -> Setup:
-    return Setup(TokenVectors(), (torch.tensor([[4, 5, 0]]),))
-
-
 class Standardise(nn.Module):
     """Zero mean, unit variance."""
 
@@ -88,32 +63,6 @@ def pairwise_distance() -> Setup:
     return Setup(after_linear(16, distances=Distances()), (torch.randn(200, 16) + 5,))
 
 
-class Advantage(nn.Module):
-    """Rewards relative to their group."""
-
-    def forward(self, rewards: Tensor) -> Tensor:
-        centred = rewards - rewards.mean(dim=-1, keepdim=True)
-        return centred / rewards.std(dim=-1, keepdim=True)  # culprit: constant_group
-
-
-class Policy(nn.Module):
-    """The weighted loss of groups of samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 1)
-        self.advantage = Advantage()
-
-    def forward(self, x: Tensor, rewards: Tensor) -> Tensor:
-        return -(self.head(x).squeeze(-1) * self.advantage(rewards)).mean()
-
-
-@failure("a group of samples with equal rewards: 0 / std of 0", module="advantage", operations="div")
-def constant_group() -> Setup:
-    rewards = torch.tensor([[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
-    return Setup(Policy(), (torch.randn(2, 4, 8), rewards))
-
-
 class Angles(nn.Module):
     """The angle between each vector and its reference."""
 
@@ -140,18 +89,6 @@ class Pose(nn.Module):
 def acos_above_one() -> Setup:
     x = torch.randn(1000, 5)
     return Setup(Pose(), (x, x * 3))
-
-
-class Gamma(nn.Module):
-    """Gamma correction of an image."""
-
-    def forward(self, image: Tensor) -> Tensor:
-        return image ** (1 / 2.2)  # culprit: negative_base
-
-
-@failure("a fractional power of pixels that a normalisation made negative", module="gamma", operations="pow")
-def negative_base() -> Setup:
-    return Setup(after_linear(16, gamma=Gamma()), (torch.rand(2, 16),))
 
 
 class PoincareLog(nn.Module):
@@ -193,23 +130,3 @@ def cosine_of_zero() -> Setup:
     b = torch.randn(4, 8)
     b[2] = 0.0
     return Setup(Matcher(), (torch.randn(4, 8), b))
-
-
-class LogMel(nn.Module):
-    """The logarithm of the energy in each band."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("bands", torch.rand(33, 8))
-
-    def forward(self, audio: Tensor) -> Tensor:
-        power = torch.fft.rfft(audio).abs().square()
-        return torch.log(power @ self.bands)  # culprit: log_of_silence
-
-
-@failure("the log spectrum of silence", module="features", value="-inf", operations="log")
-def log_of_silence() -> Setup:
-    model = sequence(features=LogMel(), head=nn.Linear(8, 2))
-    audio = torch.randn(2, 64)
-    audio[0] = 0.0
-    return Setup(model, (audio,))

@@ -37,42 +37,6 @@ def adam_eps() -> Setup:
     return Setup(model.half(), (torch.linspace(0, 1e-4, 16).half(),))
 
 
-class InversePropensity(nn.Module):
-    """The reward of what was shown, weighted by one over the probability of showing it."""
-
-    def forward(self, logits: Tensor, shown: Tensor, reward: Tensor) -> Tensor:
-        p = torch.softmax(logits, -1).gather(-1, shown[:, None]).squeeze(-1)
-        weight = 1.0 / p  # culprit: inverse_propensity
-        return (weight * reward).mean()
-
-
-class Ranker(nn.Module):
-    """Scores of the items, and the off-policy estimate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.score = nn.Linear(8, 20)
-        self.estimate = InversePropensity()
-
-    def forward(self, x: Tensor, shown: Tensor, reward: Tensor) -> Tensor:
-        return self.estimate(self.score(x), shown, reward)
-
-
-@failure(
-    "a small probability is zero in float16, and is divided by",
-    module="estimate",
-    value="inf",
-    operations="div reciprocal",
-    format_cause=True,
-)
-def inverse_propensity() -> Setup:
-    model = Ranker()
-    with torch.no_grad():
-        model.score.bias[4] = -25.0
-    x, shown = torch.randn(3, 8), torch.tensor([1, 4, 2])
-    return Setup(model.half(), (x.half(), shown, torch.ones(3).half()))
-
-
 class Gumbel(nn.Module):
     """Gumbel noise on the logits."""
 
