@@ -8,7 +8,6 @@ pickles take it with them, and the wrapper pickles by its class.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MethodType, TracebackType
 from typing import Any
@@ -59,7 +58,7 @@ def run_in_fp32(
         ...     layer(torch.ones(1, 2, dtype=torch.float16)).dtype
         torch.float32
     """
-    return _claim([_resolve(module, model)], cast_output)
+    return _wrap([_resolve(module, model)], cast_output)
 
 
 def fp32_modules(model: nn.Module, patterns: str | Iterable[str], *, cast_output: bool = True) -> Fp32Handle:
@@ -93,7 +92,7 @@ def fp32_modules(model: nn.Module, patterns: str | Iterable[str], *, cast_output
     chosen = {id(e.module): e.module for e in named if any(fnmatchcase(e.name, p) for p in wanted)}
     for module in chosen.values():
         _check(module, "fp32_modules")
-    return _claim(list(chosen.values()), cast_output)
+    return _wrap(list(chosen.values()), cast_output)
 
 
 class Fp32Handle:
@@ -102,14 +101,14 @@ class Fp32Handle:
     It covers the modules it was made for: a copy of the model stays as it was copied.
     """
 
-    def __init__(self, claims: list[tuple[_ForwardWrapper, _Claim]]) -> None:
-        self._claims = claims
+    def __init__(self, wrappers: list[_ForwardWrapper]) -> None:
+        self._wrappers = wrappers
 
     def remove(self) -> None:
         """Let the modules compute as before, unless another handle holds them. A second time does nothing."""
-        for wrapper, claim in reversed(self._claims):
-            wrapper.release(claim)
-        self._claims = []
+        for wrapper in reversed(self._wrappers):
+            wrapper.remove()
+        self._wrappers = []
 
     def __enter__(self) -> Fp32Handle:
         return self
@@ -120,26 +119,31 @@ class Fp32Handle:
         self.remove()
 
 
-@dataclass(eq=False, frozen=True)
-class _Claim:
-    """One wish for one module.
+class _ForwardWrapper:
+    """Wrapper in a module's `forward`. It calls what was found there (`before`, None for the forward of the class).
 
-    `follows`: made for a module inside the one that was asked for. Its weights are lent already, by the call around
-    it, except where activation checkpointing calls it again in the backward, with no such call around it.
+    The latest of several gets a call first: those behind it meet float32 and leave it. `is_inner`: made for a module
+    inside the one that was asked for. Its weights are lent already, by the call around it, except where activation
+    checkpointing calls it again in the backward, with no such call around it.
     """
 
-    cast_output: bool
-    follows: bool = False
-
-
-class _ForwardWrapper:
-    """Wrapper in a module's `forward`. It calls what was found there (`before`, None for the forward of the class)."""
-
-    def __init__(self, module: nn.Module, before: Callable[..., Any] | None) -> None:
+    def __init__(self, module: nn.Module, *, cast_output: bool, is_inner: bool = False) -> None:
         self.module = module
-        self.before = before
-        self.claims: list[_Claim] = []
+        self.cast_output, self.is_inner, self.is_on = cast_output, is_inner, True
+        self.before: Callable[..., Any] | None = module.__dict__.get(_SLOT)
         self.kinds = autocast_kinds()
+        # Not by setattr: a class with a __setattr__ of its own would make something else of it.
+        module.__dict__[_SLOT] = self
+
+    def remove(self) -> None:
+        """Pass calls on from now. Leave the module once nobody has a wrapper above this one."""
+        self.is_on = False
+        slots = self.module.__dict__
+        while isinstance(top := slots.get(_SLOT), _ForwardWrapper) and not top.is_on:
+            if top.before is None:
+                del slots[_SLOT]
+            else:
+                slots[_SLOT] = top.before
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -147,15 +151,12 @@ class _ForwardWrapper:
         return MethodType(type(self.module).forward, self.module) if self.before is None else self.before
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        claim = self._in_force()
-        if claim is None:
-            return self._behind(args, kwargs)
         given = first_float((args, kwargs))
-        if claim.follows and (given is None or given in NARROW):
-            # A call from outside: of a module shared with one that is not in float32.
+        # An inner module that gets no float32 is called from outside, as one that two models share.
+        if not self.is_on or (self.is_inner and (given is None or given in NARROW)):
             return self._behind(args, kwargs)
         enabled = [kind for kind in self.kinds if torch.is_autocast_enabled(kind)]
-        back = self._given_back(given, bool(enabled)) if claim.cast_output else None
+        back = self._given_back(given, bool(enabled)) if self.cast_output else None
         lent = _lend(self.module)
         # A weight that was parametrized before, as parametrize.cached() keeps it, has another dtype.
         cache = swap_parametrizations({}) if caches_parametrizations() else None
@@ -174,12 +175,6 @@ class _ForwardWrapper:
             return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def _in_force(self) -> _Claim | None:
-        for claim in reversed(self.claims):
-            if not claim.follows:
-                return claim
-        return self.claims[-1] if self.claims else None
-
     def _given_back(self, given: torch.dtype | None, autocast: bool) -> torch.dtype | None:
         """Return the dtype that float32 results take for the code around, or None to leave them."""
         if isinstance(self.module, _WIDE_RESULT) and autocast:
@@ -187,20 +182,6 @@ class _ForwardWrapper:
         if given is None and not autocast:
             return next((p.dtype for p in self.module.parameters() if p.dtype in NARROW), None)
         return given if given in NARROW else None
-
-    def claim(self, claim: _Claim) -> None:
-        self.claims.append(claim)
-
-    def release(self, claim: _Claim) -> None:
-        """Forget the claim; after the last, leave the module as it was found."""
-        self.claims = [kept for kept in self.claims if kept is not claim]
-        if self.claims or self.module.__dict__.get(_SLOT) is not self:
-            # Somebody has wrapped this meanwhile: what stays calls the module and does nothing else.
-            return
-        if self.before is None:
-            del self.module.__dict__[_SLOT]
-        else:
-            self.module.__dict__[_SLOT] = self.before
 
 
 # CUDA's autocast computes these in float32 and gives float32: narrower than before would be no help.
@@ -221,27 +202,17 @@ def is_called(module: nn.Module) -> bool:
     return _SLOT in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
-def _claim(modules: Sequence[nn.Module], cast_output: bool) -> Fp32Handle:
-    claims = []
+def _wrap(modules: Sequence[nn.Module], cast_output: bool) -> Fp32Handle:
+    wrappers = []
     for module in modules:
-        claims.append((_wrapper_of(module), _Claim(cast_output)))
+        wrappers.append(_ForwardWrapper(module, cast_output=cast_output))
         if any(p.dtype in NARROW for p in module.parameters()):
-            claims += [
-                (_wrapper_of(inner), _Claim(cast_output=False, follows=True))
+            wrappers += [
+                _ForwardWrapper(inner, cast_output=False, is_inner=True)
                 for inner in module.modules()
                 if inner is not module and is_called(inner) and not _is_script(inner)
             ]
-    for wrapper, claim in claims:
-        wrapper.claim(claim)
-    return Fp32Handle(claims)
-
-
-def _wrapper_of(module: nn.Module) -> _ForwardWrapper:
-    wrapper = module.__dict__.get(_SLOT)
-    if not isinstance(wrapper, _ForwardWrapper) or wrapper.module is not module:
-        # Not by setattr: a class with a __setattr__ of its own would make something else of it.
-        wrapper = module.__dict__[_SLOT] = _ForwardWrapper(module, wrapper)
-    return wrapper
+    return Fp32Handle(wrappers)
 
 
 # Module, its table, name in it, the tensor that was there, its copy, and the version of that.
