@@ -112,6 +112,17 @@ def test_the_part_of_a_fused_projection_is_named(order: list[int]) -> None:
     assert nanwatch.compare(Projections(), Projections(order), X).equal
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_differ_in_a_fused_weight_leave_it_matched(dtype: torch.dtype) -> None:
+    """Three of eight rows of the second part are a tenth larger, which is more than rounding of the whole."""
+    whole = Projections([0, 1, 2])
+    whole.parts[0].weight.data[17:20] *= 1.1
+    result = nanwatch.compare(Projections().to(dtype), whole.to(dtype), X.to(dtype))
+    assert result.first is not None
+    assert result.first.module_b == "parts.0"
+    assert result.words("Looks like")[0] == "in parts.1 only"
+
+
 def test_a_difference_that_is_undone_is_a_convention() -> None:
     """A factor that moved from one side of a module to another is a remark, and no fault."""
 
