@@ -231,12 +231,12 @@ def without_hooks(tensors: list[Tensor]) -> Iterator[None]:
             hooks.update(before)
 
 
-def graph_nodes(roots: Any, since: int = 0) -> list[Any]:
-    """Return all nodes of the graph from these roots on, each once, back to the autograd sequence number `since`."""
+def graph_nodes(roots: Any) -> list[Any]:
+    """Return all nodes of the graph from these roots on, each once."""
     left, nodes = list(roots), dict[Any, None]()
     while left:
         node = left.pop()
-        if node is not None and node not in nodes and node._sequence_nr() >= since:
+        if node is not None and node not in nodes:
             nodes[node] = None
             left += [following for following, _ in node.next_functions]
     return list(nodes)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import ast
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from types import CodeType, FrameType, FunctionType, MappingProxyType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,15 +31,13 @@ from .diagnosis import Expression
 from .experiment import graph_nodes
 from .operation import tensors_in
 from .patching.code_swap import Probe, compiled_with, find_target, node_of
-from .patching.source import FunctionNode, SourceFile, Span, Target, called_name, names_in, path_to
+from .patching.source import SourceFile, Span, Target, called_name, names_in, paths_to
 from .patching.table import DERIVATIVE_POLES, POLES, operation_name
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 # Lightning has twenty between the loss and the engine.
 _MOST_FRAMES = 32
 _RESULT = "__nanwatch_loss__"
-# The name under which a call hands in the `self` of the loop's method: a module's call has one of its own.
-_SELF = "self of the loop"
 # A second call of these would take data, change an optimizer, or write something.
 _NOT_TWICE = frozenset({
     "next", "input", "open", "exec", "eval", "print", "anext", "backward", "step", "zero_grad", "write", "send",
@@ -47,7 +45,10 @@ _NOT_TWICE = frozenset({
 })  # fmt: skip
 # Methods that change what they are called on, beside those of tensors that end in an underscore.
 _CHANGES = frozenset({"append", "extend", "insert", "add", "update", "setdefault", "sort", "pop"})
+_JUMPS = ast.Break | ast.Continue | ast.Return
 _MOST_NODES = 6  # more are no hint
+# Statements, and the values of the names that they read.
+Slice = tuple[list[ast.stmt], dict[str, Any]]
 
 
 class Refused(Exception):  # noqa: N818 - a reason, in words
@@ -55,26 +56,12 @@ class Refused(Exception):  # noqa: N818 - a reason, in words
 
 
 class Caller(NamedTuple):
-    """A function of the program that is under way, and has called what leads to the backward.
-
-    `end` are the line and column at which the expression under way ends; Python 3.10 does not tell. `handed` has values
-    for parameters that the function has deleted, as Trainer does: those of the same names in its own caller.
-    """
+    """A function of the program that is under way at a line, and has called what leads to the backward."""
 
     code: CodeType
     line: int
-    end: tuple[int | None, int | None]
     names: dict[str, Any]
     globals: dict[str, Any]
-    handed: Mapping[str, Any] = MappingProxyType({})
-
-
-class Slice(NamedTuple):
-    """The statements that computed a loss, the values of the names that they read, and their last line."""
-
-    body: list[ast.stmt]
-    reads: dict[str, Any]
-    last_line: int
 
 
 @dataclass(slots=True)
@@ -92,7 +79,6 @@ class BackwardCall:
     callers: list[Caller]
     rng: RngState = field(default_factory=RngState.capture)
     autocast: tuple[Autocast, ...] = field(default_factory=Autocast.capture)
-    remark: str = ""  # what the graph tells
 
     @classmethod
     def capture(cls, since: int, forwards: Sequence[tuple[int, int]]) -> BackwardCall | None:
@@ -105,7 +91,7 @@ class BackwardCall:
 
     def is_behind(self, node: Any) -> bool:
         """Return whether the node of the graph was made from the model's outputs, and by no forward of the model."""
-        number = node._sequence_nr()
+        number = -1 if node is None else node._sequence_nr()
         return number >= self.since and not any(begin <= number < end for begin, end in self.forwards)
 
     def statements(self, model: nn.Module) -> LossStatements:
@@ -113,9 +99,10 @@ class BackwardCall:
         for caller, above in zip(self.callers, [*self.callers[1:], None], strict=True):
             file = SourceFile.load(caller.code.co_filename)
             if above is not None:
+                # Parameters that the function has deleted, as Trainer does: those of the same names in its caller.
                 parameters = caller.code.co_varnames[: caller.code.co_argcount]
                 handed = {name: above.names[name] for name in parameters if name in above.names}
-                caller = caller._replace(handed=handed)
+                caller = caller._replace(names={**handed, **caller.names})
             if file is not None and (part := slice_of(caller, file, self.is_behind)) is not None:
                 return LossStatements(model, caller, file, self.is_behind, part)
         raise Refused("the source of the loss was not found")
@@ -135,30 +122,23 @@ def loss_value(call: BackwardCall) -> Value | None:
     return next((value_of(record) for record in records if record.is_fault), None)
 
 
-def read_graph(finding: Finding, call: BackwardCall) -> Finding:
-    """Return the finding with what the graph of the backward under way tells of the loss.
+def with_poles(finding: Finding, call: BackwardCall) -> Finding:
+    """Return the finding with the operations of a loss that does not run again which can have made the value.
 
-    The gradient came to the model non-finite. The values that the nodes of the loss saved are gone. Only their names
-    tell which can have made it.
+    The values that the nodes of its graph saved are gone, and only their names tell. A gradient may overflow in any
+    operation on half precision, and where it is converted to it.
     """
-    behind = filter(call.is_behind, graph_nodes((x.grad_fn for x in call.roots), call.since))
-    nodes = sorted(behind, key=lambda node: int(node._sequence_nr()))
     is_finite = loss_value(call) is None
+    nodes = [node for node in graph_nodes(x.grad_fn for x in call.roots) if call.is_behind(node)]
     names = DERIVATIVE_POLES if is_finite else POLES | DERIVATIVE_POLES
     poles = [node for node in nodes if operation_name(node.name()) in names and not _is_whole_power(node)]
-    if not nodes:
-        return finding
-    listed = list(dict.fromkeys(node.name() for node in poles or nodes))[:_MOST_NODES]
-    call.remark = (
-        f"the loss was {'finite' if is_finite else 'not finite'}; of what lies between the model and the loss, the"
-        f" value can come from {' or '.join(listed)}"
-    )
-    # A gradient may overflow in any operation on half precision, and where it is converted to it.
+    listed = " or ".join(list(dict.fromkeys(node.name() for node in reversed(poles)))[:_MOST_NODES])
+    remark = f"the loss was {'finite' if is_finite else 'not finite'}; the value can come from {listed}"
     is_half = any(is_narrow(str(x.dtype)) for x in call.roots) or any(
         node.name() == "ToCopyBackward0" for node in nodes
     )
     operation = poles[0].name() if len(poles) == 1 and not is_half else None
-    return replace(finding, operation=operation, remarks=(*finding.remarks, call.remark))
+    return replace(finding, operation=operation, remarks=(*finding.remarks, *([remark] if poles else ())))
 
 
 def _is_whole_power(node: Any) -> bool:
@@ -187,14 +167,8 @@ def _callers(frame: FrameType) -> Iterator[Caller]:
     above = frame.f_back
     while above is not None:
         frame, above = above, above.f_back
-        code = frame.f_code
-        if code.co_filename.startswith(SKIPPED_FILES):
-            continue
-        end: tuple[int | None, int | None] = (None, None)
-        if sys.version_info >= (3, 11):
-            positions = list(code.co_positions())[frame.f_lasti // 2]
-            end = positions[1], positions[3]
-        yield Caller(code, frame.f_lineno, end, frame_values(frame), frame.f_globals)
+        if not frame.f_code.co_filename.startswith(SKIPPED_FILES):
+            yield Caller(frame.f_code, frame.f_lineno, frame_values(frame), frame.f_globals)
 
 
 def slice_of(caller: Caller, file: SourceFile, is_behind: Callable[[Any], bool]) -> Slice | None:
@@ -202,82 +176,61 @@ def slice_of(caller: Caller, file: SourceFile, is_behind: Callable[[Any], bool])
 
     Statements that made a bad value without a graph, such as a target, are among them where they may run again.
     """
-    top = _body_of(caller, file)
-    end_line, column = caller.end
-    line = caller.line if end_line is None else end_line
-    path = [] if top is None or isinstance(top, ast.Lambda) else path_to(top, line, column)
-    if not path:
-        return None
-    try:
-        if (part := _Slicer(caller, is_behind, follows_bad=True).cut(path)) is not None:
-            return part
-    except Refused:
-        pass
-    return _Slicer(caller, is_behind, follows_bad=False).cut(path)
-
-
-def _body_of(caller: Caller, file: SourceFile) -> FunctionNode | ast.Module | None:
-    return file.tree if caller.code.co_name == "<module>" else node_of(file.tree, caller.code)
+    top = node_of(file, caller.code)
+    paths = () if top is None else paths_to(top, caller.line)
+    slices = (_Slicer(caller, is_behind).cut(path) for path in paths)
+    return next((part for part in slices if part is not None), None)
 
 
 class _Slicer:
     """Goes back from the loss over the statements before it, with the names whose values they have to make."""
 
-    def __init__(self, caller: Caller, is_behind: Callable[[Any], bool], *, follows_bad: bool) -> None:
+    def __init__(self, caller: Caller, is_behind: Callable[[Any], bool]) -> None:
         self._caller = caller
         self._is_behind = is_behind
-        self._follows_bad = follows_bad
         self._reads: dict[str, Any] = {}
         # Names that a later statement binds: their values are no longer those that an earlier one read.
         self._bound: set[str] = set()
 
     def cut(self, path: list[tuple[list[ast.stmt], ast.stmt]]) -> Slice | None:
-        statement = path[-1][1]
+        statement, values = path[-1][1], self._caller.names
         loss = self._loss_in(statement)
         if loss is None:
             return None
+        self._refuse_twice(loss)
         needed = self._read(loss)
         result = ast.copy_location(ast.Assign([ast.Name(_RESULT, ast.Store())], loss), statement)
         body: list[ast.stmt] = [result]
         for block, inner in reversed(path):
             before, needed = self._block(block[: block.index(inner)], needed)
             body = [*before, *body]
-        # A parameter that is gone, and a list or dict of others that these statements fill.
-        known = {**self._caller.handed, **self._caller.names}
+        # A bad parameter, and a list or dict of others that these statements fill.
         given = {
-            name
-            for name in needed
-            if name in known and (isinstance(known[name], list | dict) or not self._is_made(known[name]))
+            x
+            for x in needed & values.keys()
+            if isinstance(values[x], list | dict) or not self._has_graph(values[x])
         }
-        self._reads.update((name, known[name]) for name in given)
+        self._reads.update((name, values[name]) for name in given)
         is_computed = any(isinstance(node, ast.Call | ast.BinOp) for node in ast.walk(loss))
-        if needed - given or (len(body) == 1 and not is_computed):
-            return None
-        self._refuse_twice(*body)
-        return Slice(body, self._reads, statement.end_lineno or statement.lineno)
+        return None if needed - given or (len(body) == 1 and not is_computed) else (body, self._reads)
 
     def _loss_in(self, statement: ast.stmt) -> ast.expr | None:
-        """Return the loss in the call under way: what has the method `backward`, else the argument that was made."""
+        """Return the loss: what has the method `backward`, else the only made argument of a call."""
         calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
-        if self._caller.end[0] is not None:
-            calls = [call for call in calls if (call.end_lineno, call.end_col_offset) == self._caller.end]
-        else:
-            calls = [call for call in calls if called_name(call) == "backward"]
-        if len(calls) != 1:
-            return None
-        call = calls[0]
-        if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
-            owner = call.func.value
-            if not call.args or self._read(owner) or any(isinstance(x, ast.Call) for x in ast.walk(owner)):
-                return owner
-        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        for call in calls:
+            if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
+                owner = call.func.value
+                is_called = any(isinstance(x, ast.Call) for x in ast.walk(owner))
+                if not call.args or is_called or self._read(owner):
+                    return owner
+        given = [x for call in calls for x in (*call.args, *(keyword.value for keyword in call.keywords))]
         made = [argument for argument in given if self._read(argument)]
         return made[0] if len(made) == 1 else None
 
-    def _read(self, *nodes: ast.AST) -> set[str]:
-        """Return the names in these nodes that earlier statements have to make. Keep the values of the others."""
+    def _read(self, node: ast.AST) -> set[str]:
+        """Return the names in the node that earlier statements have to make. Keep the values of the others."""
         values, needed = self._caller.names, set()
-        for name in {name for node in nodes for name in names_in(node, ast.Load)}:
+        for name in names_in(node, ast.Load):
             is_gone = name not in values and name in self._caller.code.co_varnames
             if name in self._bound or is_gone or self._is_made(values.get(name)):
                 needed.add(name)
@@ -287,81 +240,77 @@ class _Slicer:
 
     def _is_made(self, value: Any) -> bool:
         """Return whether the value was computed from the model's outputs, or is bad and its statement is sought."""
-        is_distribution = isinstance(value, Distribution)  # which holds tensors of a graph that is gone
-        tensors = (
-            [x for _, x in leaves(value, "") if isinstance(x, Tensor)]
-            if is_distribution
-            else tensors_in(value)
-        )
-        return any(x.grad_fn is not None and self._is_behind(x.grad_fn) for x in tensors) or (
-            self._follows_bad
-            and any(not x.requires_grad and observe(x, "", "output").is_fault for x in tensors)
-        )
+        is_bad = (not x.requires_grad and observe(x, "", "output").is_fault for x in _tensors(value))
+        return self._has_graph(value) or any(is_bad)
+
+    def _has_graph(self, value: Any) -> bool:
+        return any(self._is_behind(x.grad_fn) for x in _tensors(value))
 
     def _block(self, statements: list[ast.stmt], needed: set[str]) -> tuple[list[ast.stmt], set[str]]:
         """Return those of the statements that make the needed names, and the names that they need themselves."""
         body: list[ast.stmt] = []
+        values = self._caller.names
         for statement in reversed(statements):
-            bound, filled = names_in(statement, ast.Store), _filled_by(statement)
+            later, bound, filled = set(self._bound), names_in(statement, ast.Store), _filled_by(statement)
             filled &= needed | self._reads.keys()
             self._bound |= bound | filled
-            if bound & needed or filled:
+            wanted = bound & needed | filled
+            if not wanted:
+                continue
+            try:
                 kept, needed = self._statement(statement, needed | filled)
-                body = [kept, *body]
+            except Refused as reason:
+                is_lost = wanted & later or any(x not in values or self._has_graph(values[x]) for x in wanted)
+                # Bad data stays as it was handed out. A branch that is not taken may have what is lost.
+                if not is_lost:
+                    self._reads.update((name, values[name]) for name in wanted)
+                source = f"raise RuntimeError({str(reason)!r})" if is_lost else "pass"
+                kept, needed = ast.copy_location(ast.parse(source).body[0], statement), needed - wanted
+            body = [kept, *body]
         return body, needed
 
     def _statement(self, statement: ast.stmt, needed: set[str]) -> tuple[ast.stmt, set[str]]:
         """Return the statement as it runs again, and the names that have to be made before it."""
+        made, header = statement, list[ast.AST]()
         if isinstance(statement, ast.With):
             body, needed = self._block(statement.body, needed)
-            made: ast.stmt = ast.With(statement.items, body)
-            needed |= self._read(*(item.context_expr for item in statement.items))
+            made, header = ast.With(statement.items, body), [item.context_expr for item in statement.items]
         elif isinstance(statement, ast.Try):  # whose body raised nothing
             body, needed = self._block([*statement.body, *statement.orelse], needed)
             made = ast.If(ast.Constant(True), body, [])
         elif isinstance(statement, ast.If):
-            body, first = self._branch(statement.body, needed)
-            others, second = self._branch(statement.orelse, needed)
-            made = ast.If(statement.test, body or [ast.copy_location(ast.Pass(), statement)], others)
-            needed = first | second | self._read(statement.test)
-        elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            made = ast.Assign([*targets], statement.value)  # a function evaluates no annotation
-            for target in targets:
-                needed = needed - names_in(target, ast.Store) | self._read(target)
-            needed = needed | self._read(statement.value)
-        elif isinstance(statement, ast.For) and self._takes_data(statement):
-            raise self._refused(statement)
-        elif isinstance(statement, ast.For) and not _jumps(statement):
+            body, first = self._block(statement.body, needed)
+            alternative, second = self._block(statement.orelse, needed)
+            body = body or [ast.copy_location(ast.Pass(), statement)]
+            made, header = ast.If(statement.test, body, alternative), [statement.test]
+            needed = first | second
+        elif isinstance(statement, ast.For) and not self._takes_data(statement.iter):
             # A second time, as an iteration reads what an earlier one has made.
-            body, inner = self._block(statement.body, needed | self._block(statement.body, needed)[1])
-            made = ast.For(statement.target, statement.iter, body, [])
-            needed = inner - names_in(statement.target, ast.Store) | self._read(statement.iter)
-        elif isinstance(statement, ast.AugAssign | ast.Expr | ast.For):
-            made = statement
-            bound = names_in(statement.target, ast.Store) if isinstance(statement, ast.For) else set()
-            needed = (needed | self._read(statement)) - bound
+            body, needed = self._block(statement.body, needed | self._block(statement.body, needed)[1])
+            if statement.orelse or any(isinstance(x, _JUMPS) for x in ast.walk(statement)):
+                self._refuse_twice(statement)
+                body = statement.body
+            made, header = ast.For(statement.target, statement.iter, body, statement.orelse), [statement.iter]
+            needed = needed - names_in(statement.target, ast.Store)
+        elif isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr):
+            if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+                made = ast.Assign([statement.target], statement.value)  # a function evaluates no annotation
+            if not isinstance(statement, ast.AugAssign):
+                needed = needed - names_in(statement, ast.Store)
+            header = [statement]
         else:
             raise self._refused(statement)
-        return ast.copy_location(made, statement), needed
+        self._refuse_twice(*header)
+        return ast.copy_location(made, statement), needed.union(*map(self._read, header))
 
-    def _takes_data(self, loop: ast.For) -> bool:
-        """Return whether the loop is over a DataLoader, or an iterator that would be further on than before."""
-        values = [self._caller.names.get(name) for name in names_in(loop.iter, ast.Load)]
-        for node in ast.walk(loop.iter):
+    def _takes_data(self, iterated: ast.expr) -> bool:
+        """Return whether a loop is over a DataLoader, or an iterator that would be further on than before."""
+        values = [self._caller.names.get(name) for name in names_in(iterated, ast.Load)]
+        for node in ast.walk(iterated):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 owner = self._caller.names.get(node.value.id)
                 values.append(getattr(owner, "__dict__", {}).get(node.attr))
         return any(isinstance(value, Iterator | DataLoader) for value in values)
-
-    def _branch(self, statements: list[ast.stmt], needed: set[str]) -> tuple[list[ast.stmt], set[str]]:
-        """Return the block; one that may not run twice raises instead, as the condition may choose the other."""
-        try:
-            body, inner = self._block(statements, needed)
-            self._refuse_twice(*body)
-            return body, inner
-        except Refused as reason:
-            return ast.parse(f"raise RuntimeError({str(reason)!r})").body, needed
 
     def _refuse_twice(self, *nodes: ast.AST) -> None:
         for node in (inner for top in nodes for inner in ast.walk(top)):
@@ -374,10 +323,9 @@ class _Slicer:
         return Refused(f"line {line} of {self._caller.code.co_filename} should not run a second time")
 
 
-def _jumps(loop: ast.For) -> bool:
-    """Return whether the loop has an `else`, or a statement that leaves a part of its body out."""
-    jumps = ast.Break | ast.Continue | ast.Return
-    return bool(loop.orelse) or any(isinstance(x, jumps) for x in ast.walk(loop))
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of a value, those of a distribution included: it holds tensors of a graph that is gone."""
+    return [x for _, x in leaves(value, "", isinstance(value, Distribution)) if isinstance(x, Tensor)]
 
 
 def _filled_by(statement: ast.stmt) -> set[str]:
@@ -414,38 +362,31 @@ class LossStatements(nn.Module):
         super().__init__()
         self.model = model  # so that a re-run of the statements holds its state, and no watch sees its calls
         self.filename = file.name
-        self.lines = part.body[0].lineno, part.last_line
-        self.inputs = {
-            _SELF if name == "self" else name: value
-            for name, value in sorted(part.reads.items())
-            if tensors_in(value)
-        }
-        self._body, self._caller, self._file, self._is_behind = part.body, caller, file, is_behind
-        self._names = {**caller.globals, **caller.names, **part.reads}
+        self._body, reads = part
+        self.lines = self._body[0].lineno, self._body[-1].end_lineno
+        # `self` is the module in a call of it.
+        self.inputs = {name: x for name, x in sorted(reads.items()) if tensors_in(x) and name != "self"}
+        self._caller, self._file, self._is_behind = caller, file, is_behind
+        self._names = {**caller.globals, **caller.names, **reads}
+        self._filled = set().union(*map(_filled_by, self._body))
         self._probe = Probe()
-        self._code = compiled_with(ast.Module(part.body, []), file, (), self._probe)
+        self._code = compiled_with(ast.Module(self._body, []), file, (), self._probe)
 
     def forward(self, **inputs: Any) -> Any:
         """Run the statements with these values of the names they read."""
         self._probe.was_run = True
         names = {**self._names, **inputs}
-        if _SELF in names:
-            names["self"] = names.pop(_SELF)
         # A list or a dict that the statements fill is the program's.
-        filled = {
-            name
-            for x in self._body
-            for name in _filled_by(x)
-            if isinstance(names.get(name), list | dict | set)
-        }
-        names |= {name: copy.copy(names[name]) for name in filled}
+        for name in self._filled & names.keys():
+            if isinstance(names[name], list | dict | set):
+                names[name] = copy.copy(names[name])
         exec(self._code, names)
         return names[_RESULT]
 
     def target(self, place: Expression) -> Target | str:
         """Return the statements as what runs a line, if it is one of theirs; else as `find_target` does."""
+        node = node_of(self._file, self._caller.code)
         is_own = any(x.lineno <= place.line <= (x.end_lineno or x.lineno) for x in self._body)
-        node = _body_of(self._caller, self._file)
         if place.filename != self.filename or not is_own or node is None:
             return find_target(place)
         return Target((FunctionType(self._code, self._names),), self._file, node, self.exchanged)
@@ -454,18 +395,15 @@ class LossStatements(nn.Module):
     def exchanged(self, file: SourceFile, looks: Sequence[Span], probe: Probe) -> Iterator[None]:
         """Run the same statements of the edited file in the block, as `code_swap.exchanged` does for a function.
 
-        Raises ValueError where the edit needs statements that did not run. Some may no longer be needed.
+        Raises ValueError where the edit moved the statements.
         """
         # A line that was added stands before the backward.
         added = file.text.count("\n") - self._file.text.count("\n")
-        end = self._caller.end[0]
-        moved = None if end is None else end + added, self._caller.end[1]
-        caller = self._caller._replace(line=self._caller.line + added, end=moved)
-        part = slice_of(caller, file, self._is_behind)
-        if part is None or len(part.body) > len(self._body) + max(added, 0):
+        part = slice_of(self._caller._replace(line=self._caller.line + added), file, self._is_behind)
+        if part is None:
             raise ValueError("the edit moved the statements")
         before = self._code, self._probe
-        self._code, self._probe = compiled_with(ast.Module(part.body, []), file, looks, probe), probe
+        self._code, self._probe = compiled_with(ast.Module(part[0], []), file, looks, probe), probe
         try:
             yield
         finally:

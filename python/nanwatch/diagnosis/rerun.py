@@ -25,7 +25,7 @@ from .cures import Cures, try_formats, try_patches
 from .diagnosis import BackwardStart, Diagnosis, enrich
 from .experiment import Allows, run
 from .incident import Incident, attempt, write_failure
-from .loss_statements import BackwardCall, LossStatements, Refused, loss_value
+from .loss_statements import BackwardCall, LossStatements, Refused, loss_value, with_poles
 from .search import find_operation
 from .trials import NO_CONDITIONS, Conditions
 
@@ -62,6 +62,8 @@ def examine(
         incident.remark(f"no re-run was made: {reason or _NOT_KEPT}")
     elif examines and loss is not None and (snapshot is None or incident.finding.is_of_loss):
         run.examine_loss(loss, loss_value(loss))
+        if incident.finding.operation is None:
+            incident.finding = with_poles(incident.finding, loss)
     elif examines and snapshot is not None and incident.finding.phase != "step":
         diagnosis = run.examine_batch(snapshot, loss)
     if output_dir is not None:
@@ -162,8 +164,6 @@ class _Rerun:
             why = "; ".join(diagnosis.remarks) or "the value did not come back"
             incident.remark(f"the loss was computed again by {where}: {why}; {_ADVICE}")
             return
-        # Without the operations that the graph made likely.
-        incident.learn(remarks=tuple(x for x in incident.finding.remarks if x != call.remark))
         # The derivative of a gradient runs through the model's own operations once more. `extent` and `index` would be
         # those of the loss, where the finding is of a gradient.
         made_in = _below(diagnosis.made_in or "") or None

@@ -101,7 +101,8 @@ class BackwardWatch:
         # The recorder keeps and counts the frames of a backward after this call.
         num_before, place = self._recorder.frames_of_batch(batch), fault.finding.sequence
         sequence = None if num_before is None or place is None else num_before + place
-        finding = self._failures.rerun.behind_model(replace(fault.finding, sequence=sequence))
+        self._failures.rerun.keep_loss(batch)
+        finding = replace(fault.finding, sequence=sequence)
         report = self._reports.latest(finding, batch, fault.frames)
         faults = [(call.frame, record) for call in calls for record in call.frame.records if record.is_fault]
         model, weights = self._model(), set[Weight]()
@@ -126,7 +127,7 @@ class BackwardWatch:
         name = type(loss).__name__ if loss.grad_fn is None else loss.grad_fn.name()
         frame = Frame(batch, "(loss)", name, (observe(loss.detach(), "output", "output"),), "backward")
         incident = self._reports.of_frame(frame, "received")
-        incident.finding = self._failures.rerun.behind_model(incident.finding)
+        self._failures.rerun.keep_loss(batch)
         self._failures.rerun.backward_failed(batch)
         self._failures.step_follows(incident)
 

@@ -16,7 +16,7 @@ from ..diagnosis import rerun
 from ..diagnosis.batch_snapshot import BatchSnapshot, BufferHistory, draws_outside_torch
 from ..diagnosis.incident import Incident, write_frames
 from ..diagnosis.isolation import ChildEndedError, can_fork, clock, run_in_child, why_endless
-from ..diagnosis.loss_statements import BackwardCall, read_graph
+from ..diagnosis.loss_statements import BackwardCall
 from ..diagnosis.trials import Conditions
 from ..instrumentation.execution_context import RngState
 from ..instrumentation.slot import unwatched
@@ -93,27 +93,20 @@ class RerunPolicy:
 
     # A backward fails.
 
-    def behind_model(self, finding: Finding) -> Finding:
-        """Return the finding of a backward under way with what the graph tells, if its loss made the value.
-
-        Keep the backward, whose loss may run again.
-        """
+    def keep_loss(self, batch: int) -> None:
+        """Keep the backward under way behind a batch, whose loss may run again."""
         starts = self._recorder.ended_starts()
-        failed = next((start for start in starts if start.batch == finding.batch), None)
+        failed = next((start for start in starts if start.batch == batch), None)
         if failed is None:
-            return finding
+            return
         try:
             # A later call is a part of what lies behind this one's outputs.
             calls = [x.nodes for x in starts if x.batch <= failed.batch and not x.is_function]
             since = failed.nodes[1] if failed.is_function else min(end for _, end in calls)
-            call = BackwardCall.capture(since, calls)
-            if call is None:
-                return finding
-            self._losses[finding.batch] = call
-            return read_graph(finding, call) if finding.is_of_loss else finding
+            if (call := BackwardCall.capture(since, calls)) is not None:
+                self._losses[batch] = call
         except Exception:
-            suppressed("the graph of the loss could not be read")
-            return finding
+            suppressed("the statements of the loss could not be kept")
 
     def backward_failed(self, batch: int) -> None:
         """Keep the start of the batch also when its graph is gone, until a step takes the gradients."""

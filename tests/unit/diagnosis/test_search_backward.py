@@ -315,53 +315,6 @@ def test_the_line_is_where_the_operation_was_written(
     assert (finding.module if finding.origin == "produced" else finding.source_module) == made_in
 
 
-def exponential(output: Tensor) -> Tensor:
-    return (output * 1e3).exp().mean()
-
-
-def root_at_zero(output: Tensor) -> Tensor:
-    return (output - output.detach()).square().sum().sqrt()
-
-
-def two_roots(output: Tensor) -> Tensor:
-    return root_at_zero(output) + (output * 0).square().sum().sqrt()
-
-
-def halved(output: Tensor) -> Tensor:
-    return root_at_zero(output.half().float())
-
-
-@pytest.mark.parametrize(
-    ("loss", "operation", "value"),
-    [
-        (exponential, "ExpBackward0", "not finite"),
-        (root_at_zero, "SqrtBackward0", "finite"),
-        (two_roots, None, "finite"),
-        (halved, None, "finite"),
-    ],
-)
-def test_a_loss_outside_the_model_is_read_from_its_graph(
-    loss: Callable[[Tensor], Tensor], operation: str | None, value: str
-) -> None:
-    """If it cannot run again: its only operation with a pole; of two, both."""
-    torch.manual_seed(0)
-    model = nn.Linear(2, 2)
-    nn.init.ones_(model.bias)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    outputs = (model(torch.ones(1, 2)) for _ in range(1))
-    with watch(model, gradients=True):
-        lost = loss(next(outputs))
-        lost.backward()
-        with pytest.raises(NonFiniteError) as error:
-            optimizer.step()
-    finding = error.value.report.finding
-    assert finding is not None
-    assert (finding.origin, finding.source_module, finding.operation) == ("received", None, operation)
-    (told,) = (one for one in finding.remarks if one.startswith(f"the loss was {value};"))
-    assert ("SqrtBackward0" in told) == (loss is not exponential)
-    assert "should not run a second time" in finding.remarks[-1]
-
-
 class Checkpointed(nn.Module):
     """The root of zero inside a re-entrant checkpoint has a finite value and no finite gradient."""
 

@@ -95,7 +95,7 @@ def find_target(place: Expression) -> Target | str:
         return (
             f"{place.filename} is not what runs: it was edited since it was imported, or rewritten on import"
         )
-    node = node_of(file.tree, code)
+    node = node_of(file, code)
     if node is None:
         return f"several functions begin on line {code.co_firstlineno}, and which of them failed is not known"
     return Target(tuple(functions), file, node)
@@ -177,11 +177,13 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(inner)
 
 
-def node_of(tree: ast.Module, code: CodeType) -> FunctionNode | None:
+def node_of(file: SourceFile, code: CodeType) -> FunctionNode | ast.Module | None:
     """Return the only node that the code can be compiled from, by its name and line."""
+    if code.co_name == "<module>":
+        return file.tree
     nodes = [
         node
-        for node in functions_in(tree)
+        for node in functions_in(file.tree)
         if first_line(node) == code.co_firstlineno and getattr(node, "name", "<lambda>") == code.co_name
     ]
     return nodes[0] if len(nodes) == 1 else None

@@ -7,7 +7,7 @@ import difflib
 import linecache
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -176,36 +176,15 @@ def first_line(node: ast.stmt | ast.expr) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
-def path_to(top: ast.AST, line: int, column: int | None) -> list[tuple[list[ast.stmt], ast.stmt]]:
-    """Return the blocks down to the innermost statement that covers the place, each with its statement that does.
-
-    Without a column the first on the line is taken.
-    """
-    path: list[tuple[list[ast.stmt], ast.stmt]] = []
-    node = top
-    while True:
-        blocks = [getattr(node, name, None) for name in ("body", "orelse", "finalbody", "handlers")]
-        inside = next(
-            (
-                (block, inner)
-                for block in blocks
-                if isinstance(block, list)
-                for inner in block
-                if inner.lineno <= line <= (inner.end_lineno or inner.lineno)
-                and (column is None or _covers(inner, line, column))
-            ),
-            None,
-        )
-        if inside is None:
-            return path
-        if isinstance(inside[1], ast.stmt):
-            path.append(inside)
-        node = inside[1]
-
-
-def _covers(node: ast.AST, line: int, column: int) -> bool:
-    start, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
-    return bool(start <= (line, column) <= end)
+def paths_to(top: ast.AST, line: int) -> Iterator[list[tuple[list[Any], ast.stmt]]]:
+    """Yield the blocks down to each innermost statement on a line, each block with its statement that covers it."""
+    for name in ("body", "orelse", "finalbody", "handlers"):
+        value = getattr(top, name, None)
+        block: list[Any] = value if isinstance(value, list) else []
+        for node in block:
+            if node.lineno <= line <= node.end_lineno:
+                step = [(block, node)] if isinstance(node, ast.stmt) else []
+                yield from (step + path for path in list(paths_to(node, line)) or [[]])
 
 
 def names_in(node: ast.AST, context: type[ast.Load | ast.Store]) -> set[str]:
