@@ -323,14 +323,6 @@ int checked(cudaError_t error) {
   return int(error);
 }
 
-// This runtime is not the one that torch uses, and both look at the driver's current context. To set a device that is
-// set already takes microseconds.
-int select(int device) {
-  int current = -1;
-  if (cudaGetDevice(&current) == cudaSuccess && current == device) return 0;
-  return checked(cudaSetDevice(device));
-}
-
 int blocks_in_a_wave(int device) {
   static std::atomic<int> known[16];  // asking takes a microsecond
   int multiprocessors = device < 16 ? known[device].load(std::memory_order_relaxed) : 0;
@@ -365,7 +357,6 @@ int launch(const NanwatchTensor* tensors, int count, AnyBatch& batch, int device
 
 template <bool records, class AnyBatch>
 int launch_all(const NanwatchTensor* tensors, int64_t count, AnyBatch& batch, int device, void* stream) {
-  if (const int error = select(device)) return error;
   for (int64_t done = 0; done < count; done += AnyBatch::capacity) {
     const int many = int(std::min<int64_t>(count - done, AnyBatch::capacity));
     if (const int error = launch<records>(tensors + done, many, batch, device, stream)) return error;
@@ -400,8 +391,16 @@ size_t nanwatch_cuda_workspace(void) {
   return nanwatch::Many::capacity * sizeof(nanwatch::Cell);
 }
 
-int nanwatch_cuda_clear(void* workspace, int device, void* stream) {
-  if (const int error = nanwatch::select(device)) return error;
+int nanwatch_cuda_current(void) {
+  int device = -1;
+  return nanwatch::checked(cudaGetDevice(&device)) == 0 ? device : -1;
+}
+
+int nanwatch_cuda_select(int device) {
+  return nanwatch_cuda_current() == device ? 0 : nanwatch::checked(cudaSetDevice(device));
+}
+
+int nanwatch_cuda_clear(void* workspace, void* stream) {
   return nanwatch::checked(cudaMemsetAsync(workspace, 0, nanwatch_cuda_workspace(), static_cast<cudaStream_t>(stream)));
 }
 
@@ -425,31 +424,28 @@ int nanwatch_cuda_observe(const NanwatchTensor* tensors, int64_t count, Nanwatch
   return nanwatch::launch_all<true>(tensors, count, batch, device, stream);
 }
 
-int nanwatch_cuda_stream(int device, void* stream, int* capturing) {
-  if (const int error = nanwatch::select(device)) return error;
+int nanwatch_cuda_stream(void* stream, int* capturing) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const int error = nanwatch::checked(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status));
   *capturing = status == cudaStreamCaptureStatusNone ? 0 : 1;
   return error;
 }
 
-int nanwatch_cuda_allocate(int device, size_t bytes, void** memory) {
-  if (const int error = nanwatch::select(device)) return error;
+int nanwatch_cuda_allocate(size_t bytes, void** memory) {
   const nanwatch::Uncaptured uncaptured;
   return nanwatch::checked(cudaMalloc(memory, bytes));
 }
 
-int nanwatch_cuda_allocate_mapped(int device, size_t bytes, void** memory, void** address) {
-  if (const int error = nanwatch::select(device)) return error;
+int nanwatch_cuda_allocate_mapped(size_t bytes, void** memory, void** address) {
   const nanwatch::Uncaptured uncaptured;
   if (const int error = nanwatch::checked(cudaHostAlloc(memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped)))
     return error;
   return nanwatch::checked(cudaHostGetDevicePointer(address, *memory, 0));
 }
 
-int nanwatch_cuda_await(int device, void* stream) {
+int nanwatch_cuda_await(void* stream) {
   int capturing = 0;
-  if (const int error = nanwatch_cuda_stream(device, stream, &capturing)) return error;
+  if (const int error = nanwatch_cuda_stream(stream, &capturing)) return error;
   if (capturing != 0) return kNanwatchCapturing;
   const nanwatch::Uncaptured uncaptured;
   return nanwatch::checked(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));

@@ -3,7 +3,7 @@
 //
 // Every function that returns an int returns 0, a cudaError_t, or one of the negative codes below. Work is enqueued on
 // `stream` (a cudaStream_t, null for the legacy default stream), waits for nothing and allocates nothing; the
-// exceptions say so. The calling thread's current device becomes `device`.
+// exceptions say so. All act on the calling thread's current device, which nanwatch_cuda_select sets.
 #pragma once
 
 #include <stddef.h>
@@ -35,12 +35,17 @@ typedef struct NanwatchRow {
   uint64_t stamp;        // written last, when the rest can be read
 } NanwatchRow;
 
+// The thread's current device, -1 where there is none; and sets it. This runtime is not the one that torch uses, and
+// both look at the driver's current context. To set a device that is set already takes microseconds.
+int nanwatch_cuda_current(void);
+int nanwatch_cuda_select(int device);
+
 // Bytes of device memory, aligned to 8, where the blocks of a launch meet. It must be zero when work begins and is left
 // zero, so that one serves all calls on one stream, one after the other; two streams must not share one.
 size_t nanwatch_cuda_workspace(void);
 
 // Makes a workspace zero, in stream order.
-int nanwatch_cuda_clear(void* workspace, int device, void* stream);
+int nanwatch_cuda_clear(void* workspace, void* stream);
 
 // rows[i][0..2] = abs_min, abs_max, isfinite of tensors[i]; device memory or mapped host memory. One launch for up to
 // 512 tensors, whatever their formats. May be captured in a CUDA graph.
@@ -53,16 +58,16 @@ int nanwatch_cuda_observe(const NanwatchTensor* tensors, int64_t count, Nanwatch
                           void* workspace, int device, void* stream);
 
 // Whether the stream is being captured into a graph, 1 or 0.
-int nanwatch_cuda_stream(int device, void* stream, int* capturing);
+int nanwatch_cuda_stream(void* stream, int* capturing);
 
 // Device memory, and host memory that kernels of every device write at `*address`. For good: there is no way to give
 // it back. May wait for the device; disturbs no capture, not even another thread's.
-int nanwatch_cuda_allocate(int device, size_t bytes, void** memory);
-int nanwatch_cuda_allocate_mapped(int device, size_t bytes, void** memory, void** address);
+int nanwatch_cuda_allocate(size_t bytes, void** memory);
+int nanwatch_cuda_allocate_mapped(size_t bytes, void** memory, void** address);
 
 // Waits for all that was enqueued on a stream so far. Does not wait where the stream is being captured
 // (kNanwatchCapturing), and disturbs no capture elsewhere.
-int nanwatch_cuda_await(int device, void* stream);
+int nanwatch_cuda_await(void* stream);
 
 // A code of the functions above in words; never null.
 const char* nanwatch_cuda_error(int code);

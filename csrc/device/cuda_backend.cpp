@@ -19,7 +19,11 @@ at::Device torch_device(int number) {
 template <class Work>
 int on_device(int device, const Work& work) {
   try {
-    const c10::DeviceGuard guard(torch_device(device));
+    c10::OptionalDeviceGuard guard;
+    if (nanwatch_cuda_current() != device) {  // torch's guard asks the driver twice
+      guard.reset_device(torch_device(device));
+      if (const int error = nanwatch_cuda_select(device)) return error;
+    }
     return work();
   } catch (const std::exception&) {
     return kNanwatchRefused;
@@ -34,20 +38,16 @@ int device_of(const void* tensor) {
 int stream_of(int device, void** stream, int* capturing) {
   return on_device(device, [&] {
     *stream = current_stream(torch_device(device));
-    return nanwatch_cuda_stream(device, *stream, capturing);
+    return nanwatch_cuda_stream(*stream, capturing);
   });
 }
 
 int allocate(int device, size_t bytes, void** memory, void** address) {
-  return on_device(device, [&] { return nanwatch_cuda_allocate_mapped(device, bytes, memory, address); });
+  return on_device(device, [&] { return nanwatch_cuda_allocate_mapped(bytes, memory, address); });
 }
 
 int observe(const NanwatchTensor* tensors, int64_t count, NanwatchRow* rows, uint64_t first, int device, void* stream) {
   return on_device(device, [&]() -> int {
-    // A capture may have begun since the frame's first tensor was met.
-    int capturing = 0;
-    if (const int error = nanwatch_cuda_stream(device, stream, &capturing)) return error;
-    if (capturing != 0) return kNanwatchCapturing;
     // None is made for the call: that would go through torch's dispatcher, where a mode of the user may be active.
     void* const workspace = workspace_of(device, stream);
     if (workspace == nullptr) return kNanwatchNoWorkspace;
@@ -56,7 +56,7 @@ int observe(const NanwatchTensor* tensors, int64_t count, NanwatchRow* rows, uin
 }
 
 int wait(int device, void* stream) {
-  return on_device(device, [&] { return nanwatch_cuda_await(device, stream); });
+  return on_device(device, [&] { return nanwatch_cuda_await(stream); });
 }
 
 // Warns once, as `launched` does.

@@ -21,7 +21,7 @@ struct NanwatchBackend {
   int (*stream)(int device, void** stream, int* capturing);
   // Host memory that every device writes at `*address`. For good.
   int (*allocate)(int device, size_t bytes, void** memory, void** address);
-  // Calls nanwatch_cuda_observe: all of it is enqueued, or none.
+  // Calls nanwatch_cuda_observe on a stream that is not being captured: all of it is enqueued, or none.
   int (*observe)(const NanwatchTensor* tensors, int64_t count, NanwatchRow* rows, uint64_t first, int device,
                  void* stream);
   // Waits for all that was enqueued on the stream so far; kNanwatchCapturing, without a wait, while it is captured.

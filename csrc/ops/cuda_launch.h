@@ -70,8 +70,8 @@ inline void* workspace_of(int device, void* stream) {
   const auto place = known->find({device, stream});
   if (place != known->end()) return place->second;
   void* memory = nullptr;
-  if (known->size() == kMost || nanwatch_cuda_allocate(device, nanwatch_cuda_workspace(), &memory) != 0 ||
-      nanwatch_cuda_clear(memory, device, stream) != 0)
+  if (known->size() == kMost || nanwatch_cuda_allocate(nanwatch_cuda_workspace(), &memory) != 0 ||
+      nanwatch_cuda_clear(memory, stream) != 0)
     return nullptr;
   return (*known)[{device, stream}] = memory;
 }

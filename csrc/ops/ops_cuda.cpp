@@ -21,7 +21,8 @@ namespace {
 int enqueue(const at::Device& device, const std::vector<NanwatchTensor>& tensors, const at::Tensor& rows) {
   void* const stream = current_stream(device);
   int capturing = 0;
-  if (const int error = nanwatch_cuda_stream(device.index(), stream, &capturing)) return error;
+  if (const int error = nanwatch_cuda_select(device.index())) return error;
+  if (const int error = nanwatch_cuda_stream(stream, &capturing)) return error;
   void* workspace = capturing != 0 ? nullptr : workspace_of(device.index(), stream);
   at::Tensor lent;
   if (workspace == nullptr) {
@@ -29,7 +30,7 @@ int enqueue(const at::Device& device, const std::vector<NanwatchTensor>& tensors
     // own. It lives until the stream has passed the launch: the caching allocator reuses a block in stream order.
     lent = at::empty({int64_t(nanwatch_cuda_workspace())}, at::TensorOptions(at::kByte).device(device));
     workspace = lent.mutable_data_ptr();
-    if (const int error = nanwatch_cuda_clear(workspace, device.index(), stream)) return error;
+    if (const int error = nanwatch_cuda_clear(workspace, stream)) return error;
   }
   return nanwatch_cuda_ranges(tensors.data(), int64_t(tensors.size()), rows.mutable_data_ptr<double>(), workspace,
                               device.index(), stream);
