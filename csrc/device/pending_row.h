@@ -34,24 +34,24 @@ struct PendingRow {
   };
 
   State state = State::unsent;
-  bool examined = false;
   int device = -1, error = 0;
   void* stream = nullptr;
   const void* collector = nullptr;  // of an unsent row: the frame
   const NanwatchRow* slot = nullptr;
   uint64_t stamp = 0;
   RangeRow range{};
-  double values[kNanwatchRowValues] = {};
+  std::vector<double> columns;           // kDeviceColumns of a tensor that the device has examined
   std::unique_ptr<const Layout> layout;  // null: the run is the tensor
 
   // Returns whether the row has completed or failed. Takes it out of its slot then, which may be used anew.
   bool poll() {
     if (state != State::pending) return state != State::unsent;
     if (__atomic_load_n(&slot->stamp, __ATOMIC_ACQUIRE) != stamp) return false;
-    std::copy(slot->values, slot->values + kNanwatchRowValues, values);
-    examined = slot->examined != 0;
-    if (examined && layout != nullptr) layout->apply(values);
-    range = range_of_row(values);
+    range = range_of_row(slot->values);
+    if (slot->examined != 0) [[unlikely]] {
+      columns.assign(slot->values, slot->values + kDeviceColumns);
+      if (layout != nullptr) layout->apply(columns.data());
+    }
     state = State::completed;
     return true;
   }
@@ -71,29 +71,29 @@ struct PendingRow {
 
 using PendingRowPtr = std::shared_ptr<PendingRow>;
 
-// The pending rows of one frame, and until they are sent all that is needed to read their tensors.
+// The pending rows of one frame, and until they are sent all that is needed to read their tensors. Reused: clearing
+// keeps the capacity.
 struct PendingRows {
   // A device and the stream that was current there when the frame's first tensor of it was met.
   struct StreamSlot {
-    int device;
+    int device = -1;
     void* stream = nullptr;
     int error = 0, capturing = 0;  // whether the stream was being captured then
   };
   struct Read {
     PendingRowPtr row;
     c10::Storage storage;  // the walk may run Python code that drops the tensor
-    NanwatchTensor run;
   };
 
   std::vector<PendingRowPtr> rows;
   std::vector<Read> reads;
+  std::vector<NanwatchTensor> runs;  // of the reads
   std::vector<StreamSlot> stream_slots;
 
-  bool empty() const { return rows.empty(); }
   // The stream on which the frame reads tensors of the device.
   const StreamSlot& stream_slot_of(int device, const NanwatchBackend& backend);
   // A row for the tensor, to be sent with the rest.
-  PendingRowPtr collect(const at::Tensor& x, Format format, int device);
+  PendingRowPtr collect(const at::Tensor& x, Format format, const StreamSlot& stream_slot);
 
   void clear() {
     if (rows.empty() && stream_slots.empty()) return;
@@ -106,10 +106,9 @@ struct PendingRows {
     for (const Read& read : reads)
       if (read.row->state == PendingRow::State::unsent) read.row->fail(error);
     reads.clear();
+    runs.clear();
     stream_slots.clear();
   }
-
-  void swap(PendingRows& other) noexcept { std::swap(*this, other); }
 };
 
 }  // namespace nanwatch

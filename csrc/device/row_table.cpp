@@ -34,13 +34,17 @@ void Layout::apply(double* values) const {
   values[column::first_nonfinite] = double(position);
 }
 
-PendingRowPtr PendingRows::collect(const at::Tensor& x, Format format, int device) {
-  const auto row = std::make_shared<PendingRow>();
-  row->device = device;
+PendingRowPtr PendingRows::collect(const at::Tensor& x, Format format, const StreamSlot& stream_slot) {
+  auto row = std::make_shared<PendingRow>();
+  row->device = stream_slot.device;
+  row->stream = stream_slot.stream;
   row->collector = this;
-  const at::Tensor run = dense(x);
+  // Not by a copy of `x`: the second reference to a tensor that Python knows takes the interpreter lock.
+  const at::Tensor made = is_dense(x) ? at::Tensor() : dense(x);
+  const at::Tensor& run = made.defined() ? made : x;
   row->layout = layout_of(x, run);
-  reads.push_back({row, run.storage(), {run.const_data_ptr(), run.numel(), int32_t(format)}});
+  reads.push_back({row, run.storage()});
+  runs.push_back({run.const_data_ptr(), run.numel(), int32_t(format)});
   return row;
 }
 
@@ -106,43 +110,30 @@ int RowTable::make_room(size_t count) {
   return 0;
 }
 
-int RowTable::send_on_stream(const PendingRows& frame, const PendingRows::StreamSlot& stream_slot) {
-  std::vector<NanwatchTensor> tensors;
-  std::vector<PendingRowPtr> rows;
-  for (const PendingRows::Read& read : frame.reads) {
-    if (read.row->device != stream_slot.device) continue;
-    tensors.push_back(read.run);
-    rows.push_back(read.row);
-  }
-  for (size_t done = 0; done < tensors.size();) {
-    size_t count = std::min(tensors.size() - done, kMostAtOnce);
-    if (const int error = make_room(count)) return error;
-    const size_t slot = size_t(next_ % kSlots);
-    count = std::min(count, kSlots - slot);
-    const uint64_t first = next_;
-    next_ += count;
-    if (const int error = backend_->observe(tensors.data() + done, int64_t(count), address_ + slot, first,
-                                            stream_slot.device, stream_slot.stream))
-      return error;
-    for (size_t i = 0; i < count; ++i) {
-      PendingRow& row = *rows[done + i];
-      row.slot = slots_ + slot + i;
-      row.stamp = first + i;
-      row.stream = stream_slot.stream;
-      row.state = PendingRow::State::pending;
-      in_flight_.push_back(rows[done + i]);
-    }
-    done += count;
+int RowTable::enqueue(const PendingRows& frame, size_t begin, size_t* count) {
+  const int device = frame.reads[begin].row->device;
+  if (const int error = allocate(device)) return error;
+  if (const int error = make_room(std::min(frame.reads.size() - begin, kMostAtOnce))) return error;
+  const size_t slot = size_t(next_ % kSlots), most = std::min({frame.reads.size() - begin, kMostAtOnce, kSlots - slot});
+  for (*count = 1; *count < most && frame.reads[begin + *count].row->device == device;) ++*count;
+  const uint64_t first = std::exchange(next_, next_ + *count);
+  void* const stream = frame.reads[begin].row->stream;
+  if (const int error = backend_->observe(&frame.runs[begin], int64_t(*count), address_ + slot, first, device, stream))
+    return error;
+  for (size_t i = 0; i < *count; ++i) {
+    const PendingRowPtr& row = frame.reads[begin + i].row;
+    row->slot = slots_ + slot + i;
+    row->stamp = first + i;
+    row->state = PendingRow::State::pending;
+    in_flight_.push_back(row);
   }
   return 0;
 }
 
 int RowTable::send(PendingRows* frame) {
   int error = 0;
-  for (const PendingRows::StreamSlot& stream_slot : frame->stream_slots) {
-    if (error == 0) error = allocate(stream_slot.device);
-    if (error == 0) error = send_on_stream(*frame, stream_slot);
-  }
+  for (size_t done = 0, count = 0; done < frame->reads.size() && error == 0; done += count)
+    error = enqueue(*frame, done, &count);
   frame->sent(error);
   return error;
 }

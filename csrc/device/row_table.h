@@ -24,8 +24,8 @@ class RowTable {
   static const NanwatchBackend* backend();
   static void set_backend(const NanwatchBackend* backend);
 
-  // Enqueues the reads of the frame on their streams, one launch for each device; 0 or an error,
-  // and then the rows that were not sent have failed. Waits where all slots hold rows that are still to come.
+  // Enqueues the reads of the frame on their streams, one launch for neighbours on a device; 0 or an error, and then
+  // the rows that were not sent have failed. Waits where all slots hold rows that are still to come.
   int send(PendingRows* frame);
 
   // Waits until each row has completed or failed, once for each stream. On a stream that is being captured nobody can
@@ -40,7 +40,8 @@ class RowTable {
  private:
   int allocate(int device);
   int make_room(size_t count);
-  int send_on_stream(const PendingRows& frame, const PendingRows::StreamSlot& stream_slot);
+  // One launch, of the reads from `begin` on; how many it had.
+  int enqueue(const PendingRows& frame, size_t begin, size_t* count);
 
   const NanwatchBackend* backend_ = nullptr;
   NanwatchRow *slots_ = nullptr, *address_ = nullptr;  // as the host and as a device sees them

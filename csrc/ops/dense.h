@@ -14,11 +14,17 @@ inline at::Tensor without_repeats(const at::Tensor& x) {
   return x.as_strided(sizes, x.strides());
 }
 
-// `x` itself where its elements lie without gaps, in whatever order, each on its boundary; else a copy of what it does
-// not repeat. A dispatch mode of the user does not see the copy.
+// Returns whether the elements lie without gaps, in whatever order, each on its boundary.
+inline bool is_dense(const at::Tensor& x) {
+  return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % x.itemsize() == 0 &&
+         (x.is_contiguous() || x.is_non_overlapping_and_dense());
+}
+
+// `x` itself where it is dense, else a copy of what it does not repeat. A dispatch mode of the user does not see the
+// copy.
 inline at::Tensor dense(const at::Tensor& x) {
+  if (is_dense(x)) return x;
   const bool is_aligned = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % x.itemsize() == 0;
-  if (is_aligned && (x.is_contiguous() || x.is_non_overlapping_and_dense())) return x;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard no_modes(
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));

@@ -1,4 +1,6 @@
 // The part of CallObserver that reads tensors, or asks a device to, and fills frames.
+#include <pybind11/stl.h>
+
 #include "recorder/call_observer.h"
 
 namespace py = pybind11;
@@ -37,7 +39,7 @@ bool CallObserver::is_readable(Source* source, Role role) {
   if (has_pythons_ && options_.is_pythons(role, source->batch)) return false;
   const auto is_on_device = [&] {
     return THPVariable_CheckExact(source->object) &&
-           find_device(source->x, &source->frame->pending, &source->view, &source->device);
+           find_device(source->x, &source->frame->pending, &source->view, &source->stream_slot);
   };
   if (devices_first_ && is_on_device()) [[unlikely]]
     return true;
@@ -47,16 +49,16 @@ bool CallObserver::is_readable(Source* source, Role role) {
 }
 
 // Fills in how a device reads the tensor; false for what is on no device, and where none can be asked.
-bool CallObserver::find_device(const at::Tensor& x, PendingRows* pending, View* view, int* device) {
+bool CallObserver::find_device(const at::Tensor& x, PendingRows* pending, View* view,
+                               PendingRows::StreamSlot* stream_slot) {
   const NanwatchBackend* const backend = RowTable::backend();
   if (backend == nullptr || devices_off_) return false;
   const int number = backend->device_of(&x);
   const std::optional<Format> format = number < 0 ? std::nullopt : format_of(x.scalar_type());
   if (!format.has_value() || x.is_neg() || !covered_view(x, *format, view)) return false;
-  const PendingRows::StreamSlot& stream_slot = pending->stream_slot_of(number, *backend);
-  if (stream_slot.error != 0 || stream_slot.capturing != 0) return false;
-  table_ = RowTable::instance();
-  *device = number;
+  const PendingRows::StreamSlot& current = pending->stream_slot_of(number, *backend);
+  if (current.error != 0 || current.capturing != 0) return false;
+  *stream_slot = current;
   return true;
 }
 
@@ -64,13 +66,16 @@ Reading CallObserver::read(const Source& source) {
   const int64_t bytes = source.bytes();
   ++counters.tensors_read;
   counters.bytes_read += bytes;
-  if (source.device >= 0) return {{}, source.frame->pending.collect(source.x, source.view.format, source.device)};
+  if (source.is_on_device()) {
+    table_ = RowTable::instance();
+    return {{}, source.frame->pending.collect(source.x, source.view.format, source.stream_slot)};
+  }
   return {read_released(source.x, source.view, bytes, [](const View& held) { return range_cpu(held); })};
 }
 
 Reading CallObserver::hit(const Source& source, const CacheEntry& entry) {
   ++counters.cache_hits;
-  if (options_.verify_hits && source.device < 0) [[unlikely]] {
+  if (options_.verify_hits && !source.is_on_device()) [[unlikely]] {
     const RangeRow again = range_cpu(source.view);
     counters.stale_hits += again.abs_min != entry.abs_min || again.abs_max != entry.abs_max;
   }
@@ -146,9 +151,10 @@ bool CallObserver::forget_weights(const at::Tensor& x) {
 PendingRowPtr CallObserver::enqueue_read(const at::Tensor& x) {
   PendingRows pending;
   View view;
-  int device = -1;
-  if (!find_device(x, &pending, &view, &device)) return nullptr;
-  const PendingRowPtr row = pending.collect(x, view.format, device);
+  PendingRows::StreamSlot stream_slot;
+  if (!find_device(x, &pending, &view, &stream_slot)) return nullptr;
+  const PendingRowPtr row = pending.collect(x, view.format, stream_slot);
+  table_ = RowTable::instance();
   if (const int error = table_->send(&pending)) {
     devices_off_ = RowTable::backend()->cannot_run(error) != 0;
     return nullptr;
@@ -189,14 +195,14 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
   if (frame->candidates != nullptr && x.requires_grad()) frame->candidates->push_back({x, label, role});
   if (frame->reads_all) [[unlikely]]
     memory = Memory::none;
-  Source source{object, x, {}, -1, frame->batch, frame};
+  Source source{object, x, {}, {}, frame->batch, frame};
   if (!is_readable(&source, role)) [[unlikely]] {
     ++counters.tensors;
     ++counters.tensors_read;
     return record_from_python(object, label, role, node, frame);
   }
   const View& view = source.view;
-  if (!masks_.empty() && source.device < 0 && !frame->reads_all && known_mask(x, label, role, frame)) [[unlikely]]
+  if (!masks_.empty() && !source.is_on_device() && !frame->reads_all && known_mask(x, label, role, frame)) [[unlikely]]
     return true;
   // Taken before the read: another thread may give the tensor other sizes while the lock is released.
   RecordData record{
@@ -210,6 +216,13 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
     return true;
   }
   record.range = reading.range;
+  // A row of an earlier batch, of a weight.
+  if (reading.pending != nullptr && reading.pending->state == PendingRow::State::completed &&
+      !may_be_mask(reading.pending->range, role, view.format)) {
+    record.range = reading.pending->range;
+    frame->add(record);
+    return true;
+  }
   if (reading.pending != nullptr) [[unlikely]] {
     record.pending = int32_t(frame->pending.rows.size());
     frame->pending.rows.push_back(std::move(reading.pending));
@@ -270,7 +283,7 @@ void CallObserver::remember_mask(const at::Tensor& x, const Content& content, co
 template <typename Make>
 bool CallObserver::fill_once(const Node& node, OpenFrame* frame, const Make& make) {
   if (!make()) return false;
-  if (frame->pending.empty()) [[likely]]
+  if (frame->pending.rows.empty()) [[likely]]
     return true;
   if (const int error = table_->send(&frame->pending)) {
     const bool for_good = RowTable::backend()->cannot_run(error) != 0;
@@ -344,7 +357,7 @@ bool CallObserver::compiled_records(const Node& node, std::string_view plan, at:
 // ---- rows of devices ------------------------------------------------------------------------------------------------
 
 bool CallObserver::resolve(const Node& node, OpenFrame* frame) {
-  if (frame->pending.empty()) return true;
+  if (frame->pending.rows.empty()) return true;
   for (RecordData& record : frame->records) {
     const int32_t pending = std::exchange(record.pending, kNotPending);
     if (pending != kNotPending && !resolve_record(node, *frame->pending.rows[size_t(pending)], *frame, &record)) {
@@ -368,9 +381,9 @@ bool CallObserver::resolve_record(const Node& node, const PendingRow& pending, c
   const py::tuple shape = shape_of(frame, *record);
   py::object values = py::str("its row did not come from the device (" + table_->words(pending.error) + ")");
   if (is_here) {
-    py::list columns;
-    for (int i = 0; i < (pending.examined ? kDeviceColumns : kRangeColumns); ++i) columns.append(pending.values[i]);
-    values = std::move(columns);
+    double row[kRangeColumns];
+    pending.range.write(row);
+    values = py::cast(pending.columns.empty() ? std::vector<double>(row, row + kRangeColumns) : pending.columns);
   }
   record->python = PyObject_CallFunction(helpers_.completed.ptr(), "ssOsOO", labels_.text(record->label).c_str(),
                                          role_name(record->role), shape.ptr(), dtype_name(*record).c_str(),

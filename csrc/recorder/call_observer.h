@@ -190,7 +190,7 @@ class CallObserver {
     PyObject* object;
     const at::Tensor& x;
     View view;
-    int device;  // -1: the host
+    PendingRows::StreamSlot stream_slot;  // of a device's
     int64_t batch;
     OpenFrame* frame;
     // The kernels read elements that a view repeats once.
@@ -200,8 +200,9 @@ class CallObserver {
     }
     // Returns whether what the cache knows is of the kind that is asked for.
     bool is_served_by(const CacheEntry& entry) const {
-      return device < 0 ? !entry.is_pending : entry.is_pending && entry.pending->serves(&frame->pending);
+      return !is_on_device() ? !entry.is_pending : entry.is_pending && entry.pending->serves(&frame->pending);
     }
+    bool is_on_device() const { return stream_slot.device >= 0; }
   };
 
   template <typename Action>  // (PyObject* tensor, Node::Slot&) -> bool: go on
@@ -217,7 +218,7 @@ class CallObserver {
   template <typename Make>
   bool fill_once(const Node& node, OpenFrame* frame, const Make& make);
   bool is_readable(Source* source, Role role);
-  bool find_device(const at::Tensor& x, PendingRows* pending, View* view, int* device);
+  bool find_device(const at::Tensor& x, PendingRows* pending, View* view, PendingRows::StreamSlot* stream_slot);
   bool resolve_record(const Node& node, const PendingRow& pending, const OpenFrame& frame, RecordData* record);
   void note(Labels::Id label, Role role, NoteKind kind, OpenFrame* frame) {
     frame->add({label, role, kind, -1, 0, 0, kNotPending, {}, nullptr});

@@ -225,7 +225,7 @@ py::list CallRecorder::ended_starts() const {
 bool CallRecorder::end_batch(Thread& thread, bool completed) {
   HeldError error;                     // the call's
   const Recording recording(&thread);  // the callback may run the model once more
-  bool done = thread.deferred.empty() || survived([&] { return take_deferred(thread); });
+  bool done = thread.num_deferred == 0 || survived([&] { return take_deferred(thread); });
   thread.args = thread.kwargs = nullptr;
   observer_.end_batch();
   // Every batch that ends by an exception is reported. The callback may change the subscriptions.
@@ -290,10 +290,11 @@ bool CallRecorder::record_frame(Thread& thread, int32_t index, int32_t caller, s
   if (!observe(node, &frame)) return false;
   if (frame.candidates != nullptr && gradients_ != nullptr) follow(thread, index, caller, candidates, keep);
   ++observer_.counters.frames;
-  if (frame.pending.empty() && thread.deferred.empty()) [[likely]]
-    return tell(thread, caller, false);
-  thread.deferred.emplace_back().swap(frame);
-  thread.deferred.back().caller = caller;
+  if (frame.pending.rows.empty() && thread.num_deferred == 0) [[likely]]
+    return tell(thread, frame, caller, false);
+  if (thread.num_deferred == thread.deferred.size()) thread.deferred.emplace_back();
+  frame.caller = caller;
+  thread.deferred[thread.num_deferred++].swap(frame);
   return true;
 }
 

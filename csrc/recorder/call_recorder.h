@@ -130,7 +130,10 @@ class CallRecorder {
     PyObject *args = nullptr, *kwargs = nullptr;  // of the outermost call under way, which keeps them alive
     pybind11::object given = {};                  // weak references to the arguments of a compiled outermost call
     std::shared_ptr<BatchStart> start = {};       // of the batch under way
-    std::vector<OpenFrame> deferred = {};         // frames of the batch under way, since one waits for a device
+    // Frames of the batch under way, since one waits for a device: the first `num_deferred`. Those behind them keep
+    // their memory for the next batch.
+    std::vector<OpenFrame> deferred = {};
+    size_t num_deferred = 0;
     // Ids of calls under way, by their nodes, of those in which a call has left hooks for gradients.
     std::unordered_map<int32_t, int64_t> call_ids = {};
     OpenFrame frame = {};
@@ -153,7 +156,7 @@ class CallRecorder {
   void follow(Thread& thread, int32_t index, int32_t caller, const std::vector<GradientCandidate>& candidates,
               std::shared_ptr<const void>* keep);
   pybind11::object named_given_to(const Thread& thread) const;
-  bool tell(Thread& thread, int32_t caller, bool is_over);
+  bool tell(const Thread& thread, OpenFrame& frame, int32_t caller, bool is_over);
   bool take_deferred(Thread& thread);
   bool end_compiled(Thread& thread, bool completed);
   bool reports_frames(int64_t batch) const { return subscriptions->has(kFrame) || is_traced(batch); }

@@ -13,9 +13,8 @@ constexpr const char* kNotReadYet = "not read yet";
 
 }  // namespace
 
-// Keeps the thread's frame, whose ranges are known, and reports it. `is_over`: its call and its batch have ended.
-bool CallRecorder::tell(Thread& thread, int32_t caller, bool is_over) {
-  FrameData& frame = thread.frame;
+// Keeps a frame whose ranges are known, and reports it. `is_over`: its call and its batch have ended.
+bool CallRecorder::tell(const Thread& thread, OpenFrame& frame, int32_t caller, bool is_over) {
   const bool has_nonfinite = frame.has_nonfinite;
   keep(frame);
   if (!has_nonfinite && !reports_frames(thread.batch)) return true;
@@ -44,20 +43,20 @@ py::object CallRecorder::named_given_to(const Thread& thread) const {
 // first non-finite one. Those whose records have come are reported while the device still works; then it waits, once
 // for each stream. Returns false with an exception set if a callback raised.
 bool CallRecorder::take_deferred(Thread& thread) {
-  std::vector<OpenFrame> deferred = std::exchange(thread.deferred, {});
+  const size_t count = std::exchange(thread.num_deferred, 0);
   std::optional<HeldError> first;  // of what was raised
-  for (OpenFrame& frame : deferred) {
+  for (size_t i = 0; i < count; ++i) {
+    OpenFrame& frame = thread.deferred[i];
     RowTable::instance()->wait(frame.pending.rows);
     bool done = observer_.resolve(*nodes_[size_t(frame.node)], &frame);
-    thread.frame.swap(frame);
     if (first) {
-      keep(thread.frame);
+      keep(frame);
     } else {
-      done = done && tell(thread, thread.frame.caller, true);
+      done = done && tell(thread, frame, frame.caller, true);
       if (!done) first.emplace();
     }
     if (first) PyErr_Clear();
-    thread.frame.clear();
+    frame.clear();
   }
   return !first;
 }

@@ -122,9 +122,10 @@ struct OpenFrame : FrameData {
     pending.clear();
   }
 
+  // Of a frame whose reads were sent.
   void swap(OpenFrame& other) noexcept {
     FrameData::swap(other);
-    pending.swap(other.pending);
+    pending.rows.swap(other.pending.rows);
     std::swap(caller, other.caller);
   }
 };
