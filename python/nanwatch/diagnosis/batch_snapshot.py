@@ -36,7 +36,7 @@ from . import isolation
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 # A call changes no value of these. Configurations have attributes of the first.
 _CONSTANTS = int, float, complex, str, bytes, tuple, type(None)
-_PLAIN = Tensor, torch.dtype, torch.device, slice, type(...), type, *_CONSTANTS
+_PLAIN = torch.dtype, torch.device, slice, type(...), type, *_CONSTANTS
 # Libraries whose modules talk to other ranks.
 _SHARDING = frozenset({"deepspeed", "fairscale", "megatron", "colossalai", "horovod", "transformer_engine"})
 _OWN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
@@ -110,7 +110,8 @@ class BufferHistory:
 class BatchSnapshot:
     """The outermost call of a batch, as it was about to be made: `module(*args, **kwargs)`.
 
-    `buffers` are the values of the model's small buffers. `elapsed`: seconds from the start to the failure.
+    `versions` are those of its tensors, `buffers` the values of the model's small buffers. `elapsed`: seconds from the
+    start to the failure.
     """
 
     module: nn.Module
@@ -120,7 +121,7 @@ class BatchSnapshot:
     autocast: tuple[Autocast, ...] = field(default_factory=Autocast.capture)
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     grad: bool = field(default_factory=torch.is_grad_enabled)
-    versions: tuple[tuple[str, Tensor, int], ...] = ()
+    versions: tuple[tuple[Tensor, int], ...] = ()
     buffers: BufferValues = field(default_factory=dict)
     elapsed: float = 0.0
 
@@ -128,14 +129,6 @@ class BatchSnapshot:
     def of(cls, start: Start, buffers: BufferValues, rng: RngState) -> BatchSnapshot:
         """Return the start of a batch as the recorder has kept it, with these values of buffers."""
         assert start.module is not None
-        versions = {id(x): version for x, version in start.versions}
-        given = [(f"args[{i}]", x) for i, x in enumerate(start.args)] + list((start.kwargs or {}).items())
-        for name, value in given.copy():
-            # One level deep, as in the start.
-            if isinstance(value, tuple | list):
-                given += [(f"{name}[{i}]", x) for i, x in enumerate(value)]
-            elif isinstance(value, dict):
-                given += [(f"{name}[{key}]", x) for key, x in value.items()]
         return cls(
             start.module,
             start.args,
@@ -144,7 +137,7 @@ class BatchSnapshot:
             tuple(Autocast(*x) for x in start.autocast if x[0] == "cpu" or torch.backends.cuda.is_built()),
             start.inference,
             start.grad,
-            tuple((name, x, versions[id(x)]) for name, x in given if id(x) in versions),
+            tuple(start.versions),
             buffers,
             start.elapsed,
         )
@@ -190,18 +183,15 @@ class BatchSnapshot:
 
     def doubts(self) -> list[str]:
         """Return sentences on why a second call may differ from the first; none when nothing speaks against it."""
-        doubts = [
-            f"{name} was written to, in place, since the batch began"
-            for name, x, version in self.versions
-            if x._version != version
-        ]
+        doubts, versions = [], {id(x): version for x, version in self.versions}
         for label, value in call_leaves(self.args, self.kwargs):
-            if isinstance(value, Unwalked) and "belong to the caller" in value:
-                doubts.append(
-                    f"{label} is an iterator, which the first run has consumed ({value.partition(',')[0]})"
-                )
-                continue
-            if not isinstance(value, _PLAIN) and not _is_constant(value):
+            if isinstance(value, Tensor):
+                if id(value) in versions and versions[id(value)] != value._version:
+                    doubts.append(f"{label} was written to, in place, since the batch began")
+            elif isinstance(value, Unwalked) and "belong to the caller" in value:
+                source = value.partition(",")[0]
+                doubts.append(f"{label} is an iterator, which the first run has consumed ({source})")
+            elif not isinstance(value, _PLAIN) and not _is_constant(value):
                 doubts.append(f"{label} is a {type(value).__name__}, which the first run may have changed")
         return doubts
 

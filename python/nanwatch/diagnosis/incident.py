@@ -27,7 +27,7 @@ from .diagnosis import Diagnosis, ModuleCall
 PATCH_FILE = "cure.patch"
 
 _T = TypeVar("_T")
-_Told = TypeVar("_Told", Report, SpikeReport)
+_AReport = TypeVar("_AReport", Report, SpikeReport)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,36 +80,35 @@ def write_failure(
 ) -> None:
     """Write the report of a failure in its forms, a capsule and a patch, and note the files in the report."""
     finding = incident.finding
-    written = _Folder(output_dir, f"batch-{finding.batch}", incident.report.rank)
+    folder = _Folder(output_dir, f"batch-{finding.batch}", incident.report.rank)
     call = None if diagnosis is None else diagnosis.call
     if call is None or snapshot is None:
         unseen = "no call was seen to make the value a second time"
         why = unseen if finding.phase == "forward" else "a capsule replays a forward"
-        written.remarks.append(f"no capsule was written: {why}")
+        folder.remarks.append(f"no capsule was written: {why}")
     else:
-        written.capsule(call, snapshot, finding)
-    patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
-    if patch:
-        written.write(PATCH_FILE, lambda folder: _write_whole(folder / PATCH_FILE, patch))
+        folder.capsule(call, snapshot, finding)
+    if patch := next((cure.patch for cure in finding.cures if cure.works and cure.patch), ""):
+        folder.write(PATCH_FILE, lambda path: _write_whole(path / PATCH_FILE, patch))
 
     def report() -> Report:
-        incident.learn(files=tuple(written.files), remarks=(*finding.remarks, *written.remarks))
+        incident.learn(files=tuple(folder.files), remarks=(*finding.remarks, *folder.remarks))
         return incident.report
 
-    written.forms(report)
+    folder.forms(report)
 
 
 def write_spike(
     report: SpikeReport, start: BatchSnapshot | None, model: nn.Module | None, output_dir: Path
 ) -> SpikeReport:
     """Write the report and a capsule of its batch, as far as that can be done. Return it with files and remarks."""
-    written = _Folder(output_dir, f"spike-batch-{report.batch}", report.rank)
+    folder = _Folder(output_dir, f"spike-batch-{report.batch}", report.rank)
     name = None if start is None or model is None else module_names(model).get(start.module)
     if start is None or name is None:
-        written.remarks.append("no capsule was written: the start of the batch was not kept")
+        folder.remarks.append("no capsule was written: the start of the batch was not kept")
     else:
-        written.capsule(ModuleCall(name, start.module, start.args, start.kwargs), start, None)
-    return written.forms(lambda: replace(report, files=tuple(written.files), remarks=tuple(written.remarks)))
+        folder.capsule(ModuleCall(name, start.module, start.args, start.kwargs), start, None)
+    return folder.forms(lambda: replace(report, files=tuple(folder.files), remarks=tuple(folder.remarks)))
 
 
 class _Folder:
@@ -122,13 +121,11 @@ class _Folder:
         path = output_dir / (name + (f"-rank-{rank}" if rank else ""))
         self._path = attempt("making the folder", lambda: _new_folder(path), self.remarks.append)
 
-    def write(self, what: str, write: Callable[[Path], Path]) -> bool:
-        """Write a file into the folder, and note its path. Return whether it was written."""
-        if (folder := self._path) is None:
-            return False
-        path = attempt(f"writing {what}", lambda: write(folder), self.remarks.append)
-        self.files += [] if path is None else [str(path)]
-        return path is not None
+    def write(self, what: str, write: Callable[[Path], Path]) -> None:
+        """Write a file into the folder, and note its path. Without a folder do nothing."""
+        if (folder := self._path) is not None:
+            path = attempt(f"writing {what}", lambda: write(folder), self.remarks.append)
+            self.files += [] if path is None else [str(path)]
 
     def capsule(self, call: ModuleCall, snapshot: BatchSnapshot, finding: Finding | None) -> None:
         """Write a capsule of the call."""
@@ -137,26 +134,26 @@ class _Folder:
         given = call.module, call.name, call.args, call.kwargs
         self.write("the capsule", lambda folder: write_capsule(folder / "capsule", *given, **facts))
 
-    def forms(self, report: Callable[[], _Told]) -> _Told:
-        """Write the forms of what `report` returns, each naming all files; again, should one not be written."""
-        folder: Path | None = self._path
-        if folder is None:
+    def forms(self, report: Callable[[], _AReport]) -> _AReport:
+        """Write the forms of what `report` returns, each of which names all files.
+
+        The page, which needs a package, comes first, so that the others do not name it where it is missing.
+        """
+        if (folder := self._path) is None:
             del self.remarks[1:]  # nothing else was tried
             return report()
-        files: list[str] = self.files
-        forms: list[Form] = sorted(
-            (form for form in FORMS.values() if form.in_folder), key=lambda form: form.name
-        )
-        while True:
-            self.files = files + [str(folder / f"report.{form.suffix}") for form in forms]
+        before = self.files
+        forms = sorted((form for form in FORMS.values() if form.in_folder), key=lambda form: form.name)
+        names = [f"report.{form.suffix}" for form in forms]
+        missing: set[str] = set()
+        for name, form in zip(names, forms, strict=True):
+            self.files = before + [str(folder / each) for each in names if each not in missing]
             complete = report()
-            written: list[Form] = []
-            for form in forms:
-                if self.write(f"report.{form.suffix}", partial(_write_form, complete, form)):
-                    written.append(form)
-            if written == forms:
-                return complete
-            forms = written
+            write = partial(_write_form, complete, form, folder)
+            if attempt(f"writing {name}", write, self.remarks.append) is None:
+                missing.add(name)
+        self.files = before + [str(folder / each) for each in names if each not in missing]
+        return report() if missing else complete
 
 
 def _write_form(report: AnyReport, form: Form, folder: Path) -> Path:

@@ -11,18 +11,17 @@ The clock ends a run that waits or loops, and notes at which line.
 from __future__ import annotations
 
 import ctypes
-import json
+import multiprocessing
 import os
 import random
-import select
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -66,7 +65,7 @@ def send(document: Any = None) -> None:
 
 
 def run_in_child(work: Callable[[], Any], seconds: float) -> Any:
-    """Return the JSON document that `work` returns in a forked child.
+    """Return the text or other plain document that `work` returns in a forked child.
 
     seconds: how long the child may go without a call of `send`.
 
@@ -75,51 +74,43 @@ def run_in_child(work: Callable[[], Any], seconds: float) -> Any:
     """
     drawn = random.getstate()  # which Python seeds anew in a child
     has_threads = _pause_openmp()
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
+    reading, writing = multiprocessing.Pipe(duplex=False)
+    with warnings.catch_warnings(), reading:
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
         parent = os.getpid()
+        with writing:
+            try:
+                child = os.fork()
+            except OSError as error:
+                raise ChildEndedError(f"no process could be had: {error}", None) from None
+            if child == 0:
+                _be_child(work, parent, writing, drawn, has_threads)
+        # A number may be another process's by now, where the program's own handler of SIGCHLD takes the status.
+        process = os.pidfd_open(child)
         try:
-            child = os.fork()
-        except OSError as error:
-            os.close(reading)
-            os.close(writing)
-            raise ChildEndedError(f"no process could be had: {error}", None) from None
-    if child == 0:
-        _be_child(work, parent, writing, drawn, has_threads)
-    # A number may be another process's by now, where the program's own handler of SIGCHLD takes the status.
-    process = os.pidfd_open(child)
-    os.close(writing)
-    try:
-        return _result(child, reading, seconds)
-    finally:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(process, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(child, 0)
-        os.close(process)
-        os.close(reading)
+            return _result(child, reading, seconds)
+        finally:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(child, 0)
+            os.close(process)
 
 
-def _result(child: int, reading: int, seconds: float) -> Any:
+def _result(child: int, reading: Connection, seconds: float) -> Any:
     """Return the document after which the child says that it is done."""
-    left, latest = b"", None
-    deadline = time.monotonic() + seconds
-    while True:
-        if not select.select([reading], [], [], max(deadline - time.monotonic(), 0.0))[0]:
-            raise ChildEndedError(f"it took longer than {seconds:.0f} s, and was ended", latest)
-        chunk = os.read(reading, 1 << 20)
-        if not chunk:
-            raise ChildEndedError(f"its process ended{_status(child)}", latest)
-        *lines, left = (left + chunk).split(b"\n")
-        for line in lines:
-            document, is_last, error = json.loads(line)
-            deadline = time.monotonic() + seconds
-            if error:
-                raise ChildEndedError(error, latest)
-            if is_last:
-                return document
-            latest = latest if document is None else document
+    latest = None
+    while reading.poll(seconds):
+        try:
+            document, is_last, error = reading.recv()
+        except (EOFError, OSError):
+            raise ChildEndedError(f"its process ended{_status(child)}", latest) from None
+        if error:
+            raise ChildEndedError(error, latest)
+        if is_last:
+            return document
+        latest = latest if document is None else document
+    raise ChildEndedError(f"it took longer than {seconds:.0f} s, and was ended", latest)
 
 
 def _status(child: int) -> str:
@@ -146,7 +137,9 @@ def _gnu_openmp() -> tuple[ctypes.CDLL, ...]:
     return tuple(ctypes.CDLL(file) for file in sorted(files))
 
 
-def _be_child(work: Callable[[], Any], parent: int, writing: int, drawn: Any, has_threads: bool) -> NoReturn:
+def _be_child(
+    work: Callable[[], Any], parent: int, writing: Connection, drawn: Any, has_threads: bool
+) -> NoReturn:
     global _send
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -156,21 +149,16 @@ def _be_child(work: Callable[[], Any], parent: int, writing: int, drawn: Any, ha
         for name in _IGNORED:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        _cut_off(writing)
+        _cut_off(writing.fileno())
         random.setstate(drawn)
         if not has_threads:
             torch.set_num_threads(1)
 
-        def write(*message: Any) -> None:
-            left = json.dumps(message).encode() + b"\n"
-            while left:
-                left = left[os.write(writing, left) :]
-
-        _send = lambda document: write(document, False, "")  # noqa: E731
+        _send = lambda document: writing.send((document, False, ""))  # noqa: E731
         try:
-            write(work(), True, "")
+            writing.send((work(), True, ""))
         except BaseException as error:
-            write(None, True, f"it raised {spell(error)}")
+            writing.send((None, True, f"it raised {spell(error)}"))
     finally:
         os._exit(0)
 

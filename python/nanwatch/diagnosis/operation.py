@@ -11,11 +11,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..numerics import _reference
 from ..numerics.ranges import tensor_health
-from ..numerics.readable import is_plain, local_shard
+from ..numerics.readable import is_plain
 from ..recording.observe import observe, read
 from ..recording.walk import leaves
 from ..records.headroom import is_normal
@@ -125,18 +124,16 @@ class Operands(NamedTuple):
     def details(self, written: Sequence[Tensor] = ()) -> tuple[Record, ...]:
         """Return the records of the tensors.
 
-        The records have a health where elements are zero or subnormal, which a division or a logarithm does not
-        forgive. Tensors that share memory with what was `written` since are known by their range alone.
+        They have a health where elements are zero or subnormal, which a division or a logarithm does not forgive,
+        unless the tensor shares memory with what was `written` since.
         """
         gone = {x.untyped_storage()._cdata for x in written if is_plain(x)}
-        is_there = [not (is_plain(x) and x.untyped_storage()._cdata in gone) for x in self.tensors]
-        records: list[Record] = []
-        for i, (x, record) in enumerate(zip(self.tensors, self.ranges, strict=True)):
-            if is_there[i]:
-                ends = record.ends
-                is_finite = is_plain(x) and record.isfinite is True
-                if is_finite and ends is not None and not is_normal(record.abs_min, ends):
-                    record = record._replace(health=tensor_health(x))
+        records = []
+        for x, record in zip(self.tensors, self.ranges, strict=True):
+            is_there = is_plain(x) and x.untyped_storage()._cdata not in gone
+            ends = record.ends if is_there and record.isfinite else None
+            if ends is not None and not is_normal(record.abs_min, ends):
+                record = record._replace(health=tensor_health(x))
             records.append(record)
         return tuple(records)
 
@@ -174,20 +171,14 @@ class _Writes(Generic[T]):
 
 
 class StorageWriteLog(Generic[T]):
-    """Log of non-finite writes: which one wrote each element that is in memory.
-
-    A tensor without a storage that could be addressed is a place of its own.
-    """
+    """Log of non-finite writes: which one wrote each element of a plain tensor that is in memory."""
 
     def __init__(self) -> None:
         self._storages: dict[int, _Writes[T]] = {}
-        self._others: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def put(self, x: Tensor, write: T | None) -> None:
         """Note that `x` was written, by the non-finite `write`, or with finite values only (None)."""
-        x = _addressable(x)
         if not is_plain(x):
-            self._others[x] = write
             return
         storage = x.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
@@ -212,19 +203,11 @@ class StorageWriteLog(Generic[T]):
 
     def __contains__(self, x: object) -> bool:
         """Return whether there are non-finite writes to the storage of the tensor `x`; touches no data."""
-        if not isinstance(x, Tensor):
-            return False
-        x = _addressable(x)
-        if not is_plain(x):
-            return self._others.get(x) is not None
-        return x.untyped_storage()._cdata in self._storages
+        return isinstance(x, Tensor) and is_plain(x) and x.untyped_storage()._cdata in self._storages
 
     def find(self, x: Tensor) -> list[T]:
         """Return the last write to each non-finite element of `x`, the oldest write first."""
-        x = _addressable(x)
-        if not is_plain(x):
-            return [write for write in (self._others.get(x),) if write is not None]
-        entry = self._storages.get(x.untyped_storage()._cdata)
+        entry = self._storages.get(x.untyped_storage()._cdata) if is_plain(x) else None
         if entry is None:
             return []
         if entry.latest is None:
@@ -233,12 +216,6 @@ class StorageWriteLog(Generic[T]):
         nonfinite = ~torch.isfinite(_reference._to_arithmetic(once))
         numbers = latest[nonfinite].unique().tolist() if bool(nonfinite.any()) else latest.unique().tolist()
         return [entry.writes[number - 1] for number in numbers if number]
-
-
-def _addressable(x: Tensor) -> Tensor:
-    """Return the tensor; of a DTensor its shard."""
-    shard = local_shard(x)
-    return x if shard is None else shard
 
 
 def _once(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

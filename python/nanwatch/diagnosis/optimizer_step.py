@@ -34,16 +34,20 @@ def take_apart(finding: Finding, optimizer: Optimizer, parameter: Tensor) -> Fin
     try:
         with torch.no_grad(), only_our_dispatch():
             state = {key: _local(value) for key, value in state.items()}
-            gradient = _local(parameter.grad)
             if kinds & {"Adam", "AdamW"}:
-                key = "max_exp_avg_sq" if groups[0]["amsgrad"] else "exp_avg_sq"
-                with_operands = _with_operands(finding, ("exp_avg", key), state, gradient)
-                return _of_adam(with_operands, type(optimizer).__name__, groups[0], state, key)
-            if "SGD" in kinds:
-                keys = ("momentum_buffer",) if state.get("momentum_buffer") is not None else ()
-                with_operands = _with_operands(finding, keys, state, gradient)
+                keys = ["exp_avg", "max_exp_avg_sq" if groups[0]["amsgrad"] else "exp_avg_sq"]
+                update = f"exp_avg / ({keys[1]}.sqrt() + eps)"
+            elif "SGD" in kinds:
+                keys = ["momentum_buffer"] if state.get("momentum_buffer") is not None else []
                 update = f"weight - lr * {keys[0] if keys else 'gradient'}"
-                return replace(with_operands, operation=_words(type(optimizer).__name__, update, groups[0]))
+            else:
+                return finding
+            operands = [observe(state[x], f"{x}[{finding.label}]", "buffer", wanted=_COUNTED) for x in keys]
+            if parameter.grad is not None:
+                operands.append(observe(_local(parameter.grad), f"{finding.label}.grad", "gradient"))
+            words = f"the step of {type(optimizer).__name__}, {update} with lr={float(groups[0]['lr']):g}"
+            with_step = replace(finding, operation=words, operands=tuple(operands))
+            return with_step if "SGD" in kinds else _with_eps(with_step, groups[0], state, keys[1])
     except Exception:  # a state of another make
         suppressed("the step of an optimizer could not be taken apart")
     return finding
@@ -54,29 +58,22 @@ def _local(x: Any) -> Any:
     return x if shard is None else shard
 
 
-def _with_operands(
-    finding: Finding, keys: tuple[str, ...], state: Mapping[str, Any], gradient: Tensor | None
-) -> Finding:
-    """Return the finding with these tensors of the state as the operands, and the gradient if it is there."""
-    operands = [observe(state[key], f"{key}[{finding.label}]", "buffer", wanted=_COUNTED) for key in keys]
-    if gradient is not None:
-        operands.append(observe(gradient, f"{finding.label}.grad", "gradient"))
-    return replace(finding, operands=tuple(operands))
+def _with_eps(finding: Finding, group: Mapping[str, Any], state: Mapping[str, Any], key: str) -> Finding:
+    """Return the finding with the eps of Adam, and a larger one as the cure where it is 0 in the format of the state.
 
-
-def _words(name: str, update: str, group: Mapping[str, Any]) -> str:
-    return f"the step of {name}, {update} with lr={float(group['lr']):g}"
-
-
-def _of_adam(
-    finding: Finding, name: str, group: Mapping[str, Any], state: Mapping[str, Any], key: str
-) -> Finding:
-    """Return the finding with the step of Adam, and a larger eps as the cure where its format has none."""
+    The cure works if the update is finite with it, and a small multiple of lr.
+    """
     root = state[key].sqrt() / math.sqrt(1 - float(group["betas"][1]) ** float(state["step"]))
     eps, format_name = float(group["eps"]), str(root.dtype).removeprefix("torch.")
-    operation = f"{_words(name, f'exp_avg / ({key}.sqrt() + eps)', group)} and eps={eps:g}"
+    operation = f"{finding.operation} and eps={eps:g}"
     if float(torch.tensor(eps, dtype=root.dtype)):
         return replace(finding, operation=operation)
+    ends = torch.finfo(root.dtype)
+    # The smallest root that a square in this format has: a square below it is lost.
+    smallest = math.sqrt(ends.smallest_normal * ends.eps)
+    eps = max(1e-8, 10.0 ** math.floor(math.log10(smallest)))
+    update = state["exp_avg"] / (root + eps)
+    works = bool(update.isfinite().all()) and float(update.abs().max()) < 100
     remark = (
         f"a float32 copy of the weights for the optimizer, which keeps what {format_name} loses of squares, is a cure"
         " too; it was not tried"
@@ -84,17 +81,6 @@ def _of_adam(
     return replace(
         finding,
         operation=f"{operation}, which is 0 in {format_name}",
-        cures=(_larger_eps(state["exp_avg"], root),),
+        cures=(Cure(f"give the optimizer eps={eps:g}", works),),
         remarks=(*finding.remarks, remark),
     )
-
-
-def _larger_eps(numerator: Tensor, root: Tensor) -> Cure:
-    """Return the change to a larger eps. It works if the update is finite with it, and a small multiple of lr."""
-    ends = torch.finfo(root.dtype)
-    # The smallest root that a square in this format has: a square below it is lost.
-    smallest = math.sqrt(ends.smallest_normal * ends.eps)
-    eps = max(1e-8, 10.0 ** math.floor(math.log10(smallest)))
-    update = numerator / (root + eps)
-    works = bool(update.isfinite().all()) and float(update.abs().max()) < 100
-    return Cure(f"give the optimizer eps={eps:g}", works)

@@ -201,7 +201,7 @@ class _ForwardSearch(_Search):
         self._is_producer = finding.origin == "produced"
         self._is_output = self._is_producer and not finding.label.startswith("input")
         # Versions of the tensors that the batch was called with, by id.
-        self._versions = {id(x): version for _, x, version in snapshot.versions}
+        self._versions = {id(x): version for x, version in snapshot.versions}
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call of a module, and look at the output or the input of the finding."""
