@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -37,25 +34,3 @@ def test_compiled_attention_is_one_graph_with_the_same_numbers() -> None:
         assert list(w.attention) == ["1"]
     assert torch.equal(found, expected)
     assert torch.equal(model[1](compiled(x)), expected)
-
-
-def test_flex_attention_is_read_without_a_score_mod() -> None:
-    """A score_mod may change a logit in any way."""
-    from torch.nn.attention import flex_attention as flex
-
-    class Flex(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, score_mod: Any = None) -> Tensor:
-            return flex.flex_attention(q, k, k, score_mod)
-
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, 2, 16, 16, generator=generator) for _ in range(2))
-    model = Flex()
-    original = flex.flex_attention
-    with watch(model, attention=True) as w:
-        model(q, k)
-        expected = (q @ k.mT / 4).amax(dim=(0, 2, 3)).tolist()
-        assert w.attention[""].largest == pytest.approx(expected, rel=1e-6)
-    with watch(model, attention=True) as w:
-        model(q, k, lambda score, *_: 2 * score)
-        assert w.attention == {}
-    assert flex.flex_attention is original

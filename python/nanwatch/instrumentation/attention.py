@@ -1,30 +1,28 @@
 """Attention logits: the largest of each head, from the arguments of attention functions, without the whole matrix.
 
-Fused attention has no tensor of its logits. While a watch asks for them, `scaled_dot_product_attention`,
-`flex_attention` and `softmax` are replaced in their modules by functions that make the user's call and then read its
-arguments. The logits go to the frame of the module whose call is under way. Compiled code calls the originals.
+Fused attention has no tensor of its logits. While a watch asks for them, `scaled_dot_product_attention` and `softmax`
+are replaced in torch.nn.functional by functions that make the user's call and then read its arguments. The logits go
+to the frame of the module whose call is under way. Compiled code calls the originals.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import sys
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn import functional
 
 from ..numerics.readable import is_captured, is_plain, only_our_dispatch, unreadable
 from ..recording.events import Recorder
 from ..util.visible import suppressing
-from .global_hooks import Handles
+from .global_hooks import GlobalHooks, Handles
 
 LARGEST = "attention logits"
 # The exact reading makes this many logits of a head at a time: 1 MiB of float32.
@@ -66,42 +64,21 @@ def _sdpa_scores(
     scale: float | None = None,
     enable_gqa: object = False,
 ) -> Scores | None:
-    return _scores(query, key, attn_mask, is_causal, scale)
-
-
-def _flex_scores(
-    query: Tensor,
-    key: Tensor,
-    value: object,
-    score_mod: object = None,
-    block_mask: object = None,
-    scale: float | None = None,
-    *_: object,
-    **__: object,
-) -> Scores | None:
-    # A function of the user's may change any logit.
-    return _scores(query, key, None, False, scale) if score_mod is None and block_mask is None else None
-
-
-def _softmax_scores(input: Tensor, dim: int | None = None, *_: object, **__: object) -> Tensor | None:
-    if not _is_readable(input) or not input.is_floating_point() or not input.numel():
-        return None
-    return input.detach() if dim in (-1, input.ndim - 1) else None
-
-
-def _scores(
-    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
-) -> Scores | None:
-    given = (query, key) if mask is None else (query, key, mask)
+    given = (query, key) if attn_mask is None else (query, key, attn_mask)
     if not all(map(_is_readable, given)) or not 2 <= query.ndim <= 4 or not query.numel() or not key.numel():
         return None
     query, key = _four_dims(query.detach()), _four_dims(key.detach())
     if len(query) != len(key):  # one of them is broadcast
         batch = max(len(query), len(key))
         query, key = query.expand(batch, -1, -1, -1), key.expand(batch, -1, -1, -1)
-    mask = None if mask is None else mask.detach()
-    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    return Scores(query, key, mask, is_causal, scale)
+    mask = None if attn_mask is None else attn_mask.detach()
+    return Scores(query, key, mask, is_causal, float(query.shape[-1] ** -0.5 if scale is None else scale))
+
+
+def _softmax_scores(input: Tensor, dim: int | None = None, *_: object, **__: object) -> Tensor | None:
+    if not _is_readable(input) or not input.is_floating_point() or not input.numel():
+        return None
+    return input.detach() if dim in (-1, input.ndim - 1) else None
 
 
 def _is_readable(x: Any) -> bool:
@@ -150,44 +127,35 @@ def _masked(logits: Tensor, mask: Tensor) -> Tensor:
     return logits.masked_fill_(~mask, 0.0) if mask.dtype is torch.bool else logits.add_(mask)
 
 
-class _CallReader:
-    """Calls a method after each call of a function of a module, until `remove()`."""
+class _Replacement:
+    """Function in the place of one of torch.nn.functional: calls `read(args, kwargs)` after each call."""
 
-    _lock = threading.RLock()  # reentrant: the garbage collector may remove a reader anywhere
-
-    def __init__(
-        self, place: ModuleType, name: str, describe: Any, method: weakref.WeakMethod[Callable[..., None]]
-    ) -> None:
-        self._place, self._name = place, name
-        self._is_over = False
-        original = getattr(place, name)
+    def __init__(self, name: str, read: Callable[..., object]) -> None:
+        self._name, self._is_over = name, False
+        self._original = original = getattr(functional, name)
 
         @functools.wraps(original)
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def function(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
-            if not is_compiling() and not self._is_over and (read := method()) is not None:
-                with suppressing(f"a call of {name} could not be read"), torch.no_grad(), only_our_dispatch():
-                    read(describe, args, kwargs)
+            if not is_compiling() and not self._is_over:
+                read(args, kwargs)
             return output
 
-        self.function = watched
-        with self._lock:
-            vars(watched)["_nanwatch"] = self
-            setattr(place, name, watched)
+        self._function = function
+        setattr(functional, name, function)
 
     def remove(self) -> None:
-        """Put the function back, once all readers that came later are removed. Does nothing the second time.
-
-        Another library may have put its own function over this one, which then stays and reads nothing.
-        """
+        """Put the original back. Where another library has put a function over this one, it stays and reads nothing."""
         self._is_over = True
-        with self._lock:
-            while True:
-                function = getattr(self._place, self._name)
-                reader = getattr(function, "_nanwatch", self)
-                if reader.function is not function or not reader._is_over:
-                    return
-                setattr(self._place, self._name, function.__wrapped__)
+        if getattr(functional, self._name) is self._function:
+            setattr(functional, self._name, self._original)
+
+
+# hook(args, kwargs) after each call.
+_READ: list[tuple[Any, GlobalHooks]] = [
+    (_sdpa_scores, GlobalHooks(functools.partial(_Replacement, "scaled_dot_product_attention"))),
+    (_softmax_scores, GlobalHooks(functools.partial(_Replacement, "softmax"))),
+]
 
 
 class AttentionWatch:
@@ -197,15 +165,19 @@ class AttentionWatch:
         self._recorder = recorder
         self._every = every
         self._latest: dict[str, tuple[Tensor, int]] = {}  # by module
-        functional, read = torch.nn.functional, weakref.WeakMethod(self._read)
-        readers = [
-            _CallReader(functional, "scaled_dot_product_attention", _sdpa_scores, read),
-            _CallReader(functional, "softmax", _softmax_scores, read),
-        ]
-        # Importing flex attention takes a second: nobody calls it before an import.
-        if (flex := sys.modules.get("torch.nn.attention.flex_attention")) is not None:
-            readers.append(_CallReader(flex, "flex_attention", _flex_scores, read))
-        self._handles = Handles(self, readers)
+        method = weakref.WeakMethod(self._read)
+
+        def hook(describe: Callable[..., Scores | Tensor | None], args: Any, kwargs: Any) -> None:
+            if (read := method()) is not None:
+                with (
+                    suppressing("a call of attention could not be read"),
+                    torch.no_grad(),
+                    only_our_dispatch(),
+                ):
+                    read(describe, args, kwargs)
+
+        hooks = [hooks.add(functools.partial(hook, describe)) for describe, hooks in _READ]
+        self._handles = Handles(self, hooks)
 
     def remove(self) -> None:
         """Put the functions back. Does nothing the second time."""

@@ -27,7 +27,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.hooks import RemovableHandle
 
 from ..numerics._extension import instances_of
 
@@ -55,7 +54,7 @@ class GlobalHooks:
 
     def __init__(
         self,
-        register: Callable[[Hook], RemovableHandle] | None = None,
+        register: Callable[[Hook], Any] | None = None,
         callers: Iterable[CodeType] = (),
         *,
         traced: bool = True,
@@ -63,7 +62,7 @@ class GlobalHooks:
         self._traced = traced
         self._register = register
         self._callers = tuple(callers)
-        self._handle: RemovableHandle | None = None
+        self._handle: Any = None
         self._lock = threading.RLock()  # the garbage collector may remove a hook anywhere
         self._numbers = itertools.count()
         self._hooks: dict[int, Hook] = {}
