@@ -363,43 +363,27 @@ def wrap_calls(modules: Iterable[nn.Module], run: Run) -> AbstractContextManager
     return attached(_ThreadWrapper(module, run) for module in {id(x): x for x in modules}.values())
 
 
-class ExclusiveRun:
-    """Exclusive access to a model for the thread that creates this, until `end()`."""
-
-    def __init__(self) -> None:
-        self._owner = threading.get_ident()
-        self.is_over = False
-        self._free = threading.Event()
-
-    def is_ours(self) -> bool:
-        """Return whether the calling thread may proceed: the owner, or an autograd thread, perhaps of its backward."""
-        return threading.get_ident() == self._owner or torch._C._current_graph_task_id() != -1
-
-    def wait(self) -> None:
-        """Wait for the end, at most PATIENCE seconds, unless the calling thread may proceed. After that none waits."""
-        if not self.is_ours() and not self._free.wait(PATIENCE):
-            self._free.set()
-
-    def end(self) -> None:
-        """Let the other threads proceed."""
-        self.is_over = True
-        self._free.set()
+def is_of_thread(owner: int) -> bool:
+    """Return whether the calling thread is this one, or an autograd thread, perhaps of a backward of this one."""
+    return threading.get_ident() == owner or torch._C._current_graph_task_id() != -1
 
 
 class ExclusiveWrapper(TemporaryWrapper):
-    """Wrapper during an exclusive run. The owner's calls bypass all watches. Other threads' calls wait."""
+    """Wrapper during a run that the creating thread has alone. Its calls bypass all watches, others' wait for the end.
 
-    def __init__(self, module: nn.Module, exclusive: ExclusiveRun) -> None:
+    At most PATIENCE seconds: after that no thread waits any more.
+    """
+
+    def __init__(self, module: nn.Module, has_ended: threading.Event) -> None:
         super().__init__(module)
-        self._exclusive = exclusive
+        self._owner, self._has_ended = threading.get_ident(), has_ended
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call."""
-        if self._exclusive.is_ours():
+        if is_of_thread(self._owner):
             return own_call(module)(*args, **kwargs)
-        self._exclusive.wait()
-        if self._exclusive.is_over:  # the next exclusive run may have begun: start again
-            return nn.Module.__call__(module, *args, **kwargs)
+        if not self._has_ended.wait(PATIENCE):
+            self._has_ended.set()
         return self.run_inner(module, args, kwargs)
 
 
@@ -409,16 +393,16 @@ def unwatched(root: nn.Module) -> Iterator[None]:
 
     The watches stay attached, so that one that is stopped or paused meanwhile stays so.
     """
-    exclusive = ExclusiveRun()
+    has_ended = threading.Event()
     watched = [module for _, module in each_module(root) if wrappers(module)]
     # Hooks of gradients on weights are in no slot, so their recorders are suspended.
     recorders = {id(x.recorder): x.recorder for module in watched for x in watching_at(id(module))}
     with ExitStack() as after:
-        after.callback(exclusive.end)
+        after.callback(has_ended.set)
         for recorder in recorders.values():
             recorder.suspend(True)
             after.callback(recorder.suspend, False)
-        after.enter_context(attached(ExclusiveWrapper(module, exclusive) for module in watched))
+        after.enter_context(attached(ExclusiveWrapper(module, has_ended) for module in watched))
         yield
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import copy
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...instrumentation.slot import ExclusiveRun
+from ...instrumentation.slot import is_of_thread
 from ...numerics._extension import instances_of
 from ..diagnosis import Expression
 from ..operation import tensors_in
@@ -61,12 +62,12 @@ class _Branch:
     """Stands as a constant in the code that takes a function's place, and has both forms of the function."""
 
     def __init__(self, function: FunctionType, code: CodeType) -> None:
-        self._is_ours = ExclusiveRun().is_ours
+        self._owner = threading.get_ident()
         self._old, self._edited = _copy_of(function, function.__code__), _copy_of(function, code)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the form that is for this thread."""
-        return (self._edited if self._is_ours() else self._old)(*args, **kwargs)
+        return (self._edited if is_of_thread(self._owner) else self._old)(*args, **kwargs)
 
 
 def _copy_of(function: FunctionType, code: CodeType) -> FunctionType:
