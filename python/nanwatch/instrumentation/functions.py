@@ -138,28 +138,15 @@ class span:  # noqa: N801  (used like a function)
             module = _spans.setdefault(self.name, Function(self.name, _opened))
         _attach(module)
         # Within a call of the model the value is an input, so a re-run looks for its cause in the code around. Outside,
-        # an input would be taken for the data of a batch.
+        # an input would be taken for the data of a batch: a walk enters nothing that can be called.
         recorders = [wrapper.recorder for wrapper in watching_at(id(module))]
         is_inside = any(x.is_under_way or x.paused for x in recorders)  # paused in a re-run
-        seen: V = module(value if is_inside else _Box(value))
+        seen: V = module(value if is_inside else lambda: value)
         return seen
 
 
-class _Box:
-    """Value of a span outside the model, which is then no input of it: a walk enters nothing that can be called."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __call__(self) -> Any:
-        """Return the value."""
-        return self._value
-
-
 def _opened(value: Any) -> Any:
-    return value() if isinstance(value, _Box) else value
+    return value() if isinstance(value, FunctionType) else value
 
 
 def _check_name(name: object) -> None:
