@@ -20,8 +20,8 @@ from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.global_hooks import Handles, after_steps, before_steps, with_check_after_closure
 from ..instrumentation.wrapped_names import named_modules
-from ..recording.events import Event, Recorder, WatchPart
-from ..recording.optimizer_state import StepComparison, StepWeight
+from ..recording.events import Event, Recorder
+from ..recording.optimizer_state import StepWeight
 from ..records.record import Frame
 from ..report.events import UpdateFinding, update_finding
 from ..report.finding import Place
@@ -92,7 +92,7 @@ class _Track:
         return is_new
 
 
-class UpdateAudit(WatchPart):
+class UpdateAudit:
     """Part of a Watch with `audit`. `tell` gets each finding. An exception in here ends the audit, not the run.
 
     `is_frozen` says by the name of a weight or a module whether the user means it to stay as it is. `ranks` compares
@@ -106,7 +106,7 @@ class UpdateAudit(WatchPart):
         every: int,
         tell: Callable[[UpdateFinding], object],
         is_frozen: Callable[[str], bool] = lambda _: False,
-        ranks: StepComparison | None = None,
+        ranks: Any = None,
     ) -> None:
         self.findings: list[UpdateFinding] = []
         self.is_over = False

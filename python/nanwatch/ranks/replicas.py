@@ -28,7 +28,6 @@ from ..instrumentation.wrapped_names import named_modules
 from ..numerics import _extension
 from ..numerics._fingerprint import fingerprint
 from ..numerics.readable import local_shard, only_our_dispatch, unreadable
-from ..recording.events import WatchPart
 from ..report.events import ReplicaDifference
 from ..util.modules import each_parameter
 from ..util.visible import spell, suppressed, warn_user
@@ -144,7 +143,7 @@ def judge(sides: list[Side]) -> Verdict:
     }
 
 
-class ReplicaWatch(WatchPart):
+class ReplicaWatch:
     """Part of a Watch with `replicas`: compares what the ranks should hold alike, every `every` steps.
 
     `tell(difference)` is called in the thread of the run, when a batch begins or the watch ends. `timeout` are the

@@ -150,24 +150,5 @@ class RecorderEvents(Protocol):
         """Handle the end of a backward with a non-finite gradient; its frames are not yet among `frames()`."""
 
 
-class WatchPart:
-    """Part of a Watch that follows its batches. Nothing is called without a subscription of its own or of another part.
-
-    An exception from a part leaves the module call.
-    """
-
-    def batch_started(self, batch: int, module: nn.Module | None, args: tuple[Any, ...]) -> None:
-        """Take the start of a batch: the call of `module`, or None in compiled code, with these arguments."""
-
-    def on_frame(self, frame: Frame) -> None:
-        """Take a recorded call."""
-
-    def remove(self) -> None:
-        """Leave everything as it was found."""
-
-    def sum_up(self) -> None:
-        """Say what is left to say, once everything is removed."""
-
-
 # PythonRecorder (recorder.py), which documents the methods, has all of them too.
 Recorder: TypeAlias = "CallRecorder"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -55,19 +55,3 @@ class RankFault(NamedTuple):
     name: str
     step: int
     rank: int
-
-
-class StepComparison(Protocol):
-    """Comparison of steps over the ranks. No method but `remove` waits for another rank."""
-
-    def check(self, step: int, num_forwards: int, weights: Sequence[StepWeight]) -> None:
-        """Compare these weights, those of step `step` of their optimizer, after so many forwards in grad mode.
-
-        Ranks make the same checks in one order.
-        """
-
-    def faults(self) -> list[RankFault]:
-        """Return the faults that became certain since the last call."""
-
-    def remove(self) -> None:
-        """End the comparison, after what is under way."""
