@@ -16,8 +16,8 @@ from torch import nn
 
 from ..numerics import _extension
 from ..recording.masks import Excuses
+from ..recording.observe import parameter_mesh
 from ..recording.recorder import PythonRecorder
-from ..recording.shards import parameter_mesh
 from ..util.modules import WeakIdentityDict
 from ..util.visible import warn_user, with_utf8
 from . import compiled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -30,10 +30,10 @@ from ..numerics.readable import (
 )
 from ..records.note import CAPTURED, PLAIN_MASK, Note, NoteKind
 from ..records.record import Record, Role
+from ..util.modules import WeakIdentityDict, each_module
 from ..util.visible import suppressed
 from .events import Settings
 from .masks import Excuses, excuse, is_mask, may_be_finite_mask
-from .shards import shard_note
 from .walk import Unwalked, call_leaves, leaves
 
 _NOTHING = Settings()
@@ -161,7 +161,7 @@ def _read(x: Tensor, label: str, role: Role, fingerprints: bool) -> Record:
             return _unchecked(label, role, _shape(x), dtype_name(x), CAPTURED)
         span, bits = range_and_fingerprint(x) if fingerprints else (abs_range(x), None)
         # By name: importing DTensor where nobody uses it costs 0.3 s.
-        note = shard_note(x) if type(x).__name__ == "DTensor" else None
+        note = _shard_note(x) if type(x).__name__ == "DTensor" else None
         return Record(label, role, _shape(x), dtype_name(x), *span, None, note, bits)
     except Exception as error:
         return _unchecked(label, role, _shape(x), dtype_name(x), _reason(x, error))
@@ -301,3 +301,52 @@ def _shape(x: Tensor) -> tuple[int, ...] | None:
     except Exception:
         suppressed("a tensor's shape raised")
         return None
+
+
+def _shard_note(x: Any) -> Note:
+    """Return the note of a DTensor's record, found without a communication. Never raises."""
+    try:
+        here = x.device_mesh.get_coordinate()
+        return _placement_note(x.device_mesh, x.placements, None if here is None else tuple(here))
+    except Exception:
+        suppressed("a DTensor did not tell its placement")
+        return Note("local_shard")  # which is true of every DTensor
+
+
+# A model has some hundred placements, and each is asked for in every batch. With the coordinate: meshes of two process
+# groups, one after the other, may be equal.
+@lru_cache(4096)
+def _placement_note(mesh: Any, placements: tuple[Any, ...], here: tuple[int, ...] | None) -> Note:
+    if here is None:
+        return Note("local_shard", placement="none on this rank")
+    places = zip(placements, _mesh_places(mesh, here), strict=True)
+    return Note("local_shard", placement=", ".join(f"{kind!r} at {place}" for kind, place in places))
+
+
+def _mesh_places(mesh: Any, here: tuple[int, ...]) -> list[str]:
+    names = mesh.mesh_dim_names or [f"mesh[{i}]" for i in range(mesh.ndim)]
+    places = zip(names, here, mesh.shape, strict=True)
+    return [f"{name}={coordinate} of {size}" for name, coordinate, size in places]
+
+
+_meshes: WeakIdentityDict[dict[str, None]] = WeakIdentityDict()  # by model
+
+
+def parameter_mesh(model: nn.Module | None) -> tuple[str, ...]:
+    """Return `dp=1 of 4` for each dimension of the meshes that parameters of `model` are sharded over. Never raises.
+
+    Includes meshes that an earlier call has seen: during a call FSDP has plain tensors in place of its parameters.
+    """
+    if model is None:
+        return ()
+    places = _meshes.get(model) or {}
+    try:
+        for _, module in each_module(model):
+            x: Any
+            for x in module._parameters.values():
+                if type(x).__name__ == "DTensor" and (here := x.device_mesh.get_coordinate()):
+                    places |= dict.fromkeys(_mesh_places(x.device_mesh, tuple(here)))
+    except Exception:  # a report is worth more than its place
+        suppressed("the device meshes of the parameters could not be told")
+    _meshes[model] = places
+    return tuple(places)

@@ -5,50 +5,9 @@ A note is a kind and what belongs to it. `str()` makes English of it, for report
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Literal, NamedTuple, TypeAlias, get_args
 
 from .fields import Cell
-
-
-class MeshPlace(NamedTuple):
-    """One dimension of a device mesh: what it does to the tensor, its name, this process's coordinate, its size."""
-
-    kind: str
-    dim: str
-    coordinate: int
-    size: int
-
-    def __str__(self) -> str:
-        return f"{self.kind} at {self.where}"
-
-    @property
-    def where(self) -> str:
-        """Return `dp=1 of 4`."""
-        return f"{self.dim}={self.coordinate} of {self.size}"
-
-
-class Placement(NamedTuple):
-    """The part of a tensor that a process holds; none of it without `places`, which are the dimensions of the mesh.
-
-    `start` is the index in the whole tensor of the first element of the part; None where the part is no block of it,
-    or where no dimension is sharded, so that the part has the whole's indices.
-    """
-
-    places: tuple[MeshPlace, ...]
-    start: tuple[int, ...] | None
-
-    def __str__(self) -> str:
-        """Return `Shard(0) at dp=1 of 4, Replicate at tp=0 of 2, from [8, 0]`."""
-        start = [] if self.start is None else [f"from {list(self.start)}"]
-        return ", ".join([*map(str, self.places), *start]) if self.places else "none on this rank"
-
-    def in_whole(self, index: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the index in the whole tensor of an element of the part; None where it is not known."""
-        if self.start is None or len(self.start) != len(index):
-            return None
-        return tuple(begin + i for begin, i in zip(self.start, index, strict=True))
-
 
 NoteKind: TypeAlias = Literal[
     "absent", "not_a_tensor", "not_checked", "local_shard", "mask", "allowed", "skipped_step", "not_taken",
@@ -80,14 +39,14 @@ _WORDS: dict[NoteKind, tuple[str, str]] = {
 
 
 class Note(NamedTuple):
-    """A kind of note with its text or its placement.
+    """A kind of note with its text or its placement, such as `Shard(dim=0) at dp=1 of 4, Replicate() at tp=0 of 2`.
 
     | kind | of | with |
     |---|---|---|
     | absent | the value None | |
     | not_a_tensor | a value that is no tensor | |
     | not_checked | a tensor that was not read | the reason |
-    | local_shard | a DTensor, of which the part of this process was read | its placement, where it is known |
+    | local_shard | a DTensor, of which this process's part was read | its placement in the device mesh, if known |
     | mask | an additive mask, whose -inf is meant | |
     | allowed | a value that is meant, as `allow` says | |
     | skipped_step | a gradient that no optimizer's step took | the scale: `scale 65536 → 32768` |
@@ -97,11 +56,12 @@ class Note(NamedTuple):
 
     kind: Annotated[NoteKind, Cell(name="note")]
     text: Annotated[str, Cell(name="note_text", is_null_if_empty=True)] = ""
-    placement: Placement | None = None
+    placement: str | None = None
 
     def __str__(self) -> str:
         alone, more = _WORDS[self.kind]
-        return more.format(self.placement or self.text) if self.placement is not None or self.text else alone
+        words = self.placement or self.text
+        return more.format(words) if words else alone
 
 
 # The note of a tensor that is a mask wherever it goes. CallRecorder knows it by its identity.

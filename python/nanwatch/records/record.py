@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NamedTuple, TypeAlias, get_args
 
 from ..numerics.formats import Limits, TensorHealth, limits
 from .fields import Cell
-from .note import EXCUSES, Note, Placement
+from .note import EXCUSES, Note
 
 Role: TypeAlias = Literal["weight", "buffer", "input", "output", "gradient"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -51,11 +51,6 @@ class Record(NamedTuple):
     def ends(self) -> Limits | None:
         """Return the largest finite, the smallest normal and the smallest number of the dtype; None for integers."""
         return limits(self.dtype)
-
-    @property
-    def placement(self) -> Placement | None:
-        """Return the part of a DTensor that was read, as the note has it, else None."""
-        return None if self.note is None else self.note.placement
 
     @property
     def is_excused(self) -> bool:

@@ -84,17 +84,6 @@ class Report(InNotebook):
         return hash((self.batch, self.rank, len(self.frames)))
 
     @property
-    def mesh(self) -> tuple[str, ...]:
-        """Return the position of this rank in the device meshes of parameters and frames' tensors, as `dp=1 of 4`."""
-        placements = [
-            record.placement for frame in self.frames for record in frame.records if record.is_shard
-        ]
-        seen = [
-            place.where for placement in placements if placement is not None for place in placement.places
-        ]
-        return tuple(dict.fromkeys((*self.parameter_mesh, *seen)))
-
-    @property
     def explanation(self) -> Explanation | None:
         """The reason and the advice as codes with values, or None when all is finite."""
         if self.finding is None:
@@ -138,7 +127,7 @@ class Report(InNotebook):
         _, headline = next(_styled_lines(self))  # which knows when nothing was read
         suspicions = _suspicion_lines(self)
         where = [] if self.batch is None else [f"batch {self.batch}"]
-        where.append(", ".join([f"rank {self.rank}", *self.mesh]))
+        where.append(", ".join([f"rank {self.rank}", *self.parameter_mesh]))
         return report_html(self.frames, self.finding, where, headline, suspicions)
 
     @classmethod
@@ -312,8 +301,8 @@ def _styled_lines(report: Report, *, whole: bool = False) -> Iterator[tuple[Styl
         yield "head", f"{head}{until}" + (" but for gradients that no step took" if skipped else "")
         for number, note in skipped:
             yield "plain", f"Batch {number}: {note}."
-    if report.mesh:
-        yield "plain", f"This rank in the device mesh: {', '.join(report.mesh)}."
+    if report.parameter_mesh:
+        yield "plain", f"This rank in the device mesh: {', '.join(report.parameter_mesh)}."
     source, culprit = (None, None) if finding is None else text.culprit(finding, frames)
     ending = [] if finding is None else text.finding_lines(finding, frames)
     ending += _suspicion_lines(report)
@@ -323,7 +312,7 @@ def _styled_lines(report: Report, *, whole: bool = False) -> Iterator[tuple[Styl
         frames = _closest(
             frames,
             source,
-            _MOST_LINES - _HEADER - bool(report.mesh) - (report.origin is not None) - len(ending),
+            _MOST_LINES - _HEADER - bool(report.parameter_mesh) - (report.origin is not None) - len(ending),
         )
     which = f"Last {count} frames" if len(frames) == count else f"{len(frames)} of the last {count} frames"
     yield "plain", "Last frame:" if count == 1 else f"{which}, the oldest first:"

@@ -188,9 +188,6 @@ def _where(finding: Finding, record: Record | None) -> str:
         return where
     if not record.is_shard:
         return f"{where}; {record.dtype} of shape {list(record.shape)}"
-    placement = record.placement
-    whole = None if placement is None or not finding.index else placement.in_whole(finding.index)
-    where += "" if whole is None else f" of the shard, {list(whole)} of the whole"
     return f"{where}; the {record.note} of {record.dtype} of shape {list(record.shape)}"
 
 

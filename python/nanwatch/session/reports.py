@@ -16,8 +16,7 @@ from ..history.suspicion import Suspicion
 from ..instrumentation.functions import Function
 from ..instrumentation.wrapped_names import is_recorded, named_modules, unwrapped
 from ..recording.events import Recorder
-from ..recording.observe import call_values, observe, state_of
-from ..recording.shards import parameter_mesh
+from ..recording.observe import call_values, observe, parameter_mesh, state_of
 from ..recording.walk import call_leaves
 from ..records.record import Frame, Record
 from ..report.finding import Finding, OriginKind, find, finding_of, with_earlier

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 
 from nanwatch.numerics.formats import TensorHealth
-from nanwatch.records.note import NOTE_KINDS, MeshPlace, Note, Placement
+from nanwatch.records.note import NOTE_KINDS, Note
 from nanwatch.records.record import ROLES, Frame, Record
 from nanwatch.trace import columns
 from nanwatch.trace.columns import TraceError
@@ -37,10 +37,7 @@ notes = st.none() | st.builds(
     Note,
     st.sampled_from(NOTE_KINDS),
     names,
-    st.none()
-    | st.builds(
-        Placement, st.lists(st.builds(MeshPlace, names, names, counts, counts)).map(tuple), st.none() | sizes
-    ),
+    st.none() | names,
 )
 
 

@@ -21,7 +21,6 @@ torch._dynamo.eval_frame.skip_code torch._dynamo.graph_break torch._dynamo.sourc
 torch._dynamo.variables.base.VariableTracker torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable
 torch.autograd.Variable._execution_engine.queue_callback torch.autograd.graph._engine_run_backward.__code__
 torch.distributed.distributed_c10d._get_default_store
-torch.distributed.tensor._utils.compute_local_shape_and_global_offset
 torch.utils._python_dispatch.TorchDispatchMode torch.utils._python_dispatch._disable_current_modes
 torch.utils._pytree
 """
