@@ -29,7 +29,7 @@ HOSTS = {
 }
 # How stage 3 of ZeRO is started.
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-WATCH = ["-m", "nanwatch", "run", "--json", "report.json", "--gradients"]
+WATCH = ["-m", "nanwatch", "run", "--output-dir", "out", "--gradients"]
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +62,8 @@ def is_installed(package: str) -> bool:
 
 
 def finding(folder: Path) -> Any:
-    return json.loads((folder / "report.json").read_text())["finding"]
+    reports = [*folder.glob("out/batch-*/report.json")]
+    return json.loads(reports[0].read_text())["finding"] if reports else None
 
 
 def equal(a: Path, b: Path) -> bool:
@@ -92,6 +93,6 @@ def test_accelerate_launch_starts_the_script_watched(tmp_path: Path) -> None:
     """Between the launcher and the script stands `-m nanwatch run`."""
     pytest.importorskip("accelerate")
     launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", 1, "-m"]
-    watch = ["nanwatch", "run", "--json", "report.json"]
+    watch = ["nanwatch", "run", "--output-dir", "out"]
     run(tmp_path, *launch, *watch, SCRIPT, "accelerate", "weights.pt", "fault", status=1)
     assert finding(tmp_path)["module"] == "act"

@@ -7,11 +7,11 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,33 +44,19 @@ def until_cut(command: Callable[[], int], *, shows_place: bool = False) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
-            status = command()
-        except SystemExit:
-            _flush()
-            raise
+            return command()
         except KeyboardInterrupt:
             if not shows_place:
-                sys.excepthook = partial(_tell_all_but_ctrl_c, sys.excepthook)
+                sys.excepthook = lambda *_: None
             raise
-        # Flush now, because at the interpreter's end nobody can catch the error.
-        _flush()
-        return status
+        finally:
+            print(end="", flush=True)  # now, because at the interpreter's end nobody can catch the error
     except BrokenPipeError:
         # The interpreter flushes the rest of the output once more at its end: send it into nothing.
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())
         os.close(nothing)
         return _CUT
-
-
-def _tell_all_but_ctrl_c(before: Callable[..., object], kind: type[BaseException], *rest: object) -> None:
-    if not issubclass(kind, KeyboardInterrupt):
-        before(kind, *rest)
-
-
-def _flush() -> None:
-    if sys.stdout is not None:  # it is None for a process that was started without one
-        sys.stdout.flush()
 
 
 # Each command's `module:function`, which takes the arguments and returns the exit status, and its line in `--help`.
@@ -92,40 +78,44 @@ COMMANDS = {
 
 
 def answered(
-    name: str,
-    options: argparse.Namespace,
-    find: Callable[[Tell], tuple[Any, int]],
+    parser: argparse.ArgumentParser,
+    arguments: list[str],
+    find: Callable[[argparse.Namespace, Tell], tuple[Any, int]],
     *,
     errors: tuple[type[Exception], ...] = (),
-    live: float = 0,
-    waits: bool = False,
+    waits: Callable[[argparse.Namespace], bool] = lambda options: False,
 ) -> int:
-    """Print the text or result that `find(tell)` returns, and return the exit status beside it.
+    """Print the text or result that `find(options, tell)` returns, and return the exit status beside it.
 
     Errors of use and of files are one line on stderr, and those in `errors` too. What the user's own code prints
-    meanwhile goes to stderr. On a terminal the command answers again every `live` seconds until Ctrl-C, if that is
-    not 0. Errors after the first answer are shown in its place, as a file may be about to change; with `waits` the
-    first is too.
+    meanwhile goes to stderr. On a terminal the command answers again every `options.live` seconds until Ctrl-C, if it
+    has such an option. Errors after the first answer are shown in its place, as a file may be about to change; where
+    the command `waits`, the first is too.
     """
+    options = parser.parse_args(arguments)
     expected: tuple[type[Exception], ...] = (UseError, ValueError, OSError, ImportError, *errors)
+    live: float = getattr(options, "live", 0)
     is_live = live > 0 and not options.json and sys.stdout.isatty()
-    status = 0
+    has_answered, status = False, 0
     try:
         while True:
             try:
+                page: Path | None = getattr(options, "html", None)
+                if page is not None and not page.absolute().parent.is_dir():
+                    raise UseError(f"--html {page}: there is no folder {str(page.parent)!r}; make it first")
                 progress = contextlib.nullcontext(silent) if is_live else shown()
                 with progress as tell, contextlib.redirect_stdout(sys.stderr):
-                    result, status = find(tell)
+                    result, status = find(options, tell)
                     text = result if isinstance(result, str) else _rendered(result, options, tell)
             except expected as error:
-                if not (is_live and waits):
-                    sys.stderr.write(f"nanwatch {name}: {visible(str(error))}\n")
+                if not (is_live and (has_answered or waits(options))):
+                    sys.stderr.write(f"{parser.prog}: {visible(str(error))}\n")
                     return 2
                 text = visible(f"waiting: {error}")
             print(f"{_CLEAR}{text}" if is_live else text, flush=is_live)
             if not is_live:
                 return status
-            waits = True
+            has_answered = True
             time.sleep(live)
     except KeyboardInterrupt:
         if is_live:
@@ -151,7 +141,7 @@ def write_page(path: Path | None, page: Callable[[], str], tell: Tell) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a command. Its error for an unknown flag names close ones."""
+    """Parser of a command. Its errors for an unknown flag, word or command name close ones."""
 
     def __init__(self, name: str, description: str, notes: str) -> None:
         super().__init__(
@@ -166,6 +156,9 @@ class Parser(argparse.ArgumentParser):
         flag = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
         if flag.startswith("--"):
             message += f"; {close_names(flag, list(self._option_string_actions), '--help lists the options')}"
+        elif choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            names = choice[2].replace("'", "").split(", ")
+            message += f"; {close_names(choice[1], names, 'none of them is like it')}"
         super().error(message)
 
 

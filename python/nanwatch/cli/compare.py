@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from ..trace.comparison import KINDS, RTOL, diff
 from ..trace.trace_file import Trace
 from ..util.progress import Tell
 from .commands import UseError, answered, command_parser, imported
-from .script import add_script, check_script, run_script
+from .run import add_script, check_script, run_script
 
 _STATUSES = {True: 0, False: 1, None: 2}
 _STATUS = "exit status: 0 when they are equal, 1 when they are not, 2 when they cannot be compared\n"
@@ -64,9 +65,8 @@ def compare_main(arguments: list[str]) -> int:
         help="how many times the noise floor a difference must have (default: %(default)g)",
     )
     _add_batches_and_page(parser)
-    options = parser.parse_args(arguments)
 
-    def find(tell: Tell) -> tuple[Any, int]:
+    def find(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
         names = {"A": options.a, "B": options.b, "INPUTS": options.inputs}
         if os.path.exists(options.a) and os.path.exists(options.b):
             traces = [Trace.open(path, tell) for path in names.values() if path is not None]
@@ -81,7 +81,7 @@ def compare_main(arguments: list[str]) -> int:
             result = compare(*(imported(value, name) for name, value in names.items()), factor=options.factor)
         return result, _STATUSES[result.equal]
 
-    return answered("compare", options, find, errors=(TypeError, RuntimeError))
+    return answered(parser, arguments, find, errors=(TypeError, RuntimeError))
 
 
 def diff_main(arguments: list[str]) -> int:
@@ -105,15 +105,14 @@ def diff_main(arguments: list[str]) -> int:
         help="kinds of difference to pass over",
     )
     _add_batches_and_page(parser)
-    options = parser.parse_args(arguments)
 
-    def find(tell: Tell) -> tuple[Any, int]:
+    def find(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
         a = Trace.open(options.a, tell)
         b = None if options.b is None else Trace.open(options.b, tell)
         result = diff(a, b, batches=options.batches, rtol=options.rtol, ignore=options.ignore)
         return result, _STATUSES[result.equal]
 
-    return answered("diff", options, find)
+    return answered(parser, arguments, find)
 
 
 def _add_batches_and_page(parser: Any) -> None:
@@ -145,15 +144,14 @@ def twice_main(arguments: list[str]) -> int:
     parser.add_argument(
         "--times", type=int, metavar="N", default=2, help="number of runs to compare (default: %(default)s)"
     )
-    options = parser.parse_args(arguments)
-    target, rest, is_module = options.target, options.arguments, options.m
     if request := os.environ.pop(VARIABLE, ""):
-        return record(request, lambda: run_script(target, rest, is_module=is_module))
+        run = parser.parse_args(arguments)
+        return record(request, lambda: run_script(run.target, run.arguments, is_module=run.m))
 
-    def find(tell: Tell) -> tuple[Any, int]:
-        check_script(target, is_module=is_module)
+    def find(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
+        check_script(options.target, is_module=options.m)
         how = {"batches": options.batches, "times": options.times}
-        result = twice(target, rest, is_module=is_module, tell=tell, **how)
+        result = twice(options.target, options.arguments, is_module=options.m, tell=tell, **how)
         return result, _STATUSES[result.equal]
 
-    return answered("twice", options, find, errors=(RuntimeError,))
+    return answered(parser, arguments, find, errors=(RuntimeError,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import warnings
@@ -38,37 +37,21 @@ def main(arguments: list[str], name: str = "doctor") -> int:
         "--selfcheck", action="store_true", help="compare every implementation with the reference"
     )
     if not name:
-        _add_commands(parser)
+        parser.add_argument("--version", action="version", version=f"nanwatch {__version__}")
+        commands = "\n".join([f"  {command:<10}{summary}" for command, (_, summary) in COMMANDS.items()])
+        parser.epilog = f"commands, each with a --help of its own:\n{commands}\n\n{parser.epilog}"
+        parser.add_argument("command", nargs="?", metavar="COMMAND", choices=[*COMMANDS])
     options = parser.parse_args(arguments)
     if not name and options.command:
         parser.error(f"the command goes first: {parser.prog} {options.command} ...")
     document = facts()
-    if not options.json:
-        print("\n".join(_lines(document)))
+    differences = []
     if options.selfcheck:
-        outcomes = []
-        for outcome in selfcheck():
-            outcomes.append(outcome)
-            if not options.json:
-                print("{implementation:<24}{dtype:<16}".format(**outcome) + (outcome["error"] or "equal"))
-        document["selfcheck"] = {"passed": not any(x["error"] for x in outcomes), "outcomes": outcomes}
-    if options.json:
-        print(json.dumps(document, indent=2))
-    return int(options.selfcheck and not document["selfcheck"]["passed"])
-
-
-def _add_commands(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--version", action="version", version=f"nanwatch {__version__}", help="print the version and exit"
-    )
-    commands = parser.add_subparsers(
-        title="commands, each with a --help of its own",
-        metavar="COMMAND",
-        dest="command",
-        parser_class=argparse.ArgumentParser,
-    )
-    for name, (_, summary) in COMMANDS.items():
-        commands.add_parser(name, help=summary, add_help=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+            document["differences"] = differences = list(_differences())
+    print(json.dumps(document, indent=2) if options.json else "\n".join(_lines(document)))
+    return int(bool(differences))
 
 
 def facts() -> dict[str, Any]:
@@ -146,6 +129,9 @@ def _lines(document: dict[str, Any]) -> list[str]:
     for device in document["devices"]:
         words = [device["implementation"], device["reason"], device["name"]]
         rows.append((device["device"], ": ".join(filter(None, words))))
+    if "differences" in document:
+        differences = document["differences"] or ["every implementation gives the numbers of the reference"]
+        rows += [("self-check", words) for words in differences]
     return [f"{label:<16}{value}" for label, value in rows]
 
 
@@ -157,45 +143,38 @@ def _devices() -> list[torch.device]:
     return devices
 
 
-def selfcheck() -> Iterator[dict[str, str]]:
-    """Compare each implementation with the reference on the CPU, and yield an outcome for each dtype.
-
-    The `error` of an outcome is "" where all is equal.
-    """
+def _differences() -> Iterator[str]:
+    """Yield where the implementations of this machine differ from the reference, by device, CPU level and dtype."""
     module: Any = _extension.C
     for device in _devices():
-        levels = module.cpu_capabilities() if device.type == "cpu" and module is not None else [""]
-        for level in levels:
-            before = module.cpu_capability() if level else ""
+        has_levels = module is not None and device.type == "cpu"
+        before = module.cpu_capability() if has_levels else ""
+        for level in module.cpu_capabilities() if has_levels else [""]:
             try:
                 if level:
                     module.set_cpu_capability(level)
                 for dtype in sorted(_reference.READABLE_DTYPES, key=str):
-                    spelt = str(dtype).removeprefix("torch.")
-                    error = _first_difference(dtype, device)
-                    yield {"implementation": f"{device} {level}".strip(), "dtype": spelt, "error": error}
+                    for words in _of_dtype(dtype, device):
+                        yield f"{device} {level}".strip() + f", {dtype}: {words}"
             finally:
                 if level:
                     module.set_cpu_capability(before)
 
 
-def _first_difference(dtype: torch.dtype, device: torch.device) -> str:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
-        try:
-            torch.empty(1, dtype=dtype, device=device)
-        except (RuntimeError, TypeError):  # a dtype that this device lacks
-            return ""
-        for x in _tensors(dtype):
-            for name in ("abs_range", "health"):
-                row, expected = (
-                    getattr(_extension, name)(x.to(device)[1:]).cpu(),
-                    getattr(_reference, name)(x[1:]),
-                )
-                expected = expected.to(row.dtype)  # a device without float64 gives float32 rows
-                if not torch.equal(row.nan_to_num(nan=-7.0), expected.nan_to_num(nan=-7.0)):
-                    return f"WRONG: {name} gives {row.tolist()}, the reference {expected.tolist()}"
-    return ""
+def _of_dtype(dtype: torch.dtype, device: torch.device) -> Iterator[str]:
+    try:
+        torch.empty(1, dtype=dtype, device=device)
+    except (RuntimeError, TypeError):  # a dtype that this device lacks
+        return
+    for x in _tensors(dtype):
+        for name in ("abs_range", "health"):
+            row, expected = (
+                getattr(_extension, name)(x.to(device)[1:]).cpu(),
+                getattr(_reference, name)(x[1:]),
+            )
+            expected = expected.to(row.dtype)  # a device without float64 gives float32 rows
+            if not torch.equal(row.nan_to_num(nan=-7.0), expected.nan_to_num(nan=-7.0)):
+                yield f"{name} gives {row.tolist()}, the reference {expected.tolist()}"
 
 
 def _tensors(dtype: torch.dtype) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,13 @@ def show_main(arguments: list[str]) -> int:
     )
     parser.add_argument("--ranks", action="store_true", help="merge the reports of several ranks")
     parser.add_argument("--box", action="store_true", help="show the black boxes")
-    parser.add_argument("--live", action="store_true", help="on a terminal look again every 2 s until Ctrl-C")
+    parser.add_argument(
+        "--live",
+        action="store_const",
+        const=2,
+        default=0,
+        help="on a terminal look again every 2 s until Ctrl-C",
+    )
     parser.add_argument(
         "--format",
         choices=sorted(FORMS),
@@ -68,48 +74,31 @@ def show_main(arguments: list[str]) -> int:
         metavar="PAGE",
         help="write a page in place of the text; of a trace without --batch a picture of the run",
     )
-    options = parser.parse_args(arguments)
-    options.json |= options.format == "json"
-    return answered("show", options, partial(_show, options), live=2 if options.live else 0)
+    return answered(parser, arguments, _show)
 
 
 def _show(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
+    options.json |= options.format == "json"
     for path in options.paths:
         if not path.exists():
             raise FileNotFoundError(f"there is no {str(path)!r}: show reads {_READS}{near(path)}")
     if options.ranks or len(options.paths) > 1:
         merged = merge(*options.paths, tell=tell)
         return merged, int(bool(merged.failed))
-    if options.box or not options.paths or _is_box(options.paths[0]):
-        return _show_box(options, tell)
-    return _show_report(options, tell)
-
-
-def _is_box(path: Path) -> bool:
-    """Return whether a path is a black box, or a folder with black boxes and no report."""
-    has_boxes = any(path.glob(f"blackbox/*{SUFFIX}")) or any(path.glob(f"*{SUFFIX}"))
-    return path.suffix == SUFFIX or (has_boxes and _newest_report(path) == path)
-
-
-def _show_box(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
-    if options.html is not None:
-        raise ValueError(
-            "--html is for a trace or a report, and a black box has text and --json; leave it out"
-        )
-    tell("reading")
-    job = read_job(options.paths[0] if options.paths else state_folder())
-    return job, int(job.is_bad)
-
-
-def _show_report(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
-    (path,) = options.paths
+    path = options.paths[0] if options.paths else state_folder()
     file = _newest_report(path)
-    trace = None if _is_report(file) else Trace.open(file, tell)
-    report, heading = _report_of(file, trace, options.batch, tell)
+    has_boxes = any(path.glob(f"blackbox/*{SUFFIX}")) or any(path.glob(f"*{SUFFIX}"))
+    if options.box or not options.paths or path.suffix == SUFFIX or (has_boxes and file == path):
+        if options.html is not None:
+            raise ValueError(
+                "--html is for a trace or a report, and a black box has text and --json; leave it out"
+            )
+        tell("reading")
+        job = read_job(path)
+        return job, int(job.is_bad)
+    report, heading, page = (_of_report if _is_report(file) else _of_trace)(file, options.batch, tell)
     if file.parent.parent == path:  # one of several
         heading = [f"{file}:", "", *heading]
-    run = trace if options.batch is None else None
-    page = (lambda: report.to_html()) if run is None else (lambda: draw(run).to_html())
     wrote = write_page(options.html, page, tell)
     form = FORMS["json" if options.json else options.format]
     if form.name != "text":
@@ -117,24 +106,42 @@ def _show_report(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
     return "\n".join([*map(visible, heading), wrote or form.render(report)]), 0
 
 
-def _report_of(
-    file: Path, trace: Trace | None, batch: int | None, tell: Tell
-) -> tuple[Report | SpikeReport, list[str]]:
-    """Return the report, and the lines above it."""
-    if trace is None:
-        if batch is not None:
-            raise ValueError(f"--batch is for a trace, and {file} is a report; leave it out")
-        tell(f"reading {file.name}")
-        try:
-            return read_saved(file.read_text(encoding="utf-8")), []
-        except ValueError as error:
-            raise ValueError(f"{file} is no report, or is damaged: {error}") from None
+# A report, the lines above it, and what makes its page.
+_Shown = tuple[Report | SpikeReport, list[str], Callable[[], str]]
+
+
+def _of_report(file: Path, batch: int | None, tell: Tell) -> _Shown:
+    if batch is not None:
+        raise ValueError(f"--batch is for a trace, and {file} is a report; leave it out")
+    tell(f"reading {file.name}")
+    try:
+        report = read_saved(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no report, or is damaged: {error}") from None
+    return report, [], report.to_html
+
+
+def _of_trace(file: Path, batch: int | None, tell: Tell) -> _Shown:
+    trace = Trace.open(file, tell)
+    report = trace.report(latest_batches(trace, 1)[0] if batch is None else batch)
+    return (
+        report,
+        [trace_line(trace), ""],
+        (lambda: draw(trace).to_html()) if batch is None else report.to_html,
+    )
+
+
+def latest_batches(trace: Trace, most: int) -> tuple[int, ...]:
+    """Return the latest batches of a trace, at least one. Raises ValueError where it has none."""
     if not trace.batches:
-        raise ValueError(f"{trace.path} has no batch")
-    heading = [f"{trace.path}: {batch_words(trace.batches)}, rank {trace.rank}"]
-    if trace.lost_frames:
-        heading[0] += f", {trace.lost_frames:,} frames lost"
-    return trace.report(trace.batches[-1] if batch is None else batch), [*heading, ""]
+        raise ValueError(f"{trace.path} has no batch yet")
+    return trace.batches[-most:]
+
+
+def trace_line(trace: Trace) -> str:
+    """Return the line that says what a trace has."""
+    lost = f", {trace.lost_frames:,} frames lost" if trace.lost_frames else ""
+    return f"{trace.path}: {batch_words(trace.batches)}, rank {trace.rank}{lost}"
 
 
 def _newest_report(path: Path) -> Path:
@@ -194,11 +201,10 @@ def scan_main(arguments: list[str]) -> int:
     parser.add_argument(
         "--to", metavar="FORMATS", help="try these number formats on each matrix, such as float16,mxfp8"
     )
-    options = parser.parse_args(arguments)
 
-    def find(tell: Tell) -> tuple[Any, int]:
+    def find(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
         result = scan(*options.files, against=options.against, to=options.to or (), tell=tell)
         status = int(not result.is_faithful) if result.is_checked else 2
         return result, status if result.is_sound else 3
 
-    return answered("scan", options, find)
+    return answered(parser, arguments, find)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections import Counter
 from typing import Any
@@ -49,10 +50,9 @@ def main(arguments: list[str]) -> int:
         metavar="BITS",
         help="room to leave, in doublings of the largest value (default: %(default)g)",
     )
-    options = parser.parse_args(arguments)
-    margin_bits, name = options.margin_bits, options.format
 
-    def find(tell: Tell) -> tuple[str, int]:
+    def find(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
+        margin_bits, name = options.margin_bits, options.format
         needs = fits(Trace.open(options.trace, tell), margin_bits)
         answer: dict[str, Any] = {"margin_bits": margin_bits}
         bad = [need for need in needs if name is not None and need.verdicts[name] != "fits"]
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
             lines = _verdicts(needs, bad, name, margin_bits)
         return "\n".join(map(visible, lines)), int(bool(bad))
 
-    return answered("fits", options, find)
+    return answered(parser, arguments, find)
 
 
 def _narrowest(needs: tuple[Need, ...], margin_bits: float) -> list[str]:

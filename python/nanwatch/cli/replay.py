@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +56,7 @@ def main(arguments: list[str]) -> int:
         choices=_DTYPES,
         help="after the capsule's own, with weights and inputs cast to it and autocast off",
     )
-    options = parser.parse_args(arguments)
-    return answered("replay", options, partial(_replay, options))
+    return answered(parser, arguments, _replay)
 
 
 def _replay(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import builtins
 import contextlib
 import os
+import pkgutil
+import runpy
 import sys
 import threading
 import traceback
 from dataclasses import Field
-from functools import partial
+from io import open_code
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from ..blackbox.process import box_folder, process_box
+from ..blackbox.process import process_box
 from ..report import text
-from ..report.report import NonFiniteError, Report
+from ..report.report import NonFiniteError
+from ..session import model_finder
 from ..session.api import Watch, start_watch
 from ..session.model_finder import MAX_MODELS, ModelFinder
 from ..session.options import OPTIONS, Options, flag, flag_or_none, make_options, parts
 from ..util.visible import spell, visible
-from .commands import Parser
-from .script import FILES, add_script, check_script, run_script, run_with_parent
+from .commands import Parser, UseError
 
 _NAME = "nanwatch run"
 # Exit statuses.
@@ -43,7 +47,7 @@ exit status:
 examples:
   nanwatch run train.py --lr 1e-3
   nanwatch run --output-dir nanwatch-out --on-nonfinite warn train.py --lr 1e-3
-  nanwatch run --modules 'encoder.*' --json report.json -m package.train --lr 1e-3
+  nanwatch run --modules 'encoder.*' -m package.train --lr 1e-3
   torchrun --nproc-per-node 2 -m nanwatch run train.py      each process watches its own
 """
 # A watch in the script, a compiled function and a process of its own leave nothing to find.
@@ -51,25 +55,22 @@ _NOTHING = (
     "nothing was watched: no call of a module with weights or buffers was seen. Models that the script watches itself"
     " are left alone; calls in a compiled function or in another process are not seen"
 )
+# Files whose frames stand between the command and the script.
+_FILES = (__file__, model_finder.__file__, runpy.__file__, "<frozen runpy>")
 
 
 def main(arguments: list[str]) -> int:
     """Run the script. Return the exit status, or raise the script's SystemExit or KeyboardInterrupt."""
     values = vars(run_parser().parse_args(arguments))
     target, rest, is_module = values.pop("target"), values.pop("arguments"), values.pop("m")
-    json_file, has_parent = values.pop("json"), values.pop("parent")
     try:
         # Before hours of training.
         options = make_options({"black_box": True, **values})
-        if json_file is not None:
-            json_file = _of_this_rank(json_file)
-            json_file.open("a").close()
         check_script(target, is_module=is_module)
     except (TypeError, ValueError, OSError, ImportError) as error:
         _tell(str(error))
         return BAD_USE
-    run = partial(_Run(options, json_file).run, target, rest, is_module)
-    return run_with_parent(run, box_folder(options.output_dir)) if has_parent else run()
+    return _Run(options).run(target, rest, is_module)
 
 
 def run_parser() -> argparse.ArgumentParser:
@@ -77,16 +78,6 @@ def run_parser() -> argparse.ArgumentParser:
     what = "Run an unchanged training script and watch its model. Options go before the script."
     parser = Parser("run", what, _NOTES)
     add_script(parser)
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write the report as JSON when the script has ended; /dev/fd/3 for a descriptor",
-    )
-    parser.add_argument(
-        "--parent",
-        action="store_true",
-        help="run the script in a child process, and write into its black box which signal ended it, SIGKILL too",
-    )
     group = parser.add_argument_group("options of watch")
     for option in OPTIONS.values():
         if option.name != "optimizer":  # which only code has
@@ -109,16 +100,72 @@ def _add_flag(group: argparse._ArgumentGroup, option: Field[Any]) -> None:
     )
 
 
+# The script
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Add SCRIPT, its arguments and -m to the parser of a command that runs a script."""
+    parser.allow_abbrev = False
+    parser.usage = "%(prog)s [OPTION...] SCRIPT [ARG...]\n       %(prog)s [OPTION...] -m MODULE [ARG...]"
+    parser.add_argument("target", metavar="SCRIPT", help="the script, or with -m the module")
+    rest = parser.add_argument("arguments", metavar="ARG", nargs=argparse.REMAINDER, help="its own arguments")
+    rest.required = False  # argparse would name it beside a missing SCRIPT
+    parser.add_argument("-m", action="store_true", help="run a module, as `python -m` does")
+
+
+def check_script(target: str, *, is_module: bool) -> None:
+    """Raise ValueError where there is no such script. Only `run_script` knows whether there is a module."""
+    if not is_module and not os.path.exists(target):
+        raise ValueError(f"there is no script {target!r}; a module is run with -m")
+
+
+def run_script(target: str, arguments: list[str], *, is_module: bool) -> None:
+    """Run a script, a module, a folder or zip file with a __main__.py, or a compiled file. Raise what it raises.
+
+    `__main__`, sys.argv and sys.path stay the script's until the process ends, as with `python SCRIPT`: its threads,
+    its atexit functions and late child processes need them. Raises UseError where there is no such module.
+    """
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
+    sys.argv = [target, *arguments]
+    is_file = not is_module and pkgutil.get_importer(target) is None
+    if is_module or is_file:
+        if not getattr(sys.flags, "safe_path", False):
+            sys.path[:1] = [os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))]
+    else:
+        sys.path[:1] = [target]
+    if is_file:
+        main.__file__ = path = os.path.abspath(target)
+        with open_code(path) as file:
+            code = pkgutil.read_code(file)  # of a compiled file
+        if code is None:
+            code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+        exec(code, vars(main))
+        return
+    # As the interpreter does: runpy.run_module would put another __main__ back.
+    run: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
+    try:
+        run(target if is_module else "__main__", alter_argv=is_module)
+    except SystemExit as left:
+        error = left.__context__  # runpy's own: the module was not found, and nothing has run
+        if type(error) is runpy._Error and str(error).startswith("No module named"):  # type: ignore[attr-defined]
+            raise UseError(str(error)) from None
+        raise
+
+
+# The run
+
+
 class _Run:
     """Run of a script, and the watches of its models."""
 
-    def __init__(self, options: Options, json_file: Path | None) -> None:
-        self._options, self._json_file = options, json_file
+    def __init__(self, options: Options) -> None:
+        self._options = options
         self._watches: list[tuple[str, Watch]] = []
         # If it is not 0, it replaces the script's own exit status.
         self._status = 0
         self._is_reported = False
-        self._finder = ModelFinder(self._found)
+        self._finder = ModelFinder(self._model_called)
 
     def run(self, target: str, arguments: list[str], is_module: bool) -> int:
         """Run the script, and report. Return the exit status, or raise as `main` does."""
@@ -135,6 +182,8 @@ class _Run:
         try:
             with self._finder:
                 run_script(target, arguments, is_module=is_module)
+        except UseError as error:
+            self._refuse(str(error))
         except Exception as error:
             self._note(error)
             _show(error)
@@ -150,6 +199,10 @@ class _Run:
             raise left
         return status
 
+    def _refuse(self, message: str) -> None:
+        _tell(message)
+        self._status = BAD_USE
+
     def _note(self, error: BaseException) -> None:
         """Note an error that the script did not catch."""
         if (box := process_box()) is not None:
@@ -161,7 +214,7 @@ class _Run:
             # As its message, that of an error in its chain, or from Python 3.11 on a note.
             self._is_reported |= any(" first seen in `" in x for x in traceback.format_exception(error))
 
-    def _found(self, model: nn.Module) -> None:
+    def _model_called(self, model: nn.Module) -> None:
         name = type(model).__name__
         # Patterns that match no module of the first model that is trained are a mistake.
         must_match = not self._watches and any(x.requires_grad for x in model.parameters())
@@ -174,13 +227,12 @@ class _Run:
                 return
             parts = ", ".join([part for part, _ in model.named_children()][:8])
             modules = f", whose modules are {parts}" if parts else ""
-            _tell(f"{error}. The first model that was called is {name}{modules}")
-            self._status = BAD_USE
+            self._refuse(f"{error}. The first model that was called is {name}{modules}")
             # SystemExit, because the script may catch every Exception.
             raise SystemExit(BAD_USE) from None
 
     def _finish(self, has_failed: bool) -> None:
-        """Stop the watches, and report on stderr and in the file. `has_failed`: an exception ended the script."""
+        """Stop the watches, and report on stderr. `has_failed`: an exception ended the script."""
         for name, watch in self._watches:
             try:
                 watch.report()  # before `stop`: warns of modules whose calls are not seen
@@ -191,34 +243,29 @@ class _Run:
             except Exception as error:  # the others are stopped all the same
                 _tell(f"an error came while the watch of {name} was ended: {spell(error)}")
         _flush_stdout()
-        reports = [watch.report() for _, watch in self._watches]
-        if not reports and self._status != BAD_USE:
+        if not self._watches and self._status != BAD_USE:
             _tell(_NOTHING)
-        for (name, watch), report in zip(self._watches, reports, strict=True):
+        failed = []
+        for name, watch in self._watches:
             trace = "" if watch.trace_path is None else f"; trace: {watch.trace_path}"
-            _tell(_line(name, watch, report) + trace)
-            is_of_last = report.finding is not None and report.batch == watch.batch
-            if has_failed and watch._ended_by_exception and is_of_last:
+            _tell(_closing_line(name, watch) + trace)
+            report = watch.report()
+            if report.finding is not None:
+                failed.append(report)
                 # The script's own check may have found the value before nanwatch.
-                self._status = self._status or NONFINITE
+                if has_failed and watch._ended_by_exception and report.batch == watch.batch:
+                    self._status = self._status or NONFINITE
         if self._finder.is_full:
             _tell(f"{MAX_MODELS} models were found; those that were called later were not looked for")
-        failed = [report for report in reports if report.finding is not None]
         if failed and not self._is_reported:
             _print_error(failed[0].to_text())
-        if self._json_file is not None:
-            report = (failed or reports or [Report((), None, None, 0)])[0]
-            try:
-                self._json_file.write_text(report.to_json() + "\n", encoding="utf-8")
-            except (OSError, ValueError) as error:
-                _tell(f"{self._json_file} could not be written: {spell(error)}")
 
 
-def _line(name: str, watch: Watch, report: Report) -> str:
+def _closing_line(name: str, watch: Watch) -> str:
     batches = 0 if watch.batch is None else watch.batch + 1
     amount = f"{batches} batch{'' if batches == 1 else 'es'} of {name}"
-    if report.finding is not None:
-        return f"{amount}: {text.summary(report.finding)}"
+    if (finding := watch.report().finding) is not None:
+        return f"{amount}: {text.summary(finding)}"
     if not watch.counters["tensors"]:
         why = ", as NANWATCH=0 says" if os.environ.get("NANWATCH") == "0" else ""
         return f"{amount}: nothing was looked at{why}"
@@ -228,12 +275,10 @@ def _line(name: str, watch: Watch, report: Report) -> str:
     if count := watch.counters["skipped_steps"]:
         step = watch.skipped_steps[-1]
         scale = f" ({step.note.text})" if step.note.text else ""
-        steps = "1 step was" if count == 1 else f"{count:,} steps were"
         last = f"{text.summary(step.finding)}{scale}"
-        harmless.append(f"{steps} skipped, as gradients were not finite; the last: {last}")
+        harmless.append(f"skipped steps, as gradients were not finite: {count:,}, the last: {last}")
     if count := watch.counters["untaken_backwards"]:
-        backwards = "1 backward was" if count == 1 else f"{count:,} backwards were"
-        harmless.append(f"{backwards} not finite, but the steps took finite gradients")
+        harmless.append(f"non-finite backwards whose steps took finite gradients: {count:,}")
     if harmless:
         return f"{amount}: {'; '.join(harmless)}; all else that was read is finite"
     return f"{amount}: all that was read is finite"
@@ -273,7 +318,7 @@ def _show(error: Exception) -> None:
     """Print an exception of the script as the interpreter would, without the frames that led to the script."""
     _flush_stdout()
     place = error.__traceback__
-    while place is not None and place.tb_frame.f_code.co_filename in (__file__, *FILES):
+    while place is not None and place.tb_frame.f_code.co_filename in _FILES:
         place = place.tb_next
     error.__traceback__ = place
     try:
@@ -282,10 +327,3 @@ def _show(error: Exception) -> None:
         pass  # the status says more
     except Exception:
         traceback.print_exc()
-
-
-def _of_this_rank(path: str) -> Path:
-    """Return the path, with the rank in its name for all processes of torchrun but the first."""
-    rank = os.environ.get("RANK", "0")
-    plain = Path(path).absolute()  # the script may change its folder
-    return plain if rank in ("", "0") else plain.with_name(f"{plain.stem}-rank-{rank}{plain.suffix}")

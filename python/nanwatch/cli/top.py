@@ -6,16 +6,16 @@ import argparse
 import json
 import math
 import shutil
-from functools import partial
 from pathlib import Path
 
 from ..report.page import bits_words
 from ..trace.picture import Picture, Row, draw, trend_words
-from ..trace.trace_file import Trace, batch_words
+from ..trace.trace_file import Trace
 from ..util.progress import Tell
 from ..util.reading import plain
 from ..util.visible import visible
 from .commands import answered, command_parser
+from .files import latest_batches, trace_line
 
 _LATEST = 200  # batches; in a trace of 1,000,000 rows and 5,000 batches they take 0.1 s
 _LINES = 20
@@ -42,17 +42,17 @@ def main(arguments: list[str]) -> int:
         "top", "Show the modules of a running trace by least headroom or by trend.", _EXAMPLES
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a trace: what watch(trace=...) was given")
-    parser.add_argument("--once", action="store_true", help="print one table and end")
+    parser.add_argument(
+        "--once", dest="live", action="store_const", const=0, default=2, help="print one table and end"
+    )
     parser.add_argument("--by", choices=("headroom", "trend"), default="headroom", help="what comes first")
-    for option, default, metavar, words in (
-        ("--latest", _LATEST, "N", "of the latest N batches (default: %(default)s)"),
-        ("--every", 2, "S", "look again after S seconds (default: %(default)s)"),
+    for option, name, default, metavar, words in (
+        ("--latest", "latest", _LATEST, "N", "of the latest N batches (default: %(default)s)"),
+        ("--every", "live", 2, "S", "look again after S seconds (default: %(default)s)"),
     ):
-        parser.add_argument(option, type=_positive, default=default, metavar=metavar, help=words)
-    options = parser.parse_args(arguments)
+        parser.add_argument(option, dest=name, type=_positive, default=default, metavar=metavar, help=words)
     # A folder may get its first part later. A trace that is not there would be waited for without end.
-    live = 0 if options.once else options.every
-    return answered("top", options, partial(_find, options), live=live, waits=options.run.is_dir())
+    return answered(parser, arguments, _find, waits=lambda options: options.run.is_dir())
 
 
 def _find(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
@@ -88,12 +88,9 @@ def _look(options: argparse.Namespace, tell: Tell) -> tuple[Picture, list[str]]:
     Raises ValueError or OSError for none.
     """
     trace = Trace.open(options.run, tell)
-    if not trace.batches:
-        raise ValueError(f"{trace.path} has no batch yet")
-    picture = draw(trace, trace.batches[-options.latest :])
-    lost = f", {trace.lost_frames:,} frames lost" if trace.lost_frames else ""
+    picture = draw(trace, latest_batches(trace, options.latest))
     shown = f"; below are the latest {options.latest:,}" if len(trace.batches) > options.latest else ""
-    lines = [f"{trace.path}: {batch_words(trace.batches)}, rank {trace.rank}{lost}{shown}"]
+    lines = [trace_line(trace) + shown]
     for mark in picture.marks[-_MARKS:]:
         lines.append(mark.text if mark.kind == "spike" else f"batch {mark.batch}: {mark.text}")
     return picture, lines

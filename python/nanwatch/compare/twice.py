@@ -66,8 +66,9 @@ def twice(
     >>> print(result.to_text())  # doctest: +SKIP
     Repeatable: 2 runs of train.py are bit-equal.
     """
-    if times < 2 or (batches is not None and batches < 1):
-        raise ValueError("times should be at least 2 and batches at least 1")
+    for name, number, least in (("times", times, 2), ("batches", batches, 1)):
+        if number is not None and number < least:
+            raise ValueError(f"{name} should be at least {least}, got {number}")
     command = [*(["-m"] if is_module else []), os.fspath(script), *arguments]
     name = os.path.basename(script)
     with tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:

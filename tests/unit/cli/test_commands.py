@@ -78,9 +78,11 @@ def test_the_usage_names_the_program(name: str, capsys: pytest.CaptureFixture[st
     [
         (["scan", "--agianst=b", "a"], "close names: --against"),
         (["run", "--moduls", "x", "train.py"], "close names: --modules"),
+        (["sho", "out"], "close names: show\n"),
+        (["fits", "run.parquet", "--for", "flaot16"], "close names: float16, "),
     ],
 )
-def test_an_unknown_flag_names_what_is_meant(
+def test_a_misspelt_word_names_what_is_meant(
     arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:

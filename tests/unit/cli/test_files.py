@@ -72,7 +72,7 @@ def test_batches_of_one_trace(place: Path, capsys: pytest.CaptureFixture[str]) -
         (("diff", "a.parquet"), "name a second one"),
         (("diff", "a.parquet", "--batches", "0", "9"), "no batch 9; it has batches 0 to 1"),
         (("diff", "a.parquet", "b.parquet", "--rtol", "2"), "rtol should be"),
-        (("diff", "a.parquet", "b.parquet", "--html", "no/such/page.html"), "No such file"),
+        (("diff", "a.parquet", "b.parquet", "--html", "no/such/page.html"), "there is no folder 'no/such'"),
         (("show", "none.json"), "there is no 'none.json': show reads a trace"),
         (("show", "words.txt"), "words.txt is neither a report nor a trace"),
         (("show", "bad.json"), "not a nanwatch report"),

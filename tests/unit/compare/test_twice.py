@@ -165,7 +165,7 @@ def test_a_repeatable_script(
     ("arguments", "words"),
     [
         (("missing.py",), "there is no script 'missing.py'"),
-        (("--batches", "0", "raises.py"), "batches at least 1"),
+        (("--batches", "0", "raises.py"), "batches should be at least 1, got 0"),
         (("raises.py",), "there is nothing to compare in raises.py: KeyError: 'mine'"),
         (("later.py",), "the runs are bit-equal, but each ended by KeyError: 'mine'"),
         (("leaves.py",), "the runs are bit-equal, but each ended by exit status 4"),
