@@ -18,10 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from nanwatch.report.report import Report
 from nanwatch.session.watch import Watch
 from support.gradient_models import Net, Spoiling, backward_frames, dead, failing_backward, loss_of
-from support.recorders import OF_GRADIENTS, needs_native, watched
+from support.recorders import WITH_DEVICE, available, watched
 from support.toys import mlp
 
-pytestmark = needs_native
 Seen = tuple[str, str, tuple[int, ...], float, float]  # module, label, shape, abs_min, abs_max
 
 
@@ -125,15 +124,19 @@ def row(name: str, label: str, gradient: Tensor | None) -> Seen:
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), leaf=st.booleans())
 def test_the_gradients_are_those_of_autograd(seed: int, leaf: bool) -> None:
-    """Every gradient that exists has its record, with its range, and no other."""
+    """Every gradient that exists has its record, with its range, and no other: both recorders, the same frames."""
     model = Net(seed)
     x = torch.randn(2, 4).requires_grad_(leaf)
     required, allowed = expected(model, x)
-    with watched(model, "native", gradients=True, max_frames=10_000, on_nonfinite="record") as w:
-        loss_of(model(x)).backward()
-        frames, records = backward_frames(w), Counter(seen(w))
-    assert required <= records <= required + allowed
-    assert all(record.role == "gradient" for frame in frames for record in frame.records)
+    found = {}
+    for recorder in [recorder for recorder in ("native", "python") if recorder in available()]:
+        with watched(model, recorder, gradients=True, max_frames=10_000, on_nonfinite="record") as w:
+            loss_of(model(x)).backward()
+            found[recorder] = backward_frames(w)
+            found_rows = Counter(seen(w))
+        assert required <= found_rows <= required + allowed
+        assert all(r.role == "gradient" for frame in found[recorder] for r in frame.records)
+    assert len({repr(frames) for frames in found.values()}) == 1
 
 
 @settings(max_examples=60)
@@ -141,24 +144,30 @@ def test_the_gradients_are_those_of_autograd(seed: int, leaf: bool) -> None:
 @example(seed=925, behind=True)
 def test_the_module_that_spoils_a_gradient_is_found(seed: int, behind: bool) -> None:
     """One step spoils what goes through it: it produced the value, or its part received it, or both share a tensor."""
-    model = Net(seed)
-    model.steps[0] = Spoiling(model.steps[0], behind)
-    with watched(model, "native", gradients=True, max_frames=10_000, on_nonfinite="record") as w:
-        loss_of(model(torch.randn(2, 4, requires_grad=True))).backward()
-        is_spoilt = any(r.isfinite is False for f in backward_frames(w) for r in f.records)
-        finding = w.report().finding
-    assert is_spoilt == (finding is not None)
-    if finding is not None and finding.origin == "received":
-        assert finding.source_module == "steps.0"
-        assert finding.module.startswith("steps.0.")
-    elif finding is not None:
-        assert finding.module == "steps.0" or any("steps.0" in remark for remark in finding.remarks)
+    findings = {}
+    for recorder in available():
+        model = Net(seed)
+        model.steps[0] = Spoiling(model.steps[0], behind)
+        with watched(model, recorder, gradients=True, max_frames=10_000, on_nonfinite="record") as w:
+            loss_of(model(torch.randn(2, 4, requires_grad=True))).backward()
+            is_spoilt = any(r.isfinite is False for f in backward_frames(w) for r in f.records)
+            finding = w.report().finding
+        findings[recorder] = repr(finding)
+        assert is_spoilt == (finding is not None)
+        if finding is None:
+            continue
+        if finding.origin == "received":
+            assert finding.source_module == "steps.0"
+            assert finding.module.startswith("steps.0.")
+        else:
+            assert finding.module == "steps.0" or any("steps.0" in remark for remark in finding.remarks)
+    assert len(set(findings.values())) == 1
 
 
 # Order, batches, lifetimes
 
 
-@pytest.mark.parametrize("recorder", OF_GRADIENTS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_gradient_bears_the_batch_of_its_forward(recorder: str) -> None:
     """Two forwards before their backwards, the later one first."""
     model = mlp()
@@ -170,7 +179,7 @@ def test_a_gradient_bears_the_batch_of_its_forward(recorder: str) -> None:
     assert batches == [(b, name) for b in (1, 0) for name in ("2", "1", "0", "")]
 
 
-@pytest.mark.parametrize("recorder", OF_GRADIENTS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_autograd_grad_is_seen_as_backward_is(recorder: str) -> None:
     """Gradients handed to the caller: of weights and of a leaf input, to the end of a double backward."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
@@ -202,7 +211,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("recorder", OF_GRADIENTS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_checkpointed_modules_have_their_gradients(recorder: str, reentrant: bool) -> None:
     """Each weight's gradient once, as without checkpointing, whichever of the two runs built the graph."""
     torch.manual_seed(0)
@@ -218,7 +227,7 @@ def test_checkpointed_modules_have_their_gradients(recorder: str, reentrant: boo
     }
 
 
-@pytest.mark.parametrize("recorder", OF_GRADIENTS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_hooks_keep_nothing_alive_and_do_nothing_after_the_end(recorder: str) -> None:
     """Graph, activations and watch go when they would; a leaf is as it was, and later backwards are not seen."""
     model = mlp()
@@ -245,7 +254,7 @@ def test_hooks_keep_nothing_alive_and_do_nothing_after_the_end(recorder: str) ->
     assert gone() is None
 
 
-@pytest.mark.parametrize("recorder", OF_GRADIENTS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_backward_that_raises_leaves_what_came_until_then(recorder: str) -> None:
     """A user's hook raises: its error comes through, and the frames have the gradients before it."""
     model = mlp()
@@ -273,7 +282,7 @@ class Root(nn.Module):
         return torch.where(x > 0, torch.sqrt(x * 1.0), x)
 
 
-@pytest.mark.parametrize("recorder", OF_GRADIENTS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_the_operation_and_its_line_are_found(recorder: str) -> None:
     """Derivatives that are not finite: the module, the operation of the backward and the line of its forward."""
     report = failing_backward(dead(Root()), torch.ones(2, 3), recorder=recorder)
@@ -318,7 +327,7 @@ def test_a_shared_weight_says_with_whom() -> None:
     assert any("shared with" in remark for remark in finding.remarks)
 
 
-@pytest.mark.parametrize("recorder", OF_GRADIENTS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_weight_that_is_frozen_between_forward_and_backward(recorder: str) -> None:
     """Autograd adds nothing to it, and the gradients are those of an unwatched model."""
     ends = []

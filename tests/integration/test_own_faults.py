@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nanwatch import NonFiniteError, Report
 from nanwatch.report.finding import Finding
 from nanwatch.util import visible
-from support.recorders import needs_native, watched
+from support.recorders import watched
 
 X = torch.tensor([[1.0, 2.0, -3.0], [0.0, 0.0, 0.0]])
 
@@ -47,7 +47,7 @@ def half() -> Report:
 def backward() -> Report:
     """Take the root of 0, whose gradient is infinite."""
     model = nn.Sequential(nn.Linear(3, 3, bias=False), Root())
-    return failed(model, lambda: model(X).sum().backward(), recorder="native")
+    return failed(model, lambda: model(X).sum().backward())
 
 
 def loss() -> Report:
@@ -58,10 +58,10 @@ def loss() -> Report:
         y = model(X)
         y.square().sum(-1).sqrt().sum().backward()
 
-    return failed(model, step, recorder="native")
+    return failed(model, step)
 
 
-def failed(model: nn.Module, step: Callable[[], Any], *, recorder: str = "python") -> Report:
+def failed(model: nn.Module, step: Callable[[], Any]) -> Report:
     """Return the report of the watched step and of the optimizer's, which is to fail."""
     torch.manual_seed(0)
     for x in model.parameters():
@@ -73,7 +73,7 @@ def failed(model: nn.Module, step: Callable[[], Any], *, recorder: str = "python
         step()
         optimizer.step()
 
-    with watched(model, recorder, gradients=recorder == "native"), pytest.raises(NonFiniteError) as error:
+    with watched(model, "python", gradients=True), pytest.raises(NonFiniteError) as error:
         train()
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert all(module._compiled_call_impl is None for module in model.modules())
@@ -103,13 +103,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("target", "situation", "words"),
-    [
-        pytest.param(*case, id=case[0], marks=needs_native if case[1] in (backward, loss) else ())
-        for case in BROKEN
-    ],
-)
+@pytest.mark.parametrize(("target", "situation", "words"), BROKEN, ids=[one[0] for one in BROKEN])
 def test_a_fault_of_our_own_costs_no_finding(
     target: str, situation: Callable[[], Report], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,8 +21,6 @@ RECORDERS = [pytest.param("native", marks=needs_native), "python"]
 
 # With all tensors on a device that does nothing before somebody waits; see conftest.py.
 WITH_DEVICE = [*RECORDERS, pytest.param("device", marks=needs_native)]
-# Those that follow a backward.
-OF_GRADIENTS = [pytest.param(name, marks=needs_native) for name in ("native", "device")]
 
 
 def watched(model: nn.Module, recorder: str, **options: Any) -> Watch:
@@ -31,3 +29,8 @@ def watched(model: nn.Module, recorder: str, **options: Any) -> Watch:
         return watch(model, verify_hits=True, **options)
     with mock.patch("nanwatch.session.watch.make_recorder", PythonRecorder):
         return watch(model, **options)
+
+
+def available() -> list[str]:
+    """The recorders that can run here."""
+    return ["python"] if needs_native.args[0] else ["native", "python"]

@@ -1,7 +1,7 @@
 """Recorder in Python, for an installation without the compiled part; and `make_recorder`, which chooses.
 
 CallRecorder of the compiled part gives the same answers, and does not read again what has not changed. It also sees
-backwards and calls inside torch.compile. PythonRecorder reads every tensor of every call. Tests compare the two.
+calls inside torch.compile. PythonRecorder reads every tensor of every call. Tests compare the two.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -21,12 +22,12 @@ from torch import Tensor, nn
 
 from ..numerics import _extension
 from ..records.note import PLAIN_MASK, Note
-from ..records.record import Frame, Record, Role
-from ..util.visible import warn_user
-from .events import Event, PeakName, Recorder, RecorderEvents, Settings, Start
+from ..records.record import Frame, Record
+from .events import Arrival, BackwardCall, Event, PeakName, Recorder, RecorderEvents, Settings, Start
+from .gradients import Call, PythonGradients
 from .masks import Excuses
 from .observe import call_values, completed_record, observe
-from .walk import call_leaves, is_container, leaves, spell_key
+from .walk import is_container, leaves, spell_key
 
 if TYPE_CHECKING:
     from .._C import CallRecorder
@@ -49,11 +50,21 @@ class _Node(NamedTuple):
     allow_inf: bool | Excuses
 
 
-class _Call(NamedTuple):
-    """A call under way, and the outputs that `add_output` gave it."""
+class _KeptStart:
+    """Start of a batch, kept by the graph of the batch. Refers weakly to the module: a model may keep its output."""
 
-    node: _Node
-    added: list[tuple[Role, str, Any]]
+    def __init__(self, start: Start) -> None:
+        self.began = time.monotonic()
+        self.module: Callable[[], nn.Module | None] = weakref.ref(cast(nn.Module, start.module))
+        self.start = start._replace(module=None)
+
+    def present(self) -> Start:
+        return self.start._replace(module=self.module(), elapsed=time.monotonic() - self.began)
+
+    def forget_call(self) -> None:
+        """Keep nothing of the call but its place among others."""
+        self.module = lambda: None
+        self.start = self.start._replace(args=(), kwargs=None, versions=[], extra=None)
 
 
 class _Thread(threading.local):
@@ -63,11 +74,48 @@ class _Thread(threading.local):
     recomputed = False
     recording = False  # a callback may call other modules: they are not recorded
     given: tuple[tuple[Any, ...], Any] = ((), None)
-    start: Start | None = None
-    began = 0.0
+    start: _KeptStart | None = None
 
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
+
+
+class PeakMagnitudes:
+    """The largest magnitude of each tensor of a batch, or of each gradient of several backwards."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self._batch = -1
+        self._values: dict[PeakName, float] = {}  # a name keeps its position
+        self._num_taken = 0  # names that were returned before
+
+    def add(self, frame: Frame, with_inputs: bool = True) -> None:
+        """Take the finite records of a frame: reports have the others. The forward of another batch begins anew."""
+        with self._lock:
+            if frame.phase == "forward" and frame.batch != self._batch:
+                self._begin(frame.batch)
+            self._batch = max(self._batch, frame.batch)
+            for record in frame.records:
+                if not record.isfinite or record.is_excused or (record.role == "input" and not with_inputs):
+                    continue
+                name = (frame.name, record.label, record.dtype)
+                if name in self._values or (len(self._values) < MAX_PEAKS and record.ends is not None):
+                    self._values[name] = max(self._values.get(name, 0.0), record.abs_max or 0.0)
+
+    def take(self) -> tuple[int, list[PeakName], bytes]:
+        """Return `(batch, new, values)`, and forget the peaks: `new` are the names that were not returned before.
+
+        `values` are float64 by name, in the order in which the names came, 0 for a name that the batch did not have.
+        The batch of gradients is the latest of theirs.
+        """
+        with self._lock:
+            batch, names, values = self._batch, list(self._values), array("d", self._values.values())
+            new, self._num_taken = names[self._num_taken :], len(names)
+            self._begin(-1)
+            return batch, new, values.tobytes()
+
+    def _begin(self, batch: int) -> None:
+        self._batch, self._values = batch, dict.fromkeys(self._values, 0.0)
 
 
 class _Subscription:
@@ -108,12 +156,13 @@ class PythonRecorder:
         self._frames: deque[Frame] = deque(maxlen=settings.max_frames)
         self._num_frames: dict[int, int] = {}  # by batch, of the latest ones
         self._called: set[str] = set()
+        self._peaks, self._gradient_peaks = PeakMagnitudes(self.lock), PeakMagnitudes(self.lock)
         self._thread = _Thread()
-        self._peaks: dict[
-            PeakName, float
-        ] = {}  # the largest magnitudes of a batch: a name keeps its position
-        self._peaks_batch = -1
-        self._num_taken = 0  # names that take_peaks has returned
+        self._ended_starts: list[weakref.ref[_KeptStart]] = []
+        self._gradients = gradients = PythonGradients(self)
+        self.settle, self.forget_gradients = gradients.finish_broken, gradients.release
+        self.finish_nonfinite_backward = gradients.finish_nonfinite
+        self.take_peaks, self.take_gradient_peaks = self._peaks.take, self._gradient_peaks.take
 
     # Settings, which a Watch makes
 
@@ -145,14 +194,14 @@ class PythonRecorder:
         self._subscriptions.append(_Subscription(events))
         return self._subscriptions[-1]
 
-    def _is_reported(self, event: Event) -> bool:
+    def has_subscription(self, event: Event) -> bool:
+        """Return whether somebody subscribes to the event."""
         return any(known.active and known.events & event for known in self._subscriptions)
 
     def _ignore(self, *_: object) -> None:
-        """Do nothing: this recorder has no cache, follows no backward, and calls `on_batch_start` for each batch."""
+        """Do nothing: this recorder has no cache, and calls `on_batch_start` for each batch."""
 
     watch_buffers = watch_name = forget_weights = forget_tensors = _ignore
-    settle = finish_nonfinite_backward = excuse_gradients = forget_gradients = forget_starts = _ignore
 
     # State and frames, which a Watch reads
 
@@ -194,29 +243,23 @@ class PythonRecorder:
 
     def start(self) -> Start | None:
         """Return the start of the batch under way in this thread."""
-        thread = self._thread
-        return (
-            None if thread.start is None else thread.start._replace(elapsed=time.monotonic() - thread.began)
-        )
+        return None if self._thread.start is None else self._thread.start.present()
 
     def ended_starts(self) -> list[Start]:
-        """Return the starts of ended batches of which a gradient may still come: none, as nothing follows them."""
-        return []
+        """Return the starts of ended batches of which a gradient may still come.
 
-    def take_peaks(self) -> tuple[int, list[PeakName], bytes]:
-        """Return `(batch, new, values)`, and forget the peaks: `new` are the names that were not returned before.
-
-        `values` are float64 by name, in the order in which the names came, 0 for a name that the batch did not have.
+        Of those before the latest batch only their numbers are kept.
         """
-        with self.lock:
-            batch, names, values = self._peaks_batch, list(self._peaks), array("d", self._peaks.values())
-            new, self._num_taken = names[self._num_taken :], len(names)
-            self._begin_peaks(-1)
-            return batch, new, values.tobytes()
+        return [kept.present() for kept in self._kept_starts()]
 
-    def take_gradient_peaks(self) -> tuple[int, list[PeakName], bytes]:
-        """Return those of the gradients since the last call: none."""
-        return -1, [], b""
+    def forget_starts(self) -> None:
+        """Forget the starts of ended batches."""
+        for kept in self._kept_starts():
+            kept.forget_call()
+        self._ended_starts = []
+
+    def _kept_starts(self) -> list[_KeptStart]:
+        return [kept for reference in self._ended_starts if (kept := reference()) is not None]
 
     def call_under_way(self) -> tuple[int, str, str] | None:
         """Return the batch, and name and class of the module, of this thread's innermost call if it is recorded."""
@@ -238,7 +281,7 @@ class PythonRecorder:
         if is_outermost:
             self._begin_batch(thread, module, args, kwargs or None)
             thread.given = (args, kwargs or None)
-        thread.calls.append(_Call(self._nodes[number], []))
+        thread.calls.append(Call(self._nodes[number], thread.calls[-1] if thread.calls else None))
         with self.lock:
             self.counters["calls"] += 1
         return is_outermost
@@ -282,47 +325,37 @@ class PythonRecorder:
             thread.recording = False
 
     def _record(
-        self, thread: _Thread, call: _Call, module: nn.Module, args: Any, kwargs: Any, output: Any
+        self, thread: _Thread, call: Call, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        node = call.node
+        node, call.start = call.node, thread.start
+        frame = Frame(thread.batch, node.name, type(module).__name__, (), "forward", thread.recomputed)
+        call.frame = frame
         try:
             values = call_values(self._settings, module, args, kwargs, output) + call.added
-            records = [
-                self.observe(x, label, role, node.allow_inf, thread.batch) for role, label, x in values
-            ]
+            call.added.clear()
+            records = [self.observe(x, label, role, node.allow_inf, frame.batch) for role, label, x in values]
+            if self._settings.gradients:
+                self._gradients.follow(call, values)
         except RecursionError:
             # The call itself was made: it needed less of the stack than its observation.
             records = [_NO_STACK]
-        class_name = type(module).__name__
-        frame = Frame(thread.batch, node.name, class_name, tuple(records), "forward", thread.recomputed)
+        frame = frame._replace(records=tuple(records))
         num_read = sum(record.isfinite is not None for record in records)
         with self.lock:
             self._append(frame)
-            self.counters["tensors"] += num_read
-            self.counters["tensors_read"] += num_read
+            self._count(num_read)
             self._called.add(frame.name)
             if frame.batch >= self.gathers_from and not frame.recomputed:
-                self._add_peaks(frame)
-        if self._is_reported(Event.FRAME) or frame.batch in self._settings.traced:
+                self._peaks.add(frame, self.gathers_inputs)  # an input counts at the module that made it
+        if self.has_subscription(Event.FRAME) or frame.batch in self._settings.traced:
             self.events.on_frame(frame)
         if any(record.is_fault for record in records):
-            caller = thread.calls[-1].node.name if thread.calls else None
+            caller = None if call.caller is None else call.caller.node.name
             self.events.on_nonfinite(frame, caller, *thread.given, False)
 
-    def _add_peaks(self, frame: Frame) -> None:
-        """Take the finite records of a frame: reports have the others. The forward of another batch begins anew."""
-        if frame.batch != self._peaks_batch:
-            self._begin_peaks(frame.batch)
-        for record in frame.records:
-            # An input counts at the module that made it.
-            is_left_out = record.is_excused or (record.role == "input" and not self.gathers_inputs)
-            name = (frame.name, record.label, record.dtype)
-            is_known = name in self._peaks or (len(self._peaks) < MAX_PEAKS and record.ends is not None)
-            if record.isfinite and is_known and not is_left_out:
-                self._peaks[name] = max(self._peaks.get(name, 0.0), record.abs_max or 0.0)
-
-    def _begin_peaks(self, batch: int) -> None:
-        self._peaks_batch, self._peaks = batch, dict.fromkeys(self._peaks, 0.0)
+    def _count(self, num_read: int) -> None:
+        self.counters["tensors"] += num_read
+        self.counters["tensors_read"] += num_read
 
     def _append(self, frame: Frame) -> None:
         self._frames.append(frame)
@@ -344,15 +377,15 @@ class PythonRecorder:
         is_traced = thread.batch in self._settings.traced
         extra = self.events.on_batch_start(thread.batch, is_traced, module, args, kwargs)
         if self.keeps_starts:
-            thread.start, thread.began = (
-                _start_of(thread.batch, module, args, kwargs, extra),
-                time.monotonic(),
-            )
+            is_function = hasattr(type(module), "is_watched_function")
+            for kept in () if is_function else self._kept_starts():
+                kept.forget_call()
+            thread.start = _KeptStart(Start.capture(thread.batch, is_function, module, args, kwargs, extra))
         self._threads_inside.add(threading.get_ident())
 
     def _end_batch(self, thread: _Thread, completed: bool) -> None:
         thread.given = ((), None)
-        is_reported = self._is_reported(Event.BATCH_END) or thread.batch >= self.gathers_from
+        is_reported = self.has_subscription(Event.BATCH_END) or thread.batch >= self.gathers_from
         error = None if completed else sys.exc_info()[1]
         try:
             if not thread.recomputed and (is_reported or not completed):
@@ -364,31 +397,47 @@ class PythonRecorder:
                 raise
         finally:
             self._threads_inside.discard(threading.get_ident())
-            thread.start = None
+            kept, thread.start = thread.start, None
+            if kept is not None:
+                nodes = kept.start.nodes[0], torch._C._autograd._get_sequence_nr()
+                kept.start = kept.start._replace(nodes=nodes)
+                if kept.start.grad:
+                    self._ended_starts = [*map(weakref.ref, self._kept_starts()), weakref.ref(kept)]
+
+    # Backwards and steps
+
+    def keep_backward(self, calls: list[BackwardCall], arrivals: list[Arrival], is_nonfinite: bool) -> None:
+        """Keep the frames of a backward that is over."""
+        if self.paused:
+            return
+        frames = [call.frame for call in calls]
+        with self.lock:
+            self._count(len(arrivals))
+            for frame in frames if self.gathers_gradient_peaks else ():
+                self._gradient_peaks.add(frame)
+        try:
+            for frame in frames:
+                if frame.batch in self._settings.traced:
+                    self.events.on_frame(frame)
+            if is_nonfinite:
+                self.events.on_backward_end(calls, arrivals)
+        finally:
+            with self.lock:
+                for frame in frames:
+                    self._append(frame)
 
     def add_frame(self, batch: int, node: int, records: list[Record]) -> None:
         """Keep a frame of an optimizer's step."""
         with self.lock:
             self._append(Frame(batch, *self._nodes[node][:2], tuple(records), "step"))
 
-
-def _start_of(
-    batch: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, extra: object
-) -> Start:
-    """Return the start of a batch that begins now, as csrc/recorder/batch_start.h makes it."""
-    leaves_of_call = call_leaves(args, kwargs or {}, objects=False)
-    # By the class alone: an object may say by its `__class__` that it is a tensor.
-    tensors = [x for _, x in leaves_of_call if issubclass(type(x), Tensor)]
-    with torch._C.DisableTorchFunction():  # no function mode of the user sees the reads
-        versions = [(x, x._version) for x in tensors if not x.is_inference()]
-    autocast = tuple(
-        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")
-    )
-    is_inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    nodes = (torch._C._autograd._get_sequence_nr(), -1)
-    is_function = hasattr(type(module), "is_watched_function")
-    state = (torch.get_rng_state(), autocast, is_inference, grad, versions)
-    return Start(batch, module, args, kwargs, *state, 0.0, nodes, is_function, extra)
+    def excuse_gradients(self, batches: Sequence[int], note: Note) -> None:
+        """Note on every non-finite gradient of these batches why it is meant."""
+        with self.lock:
+            for position, frame in enumerate(self._frames):
+                if frame.phase == "backward" and frame.batch in batches:
+                    records = [x._replace(note=note) if x.isfinite is False else x for x in frame.records]
+                    self._frames[position] = frame._replace(records=tuple(records))
 
 
 if _extension.C is not None:
@@ -398,11 +447,6 @@ if _extension.C is not None:
 def make_recorder(settings: Settings, events: RecorderEvents) -> Recorder:
     """Make the compiled recorder, or the Python one where there is none."""
     if _extension.C is None:
-        if settings.gradients:
-            warn_user(
-                "gradients are read only where a step is about to take them, and no backward is followed: that needs"
-                f" the compiled part of nanwatch, which is missing: {_extension.reason}"
-            )
         return cast(Recorder, PythonRecorder(settings, events))
     helpers: dict[str, Any] = {
         "observe": partial(observe, wanted=settings),

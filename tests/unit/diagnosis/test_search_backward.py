@@ -14,7 +14,7 @@ from nanwatch.numerics import _extension
 from nanwatch.report.finding import Finding
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
-from support.recorders import OF_GRADIENTS, watched
+from support.recorders import WITH_DEVICE, watched
 from support.training import assert_same_bits
 
 
@@ -47,7 +47,7 @@ def closure_of(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> 
     return closure
 
 
-@pytest.mark.parametrize("recorder", OF_GRADIENTS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_the_operation_behind_a_weights_gradient_is_found(recorder: str) -> None:
     """The frames are those of the one backward, and no weight changes."""
     model = nn.Sequential(Product())
@@ -68,7 +68,7 @@ def test_the_operation_behind_a_weights_gradient_is_found(recorder: str) -> None
     assert torch.equal(model[0].weight, torch.ones(2))
 
 
-@pytest.mark.parametrize("recorder", OF_GRADIENTS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_run_that_goes_on_is_as_it_was(recorder: str) -> None:
     """Told of it, the user drops the gradient: the weights are those of a run that had none, and no step is skipped."""
     reports: list[Report] = []
@@ -111,7 +111,7 @@ def test_hooks_and_other_watches_are_not_called_for_it() -> None:
     assert model[0].weight is optimizer.param_groups[0]["params"][0]
 
 
-@pytest.mark.parametrize("recorder", OF_GRADIENTS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_an_overflow_of_a_sum_with_both_signs_is_found(recorder: str) -> None:
     """The signs of inputs and gradients fit each other, so that all products of the sum are positive: from equal
     gradients it would be zero. A user's hook on the weight sees one backward.

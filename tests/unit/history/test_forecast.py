@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.history.forecast import Forecast, Forecaster
-from nanwatch.recording.events import Settings
-from nanwatch.recording.recorder import PythonRecorder
+from nanwatch.recording.recorder import PeakMagnitudes
 from nanwatch.records.record import Frame, Record
 
 END = 65504.0
@@ -26,15 +25,14 @@ class Fed:
     """A forecaster that gets the peaks of a recorder."""
 
     def __init__(self) -> None:
-        self.forecaster, self.recorder = Forecaster(), PythonRecorder(Settings(), mock.Mock())
-        self.recorder.gathers_inputs = True
+        self.forecaster, self.largest = Forecaster(), PeakMagnitudes(threading.RLock())
         self.is_due = self.forecaster.is_due
 
     def add(self, frame: Frame) -> None:
-        self.recorder._add_peaks(frame)
+        self.largest.add(frame)
 
     def end(self, batch: int) -> list[Forecast]:
-        gathered, names, values = self.recorder.take_peaks()
+        gathered, names, values = self.largest.take()
         self.forecaster.meet(names)
         forecast = self.forecaster.end(batch, values) if gathered == batch else None
         return [] if forecast is None else [forecast]

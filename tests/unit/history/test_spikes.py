@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.history.spikes import cause_of
+from nanwatch.recording.recorder import PythonRecorder
 from nanwatch.report.spike import Departure, SpikeReport
 from nanwatch.trace.picture import draw
 from support import watching
-from support.recorders import needs_native
 
 AT, STEPS = 60, 64
 
@@ -57,7 +57,6 @@ def train(
     return losses
 
 
-@needs_native
 def test_sample_with_a_bad_target_is_named_with_its_share(tmp_path: Path) -> None:
     net = model()
     with (
@@ -79,7 +78,6 @@ def test_sample_with_a_bad_target_is_named_with_its_share(tmp_path: Path) -> Non
     assert nanwatch.replay(folder / "capsule", model()).finding is None
 
 
-@needs_native
 @pytest.mark.parametrize("chosen", [(), (3,)])
 def test_trace_has_the_spike_at_the_tensor_that_shows_it(tmp_path: Path, chosen: tuple[int, ...]) -> None:
     """In a row without a range, in the batch of the spike; not in a trace of other batches."""
@@ -106,7 +104,6 @@ def test_trace_has_the_spike_at_the_tensor_that_shows_it(tmp_path: Path, chosen:
         assert f"weight ({found.summary})" in trace.report(AT).to_text(whole=True)
 
 
-@needs_native
 def test_training_computes_the_same() -> None:
     """The oracle is a run without a watch, spike included."""
     bare, watched = model(), model()
@@ -118,7 +115,6 @@ def test_training_computes_the_same() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@needs_native
 def test_evaluation_is_no_part_of_the_histories() -> None:
     net = model()
     with watching.watch(net, spikes=True) as watch:
@@ -129,7 +125,6 @@ def test_evaluation_is_no_part_of_the_histories() -> None:
     assert watch.spikes == ()
 
 
-@needs_native
 def test_learning_rate_that_jumps_is_named() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
@@ -174,7 +169,6 @@ def test_cause_is_the_first_signal_that_left_its_history(
     assert (kind, None if shown is None else f"{shown.module} {shown.label}") == (cause, first)
 
 
-@needs_native
 def test_nothing_of_the_graph_is_kept() -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -190,12 +184,10 @@ def test_nothing_of_the_graph_is_kept() -> None:
         assert [one() for one in kept] == [None, None, None]
 
 
-@needs_native
-def test_gradients_are_gathered_over_backwards() -> None:
+def test_both_recorders_gather_the_same_gradients() -> None:
     """The oracle is autograd: the largest magnitude of each weight's gradient."""
 
-    net = model()
-    with watching.watch(net, gradients=True) as watch:
+    def peaks(watch: nanwatch.Watch, net: nn.Module) -> list[tuple[tuple[str, str, str], float]]:
         watch._recorder.gathers_gradient_peaks = True
         for seed in (0, 1):  # what came since it was last taken
             drawn = torch.Generator().manual_seed(seed)
@@ -203,8 +195,13 @@ def test_gradients_are_gathered_over_backwards() -> None:
         batch, names, values = watch._recorder.take_gradient_peaks()
         assert batch == 1
         assert watch._recorder.take_gradient_peaks()[:2] == (-1, [])
-    peaks = torch.frombuffer(bytearray(values), dtype=torch.float64).tolist()
-    largest_of = dict(zip(names, peaks, strict=True))
+        return list(
+            zip(names, torch.frombuffer(bytearray(values), dtype=torch.float64).tolist(), strict=True)
+        )
+
+    net = model()
+    with watching.watch(net, gradients=True) as watch:
+        found = dict(peaks(watch, net))
     expected: dict[str, Tensor] = {}
     for seed in (0, 1):
         net.zero_grad()
@@ -214,4 +211,10 @@ def test_gradients_are_gathered_over_backwards() -> None:
             expected[name] = torch.maximum(expected.get(name, torch.zeros(())), x.grad.abs().max())
     for name, largest in expected.items():
         module, _, label = name.rpartition(".")
-        assert largest_of[module, f"{label}.grad", "float32"] == largest.item()
+        assert found[module, f"{label}.grad", "float32"] == largest.item()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanwatch.numerics._extension.C", None)
+        other = model()
+        with watching.watch(other, gradients=True) as watch:
+            assert isinstance(watch._recorder, PythonRecorder)
+            assert dict(peaks(watch, other)) == found

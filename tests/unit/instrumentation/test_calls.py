@@ -17,7 +17,6 @@ from nanwatch.instrumentation.calls import _watched_call
 from nanwatch.instrumentation.slot import attach
 from nanwatch.recording.events import Event, Settings
 from nanwatch.recording.recorder import make_recorder
-from support.recorders import needs_native
 
 
 class Odd(BaseException):
@@ -170,7 +169,7 @@ def test_what_the_listener_raises_the_call_raises(method: str, kind: type[BaseEx
     stand.assert_as_ever()
 
 
-@needs_native
+@pytest.mark.usefixtures("each_recorder")
 def test_ctrl_c_in_a_backward_ends_it() -> None:
     """KeyboardInterrupt out of our own Python code reaches the user."""
     model = nn.Linear(2, 2)

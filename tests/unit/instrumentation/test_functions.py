@@ -86,7 +86,6 @@ def test_a_span_after_the_model_and_as_a_decorator(recorder: str) -> None:
             seen(out / 0)
 
 
-@needs_native
 def test_the_gradients_of_a_loss() -> None:
     """A loss has gradients like a module, and its own call is run again to find the operation of its backward."""
     model = nn.Linear(2, 2)

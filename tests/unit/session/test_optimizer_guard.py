@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.watch import Watch
 from support.gradient_models import Narrow, Sick
-from support.recorders import OF_GRADIENTS, WITH_DEVICE, needs_native, watched
+from support.recorders import WITH_DEVICE, watched
 from support.training import assert_same_bits
 from support.watching import watch
 
@@ -43,7 +43,7 @@ def collected() -> None:
 
 @pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("kind", KINDS, ids=HOWS)
-@pytest.mark.parametrize("recorder", OF_GRADIENTS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_steps_that_a_scaler_skips_are_counted(recorder: str, kind: dict[str, Any]) -> None:
     """No error; each has its scale before and after, also in the frames; the run counts as finite."""
     model = Narrow()
@@ -68,7 +68,6 @@ def test_steps_that_a_scaler_skips_are_counted(recorder: str, kind: dict[str, An
 
 
 @pytest.mark.usefixtures("collected")
-@needs_native
 def test_the_step_after_the_last_allowed_skip_is_a_failure() -> None:
     """max_skipped_steps=2: the third bad backward in a row raises, with the finding, the weights as they were."""
     model = Narrow()
@@ -83,7 +82,6 @@ def test_the_step_after_the_last_allowed_skip_is_a_failure() -> None:
     assert_same_bits(model.state_dict(), before)
 
 
-@needs_native
 def test_a_scaler_that_is_given_is_asked_where_there_are_several() -> None:
     """With two scalers in use none is guessed; `scaler` names it."""
     other = torch.amp.GradScaler("cpu")
@@ -97,7 +95,7 @@ def test_a_scaler_that_is_given_is_asked_where_there_are_several() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=HOWS)
-@pytest.mark.parametrize("recorder", OF_GRADIENTS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_step_that_would_take_a_bad_gradient_is_stopped(recorder: str, kind: dict[str, Any]) -> None:
     """Raised by the step, once, weights and optimizer state to the bit as they were; clean steps are made."""
     model = nn.Sequential(Sick())
@@ -196,7 +194,6 @@ def test_what_a_step_takes_is_read_whoever_wrote_it(recorder: str) -> None:
         assert all(map(torch.equal, before, (*model.parameters(), temperature)))
 
 
-@needs_native
 def test_the_step_of_another_optimizer_is_made() -> None:
     """Two models, two optimizers, one watch: what is wrong in one holds up its own step alone."""
     model = nn.ModuleDict({"sick": Sick(), "well": nn.Linear(3, 1)})
@@ -210,7 +207,6 @@ def test_the_step_of_another_optimizer_is_made() -> None:
     assert not torch.equal(model["well"].weight, before)
 
 
-@needs_native
 def test_what_the_user_mends_or_drops_is_no_failure() -> None:
     """Gradients made finite before the step pass, the 1st, 2nd and 4th with a line; a step left out is skipped."""
     model = nn.Sequential(Sick())
@@ -251,7 +247,7 @@ def test_a_closure_is_stopped_before_its_step_changes_a_weight() -> None:
     assert not model[0].weight.any()
 
 
-@pytest.mark.parametrize("recorder", OF_GRADIENTS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_an_optimizer_that_steps_inside_the_backward_is_stopped(recorder: str) -> None:
     """One optimizer a weight, stepping as soon as the gradient is there."""
     model = nn.Sequential(Sick())
@@ -263,7 +259,7 @@ def test_an_optimizer_that_steps_inside_the_backward_is_stopped(recorder: str) -
     assert not model[0].weight.any()
 
 
-@pytest.mark.parametrize("recorder", OF_GRADIENTS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_weights_that_are_moved_by_hand_lead_back_to_the_backward(recorder: str) -> None:
     """No optimizer: the next forward meets a bad weight, and the report is that of the backward that made it so."""
     model = nn.Sequential(Sick())
@@ -278,7 +274,6 @@ def test_weights_that_are_moved_by_hand_lead_back_to_the_backward(recorder: str)
     assert (finding.phase, finding.batch, finding.label) == ("backward", 0, "weight.grad")
 
 
-@needs_native
 def test_the_other_ways_to_act() -> None:
     """warn warns, record records, a callable is called: at the step, once, and the step is made."""
     called: list[Report] = []

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, Report
-from support.recorders import needs_native
 from support.toys import Root
 from support.watching import watch
 
-pytestmark = needs_native
+pytestmark = pytest.mark.usefixtures("each_recorder")
 
 
 def model_at_zero() -> nn.Sequential:

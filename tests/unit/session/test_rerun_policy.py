@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch import NonFiniteError, watch
-from support.recorders import needs_native
 
-pytestmark = needs_native
+pytestmark = pytest.mark.usefixtures("each_recorder")
 
 
 class Root(nn.Module):
