@@ -50,8 +50,7 @@ class CheckpointGuard:
         self._reports = reports
         self._failures = failures
         self._raises = reports.options.on_nonfinite == "raise"
-        self.keeps = False
-        self._has_warned = False
+        self.keeps = False  # the older checkpoints, because the newest is not finite
         # Infinities that the model began with are meant: a buffer for a running minimum, a bias that masks.
         self._meant: set[str] = set()
         with suppressing("the infinities that a model began with could not be read"), only_our_dispatch():
@@ -64,30 +63,19 @@ class CheckpointGuard:
         """Guard no more saves."""
         self._handles.remove()
 
-    def examine(self, save: Save) -> list[Record] | None:
-        """Return the records of what is not finite in it and is the watched model's. Warn once of anything else."""
-        faults, foreign = list[Record](), list[Record]()
+    def examine(self, save: Save) -> list[Record]:
+        """Return the records of what is not finite in it and is the watched model's."""
+        faults = list[Record]()
         with suppressing("a checkpoint could not be read"), only_our_dispatch(), torch.no_grad():
             tensors = [(keys, x) for keys, x in tensors_in(save.content) if holds_fractions(x)]
             bad = {id(x) for x in nonfinite(x for _, x in tensors)}
             owned = [*self._model_tensors(), *self._states()] if bad else []
             for keys, x in tensors:
-                if id(x) not in bad:
-                    continue
-                if (owner := _owner(owned, keys, x)) is None:
-                    foreign.append(observe(x, ".".join(keys), "buffer"))
-                else:
+                if id(x) in bad and (owner := _owner(owned, keys, x)) is not None:
                     label = owner.name if _storage(owner.tensor) == _storage(x) else ".".join(keys)
                     allows_inf = owner.allows_inf or owner.name in self._meant
                     faults.append(observe(x, label, owner.role, allows_inf))
-        faults, foreign = ([record for record in records if record.is_fault] for records in (faults, foreign))
-        if foreign and not faults and not self._has_warned:
-            self._has_warned = True
-            warn_user(
-                f"{save.function} was given {_named(foreign)}, of no weight of the watched model nor a state of its"
-                " optimizer: it is saved as asked"
-            )
-        return faults or None
+        return [record for record in faults if record.is_fault]
 
     def wrote(self, save: Save) -> None:
         """Let older checkpoints be deleted again once a good one of the model is written."""
@@ -98,21 +86,20 @@ class CheckpointGuard:
     def divert(self, save: Save, records: list[Record]) -> Any:
         """Save beside the name that was asked for, and act on the failure."""
         text = f"{save.function} was given {_named(records)}"
-        result = None
         if save.is_joint:
             error = save.refuse_on_all_ranks(text)
             self._act(save, records, f"{text}: no rank writes it")
             return self.refused(save, error)
-        if (path := save.path) is None and self._raises:
+        result = None
+        if save.path is not None:
+            result = save.write(beside := save.beside(save.path))
+            self.keeps = True
+            text += f": the checkpoint is in {beside}, and {save.path} is untouched"
+        elif self._raises:
             text += ", and wrote nothing: an open file has no other name"
-        elif path is None:
+        else:
             result = save.write()
             text += ", and wrote it: an open file has no other name"
-        else:
-            beside = save.beside(path)
-            result = save.write(beside, now=self._raises)
-            self.keeps = True
-            text += f": the checkpoint is in {beside}, and {path} is untouched"
         self._act(save, records, text)
         return result
 
@@ -139,11 +126,11 @@ class CheckpointGuard:
         model = self._reports.model()
         for member in () if model is None else named_modules(model):
             allowed = self._reports.options.allows("inf", member.name)
-            weights, buffers = list(member.module._parameters.items()), list(member.module._buffers.items())
-            for number, (key, x) in enumerate([*weights, *buffers]):
-                if x is not None:
-                    name = f"{member.name}.{key}" if member.name else key
-                    yield _Owned(name, "weight" if number < len(weights) else "buffer", x, allowed)
+            kinds: tuple[tuple[Role, Any], ...] = ("weight", "_parameters"), ("buffer", "_buffers")
+            for role, attribute in kinds:
+                for key, x in [*getattr(member.module, attribute).items()]:
+                    if x is not None:
+                        yield _Owned(f"{member.name}.{key}".removeprefix("."), role, x, allowed)
 
     def _states(self) -> Iterator[_Owned]:
         """Yield the states of all optimizers that have a parameter of the model, and of the one in the options."""

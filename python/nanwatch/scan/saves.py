@@ -27,7 +27,7 @@ import torch
 import torch.distributed
 
 from ..numerics.formats import SAFETENSORS
-from ..util.imports import WhenImported, when_imported
+from ..util.imports import when_imported
 from ..util.visible import suppressed
 
 
@@ -43,18 +43,16 @@ class Seam(NamedTuple):
     is_folder: bool = False
 
 
-_DCP = "torch.distributed.checkpoint"
-_SAVER = f"{_DCP}.state_dict_saver"
+_SAVER = "torch.distributed.checkpoint.state_dict_saver"
 _LIGHTNING = ("lightning.fabric.plugins.io.torch_io", "lightning_fabric.plugins.io.torch_io")
 _SEAMS = (
     Seam("torch.serialization", "save", "torch.save", "obj", "f", ("torch",)),
     Seam("safetensors.torch", "serialize_file", "safetensors", "tensor_dict", "filename"),
     # By itself, because it makes another error of each ValueError.
     Seam("safetensors.torch", "save_model", "safetensors", "model", "filename"),
-    *(
-        Seam(_SAVER, name, f"{_DCP}.{name}", "state_dict", "checkpoint_id", (_DCP,), is_folder=True)
-        for name in ("save", "async_save")
-    ),
+    # `async_save` calls it too, in a thread.
+    Seam(_SAVER, "save", "torch.distributed.checkpoint.save", "state_dict", "checkpoint_id",
+         ("torch.distributed.checkpoint",), is_folder=True),
     # Whole, because a model of several files is one checkpoint, and the files of the one before are deleted first.
     Seam("transformers.modeling_utils", "PreTrainedModel.save_pretrained", "save_pretrained", "state_dict",
          "save_directory", is_folder=True),
@@ -74,6 +72,11 @@ class Save:
         self._bound = bound
         self._original = original
         self.function = seam.called
+        place = bound.arguments.get(seam.place)
+        if place is None:
+            place = getattr(bound.arguments.get("storage_writer"), "path", None)
+        # None for an open file and for a storage of the user's own.
+        self.path = os.fsdecode(place) if isinstance(place, str | os.PathLike) else None
 
     @property
     def content(self) -> Any:
@@ -84,23 +87,11 @@ class Save:
         return self._bound.arguments.get("self") if content is None else content
 
     @property
-    def path(self) -> str | None:
-        """Where it goes; None for an open file and for a storage of the user's own."""
-        place = self._bound.arguments.get(self._seam.place)
-        if place is None:
-            place = getattr(self._bound.arguments.get("storage_writer"), "path", None)
-        return os.fsdecode(place) if isinstance(place, str | os.PathLike) else None
-
-    @property
     def is_left_alone(self) -> bool:
-        """Whether no guard reads it: it goes beside a good one already, or another call that is guarded makes it."""
-        kind = self._bound.arguments.get("async_checkpointer_type")
-        is_in_thread = self._seam.name == "async_save" and getattr(kind, "value", "thread") == "thread"
-        return (
-            _MARK in os.path.basename((self.path or "").rstrip("/"))
-            or (is_in_thread and self.is_joint)  # a thread calls `save` soon, where other ranks wait for it
-            or (self.path is None and isinstance(self.content, torch.Tensor))  # DCP writes each tensor so
-        )
+        """Whether no guard reads it: it goes beside a good one already, or is one tensor of many of DCP."""
+        if self.path is None:
+            return isinstance(self.content, torch.Tensor)
+        return _MARK in os.path.basename(self.path.rstrip("/"))
 
     @property
     def is_joint(self) -> bool:
@@ -117,8 +108,8 @@ class Save:
         stem, ending = (path.rstrip("/"), "") if self._seam.is_folder else os.path.splitext(path)
         return f"{stem}{_MARK}{ending}"
 
-    def write(self, path: str | None = None, *, now: bool = False, **changed: Any) -> Any:
-        """Save as asked, or to another path, past all guards. `now`: return only when it is written."""
+    def write(self, path: str | None = None, **changed: Any) -> Any:
+        """Save as asked, or to another path, past all guards."""
         bound = copy.copy(self._bound)
         bound.arguments = {**bound.arguments, **changed}
         if path is not None:
@@ -127,10 +118,7 @@ class Save:
                 bound.arguments["storage_writer"] = copy.copy(writer)  # it would remember the path
         token = _is_saving.set(True)
         try:
-            result = self._original(*bound.args, **bound.kwargs)
-            if now and self._seam.name == "async_save":
-                getattr(result, "upload_completion", result).result()
-            return result
+            return self._original(*bound.args, **bound.kwargs)
         finally:
             _is_saving.reset(token)
 
@@ -142,10 +130,8 @@ class Save:
             raise CheckpointRefusedError(reason)
 
         planner: Any = DefaultSavePlanner()
-        planner.set_up_planner = (
-            refuse  # the other ranks wait, and only an error of the save itself reaches them
-        )
-        try:
+        planner.set_up_planner = refuse
+        try:  # the other ranks wait, and only an error of the save itself reaches them
             self.write(planner=planner)
         except BaseException as error:  # CheckpointException is no Exception
             if _is_refusal(error):
@@ -182,8 +168,7 @@ def _is_refusal(error: BaseException) -> bool:
 _is_saving = ContextVar("nanwatch.is_saving", default=False)  # a save calls further guarded functions
 _changing = threading.RLock()  # reentrant: the garbage collector may remove a guard anywhere
 _guards: list[weakref.ref[Any]] = []  # of CheckpointGuards
-_waiting: list[WhenImported] = []
-_replaced: list[tuple[list[Any], str, Any, Any]] = []  # places, name, what is there, what was there
+_undo: list[Callable[[], object]] = []
 
 
 def guard(added: Any) -> SimpleNamespace:
@@ -196,16 +181,15 @@ def guard(added: Any) -> SimpleNamespace:
         _guards.append(reference)
         if len(_guards) == 1:
             for seam in _SEAMS:
-                waiting = when_imported(seam.module, functools.partial(_replace, seam))
-                if waiting is not None:
-                    _waiting.append(waiting)
+                if (waiting := when_imported(seam.module, functools.partial(_replace, seam))) is not None:
+                    _undo.append(waiting.cancel)
 
     def remove() -> None:
         with _changing:
             if reference in _guards:
                 _guards.remove(reference)
-                if not _guards:
-                    _put_back()
+            while _undo and not _guards:
+                _undo.pop()()
 
     return SimpleNamespace(remove=remove)
 
@@ -223,26 +207,18 @@ def _replace(seam: Seam) -> None:
         original = vars(places[0])[name]
         function = _guarded(seam, original) if seam.called else _removing(original)
         with _changing:
-            if not _guards:
-                return
-            for place in places:
+            for place in places if _guards else ():
                 if vars(place).get(name) is original:
                     setattr(place, name, function)
-            _replaced.append((places, name, function, original))
+                    _undo.append(functools.partial(_put_back, place, name, function, original))
     except Exception:  # another version of the library
         suppressed(f"{seam.module}.{seam.name} could not be guarded")
 
 
-def _put_back() -> None:
-    for waiting in _waiting:
-        waiting.cancel()
-    for places, name, function, original in _replaced:
-        for place in places:
-            # Another library may have put its own function over this one, which then stays and guards nothing.
-            if vars(place).get(name) is function:
-                setattr(place, name, original)
-    _waiting.clear()
-    _replaced.clear()
+def _put_back(place: Any, name: str, function: Any, original: Any) -> None:
+    # Another library may have put its own function over this one, which then stays and guards nothing.
+    if vars(place).get(name) is function:
+        setattr(place, name, original)
 
 
 def _guarded(seam: Seam, original: Any) -> Any:
@@ -257,8 +233,8 @@ def _guarded(seam: Seam, original: Any) -> Any:
         if bound is None or (call := Save(seam, bound, original)).is_left_alone:
             return original(*args, **kwargs)
         for member in guards:
-            if (fault := member.examine(call)) is not None:
-                return member.divert(call, fault)
+            if faults := member.examine(call):
+                return member.divert(call, faults)
         try:
             result = call.write()
         except BaseException as error:
