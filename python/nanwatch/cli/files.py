@@ -183,7 +183,6 @@ examples:
   nanwatch scan model.safetensors
   nanwatch scan checkpoints/step-1000
   nanwatch scan hf/model.safetensors.index.json --against converted.gguf
-  nanwatch scan model.safetensors --to float16,mxfp8 --json
 """
 
 
@@ -196,14 +195,13 @@ def scan_main(arguments: list[str]) -> int:
     parser = command_parser("scan", description, _SCAN)
     parser.add_argument("files", metavar="FILE", nargs="+", help="the files of one checkpoint, or its folder")
     parser.add_argument(
-        "--against", metavar="OTHER", help="tell which tensors of this checkpoint differ, and how far"
-    )
-    parser.add_argument(
-        "--to", metavar="FORMATS", help="try these number formats on each matrix, such as float16,mxfp8"
+        "--against",
+        metavar="OTHER",
+        help="what became of FILE, the original, such as a conversion: tell which tensors differ, and how far",
     )
 
     def find(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
-        result = scan(*options.files, against=options.against, to=options.to or (), tell=tell)
+        result = scan(*options.files, against=options.against, tell=tell)
         status = int(not result.is_faithful) if result.is_checked else 2
         return result, status if result.is_sound else 3
 

@@ -26,14 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ..numerics._fingerprint import BLOCK
 from ..util.imports import needed
 from ..util.modules import each_module
 from ..util.visible import near, spell
 from .result import Problem
 
-PART = 4 << 20  # bytes: a call of a kernel costs nothing beside it, and all threads together stay small
-_MOST_HEADER = 100 << 20  # bytes; safetensors accepts no more
 _SUFFIXES = (".safetensors", ".gguf", ".npz", ".npy", ".pt", ".pth", ".bin", ".ckpt")
 _READS = "safetensors, GGUF, NumPy and torch.save, an index of such files, a folder of them or of DCP"
 _INDEX, _METADATA = ".index.json", ".metadata"
@@ -56,18 +53,16 @@ class Stored(NamedTuple):
     shape: tuple[int, ...] = ()
     regions: tuple[range, ...] = ()
 
-    def parts(self, x: Tensor, step: int | None = None) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def parts(self, x: Tensor, step: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the parts of the loaded tensor in C order: the first element's number, the bytes, and the elements.
 
-        A part has `step` elements. The default is about PART, and whole blocks of a fingerprint. The mapped pages of a
-        file leave this process's memory after each part.
+        A part has `step` elements: a power of two from 2**13 on gives whole blocks of GGUF and of a fingerprint. The
+        mapped pages of several parts leave this process's memory after each.
         """
         flat = x.detach().reshape(-1)
         if flat.dtype is torch.bool:
             flat = flat.view(torch.uint8)  # a file may have any byte there
         elements, width = (1, 1) if self.encoding is None else _gguf().GGML_QUANT_SIZES[self.encoding]
-        if step is None:
-            step = PART // flat.element_size() if self.encoding is None else BLOCK * elements
         length = step // elements * width
         for start in range(0, len(flat), length):
             raw = flat[start : start + length]
@@ -123,23 +118,20 @@ def _fault(path: Path, text: str) -> Problem:
 def _index(path: Path) -> Entries:
     """Open the files that an index of transformers names. The tensors that they lack are lost."""
     try:
-        file_names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted({str(file) for file in file_names.values()})
+        file_of = {name: str(file) for name, file in json.loads(path.read_bytes())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of a checkpoint: {spell(error)}") from None
-    names = set(file_names)
-    for file in files:
-        if Path(file).name != file:
-            yield _fault(path, f"it names a file outside its folder: {file[:80]!r}")
-        elif not (path.parent / file).is_file():
-            yield _fault(path, f"missing: {file}")
-        else:
-            for entry in _file(path.parent / file):
-                if isinstance(entry, Stored):
-                    names.discard(entry.name)
-                yield entry
+    names = {*file_of}
+    for file in sorted({*file_of.values()}):
+        if Path(file).name != file or not (path.parent / file).is_file():
+            yield _fault(path, f"it names {file[:80]!r}, which is not in its folder")
+            continue
+        for entry in _file(path.parent / file):
+            if isinstance(entry, Stored):
+                names.discard(entry.name)
+            yield entry
     for name in sorted(names):
-        yield Stored(name, path, lost=f"{str(file_names[name])[:80]} does not have it")
+        yield Stored(name, path, lost=f"{file_of[name][:80]} does not have it")
 
 
 def _file(path: Path) -> Entries:
@@ -164,7 +156,10 @@ def _reader(head: bytes, suffix: str) -> Callable[[Path], Entries] | None:
         return _numpy_file
     if head[8:9] == b"{":  # before the next: a header of 640 bytes begins as a pickle does
         return _safetensors_file
-    return _torch_file if head.startswith((b"PK\x03\x04", b"\x80")) else None
+    if head.startswith((b"PK\x03\x04", b"\x80")):
+        # The format before PyTorch 1.6 is no archive and cannot be mapped.
+        return partial(_torch_file, is_mapped=head.startswith(b"PK"))
+    return None
 
 
 def _guarded(reader: Callable[[Path], Entries], path: Path) -> Entries:
@@ -197,27 +192,9 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _safetensors_file(path: Path) -> Entries:
-    library: Any = needed("safetensors", f"{path.name}", "scan")
-    try:
-        opened = library.safe_open(path, framework="pt")
-    except Exception as error:
-        yield _fault(path, f"it cannot be read: {spell(error)}")
-        yield from (Stored(name, path, lost="it is cut off") for name in _cut_names(path))
-        return
+    opened = needed("safetensors", path.name, "scan").safe_open(path, framework="pt")
     names, regions = [*opened.keys()], _regions(path)
     yield from (Stored(name, path, partial(opened.get_tensor, name), regions=regions) for name in names)
-
-
-def _cut_names(path: Path) -> list[str]:
-    """Return the tensors whose bytes the file does not have, by its header: safetensors itself opens no such file."""
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(min(size, _MOST_HEADER)))
-        left = path.stat().st_size - size - 8
-        return [name for name, entry in header.items() if entry.get("data_offsets", (0, 0))[1] > left]
-    except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
-        return []
 
 
 # NumPy's arrays and scalars lie in many checkpoints, and making them runs no code of the file.
@@ -230,27 +207,19 @@ _NUMPY: list[Any] = [
 ]  # fmt: skip
 
 
-def _torch_file(path: Path) -> Entries:
-    with path.open("rb") as file:
-        is_archive = file.read(1) == b"P"  # the format before PyTorch 1.6 cannot be mapped
+def _torch_file(path: Path, *, is_mapped: bool) -> Entries:
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(_NUMPY):
             warnings.simplefilter("ignore")
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError as error:
-        reason = re.search(r"GLOBAL (\S+)|WeightsUnpickler error: .{,200}", str(error))
-        why = (
-            spell(error) if reason is None else f"a load would import {reason[1]}" if reason[1] else reason[0]
-        )
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        why = f"a load would import {refused[1]}" if refused else spell(error)
         yield Problem("not checked", False, f"{path}: it is refused: {why}")
         return
-    regions, names = _regions(path), set[str]()
+    regions = _regions(path)
     for keys, x in tensors_in(content):
-        name = ".".join(keys) or "tensor"
-        while name in names:
-            name += "'"
-        names.add(name)
-        yield Stored(name, path, partial(_same, x), regions=regions)
+        yield Stored(".".join(keys) or "tensor", path, partial(_same, x), regions=regions)
 
 
 def _numpy_file(path: Path) -> Entries:

@@ -11,7 +11,7 @@ from ..numerics.formats import BY_NAME, TensorHealth
 from ..util.reading import plain
 from ..util.visible import first_few, visible, without_wrappers
 
-SCHEMA, VERSION = "nanwatch.scan", 4
+SCHEMA, VERSION = "nanwatch.scan", 5
 _MOST_LINES = 10  # of one kind in the text
 _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
 
@@ -63,11 +63,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Tensor of two checkpoints: its name in the first, and in the other; "" where it has none.
+    """Tensor of two checkpoints: its name in the original, and in the other; "" where it has none.
 
     `kind` is "equal" (to the bit), "converted" (each element is the nearest in the narrower format), "changed",
     "missing there", "only there", or "not compared" with the reason in `text`. `relative` is the norm of the difference
-    by that of the first, `largest` the largest difference of an element, at number `at` in C order.
+    by that of the original, `largest` the largest difference of an element, at number `at` in C order.
     """
 
     name: str
@@ -82,22 +82,16 @@ class Change:
         names = " -> ".join(dict.fromkeys(name for name in (self.name, self.other) if name))
         return f"{names} ({self.text})" if self.text else names
 
-    @property
-    def is_renamed(self) -> bool:
-        """Whether the other checkpoint has it under another name, for which no wrapper of the model accounts."""
-        return self.kind == "equal" and without_wrappers(self.name) != without_wrappers(self.other)
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Scan:
-    """Result of `nanwatch.scan`: `changes` from the checkpoint `against`, formats of `to` that no matrix leaves."""
+    """Result of `nanwatch.scan`: `changes` are from the checkpoint in `paths`, the original, to `against`."""
 
     paths: tuple[str, ...]
     against: str | None
     tensors: tuple[TensorScan, ...]
     problems: tuple[Problem, ...]
     changes: tuple[Change, ...] = ()
-    fitting: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return self.to_text()
@@ -130,23 +124,18 @@ class Scan:
         verdict = f"{faults} fault{'s' * (faults > 1)}" if faults else "sound"
         if not faults and not self.is_checked:
             verdict = "nothing was checked"
-        lines = [
-            f"{', '.join(self.paths)}: {verdict}" + (f", {unread} tensors not checked" if unread else ""),
-            self._amount(),
-        ]
+        not_checked = f", {unread} tensors not checked" if unread else ""
+        lines = [f"{', '.join(self.paths)}: {verdict}{not_checked}", self._amount()]
         for title, is_fault in (("Faults", True), ("Worth a look", False)):
-            kinds: dict[str, list[str]] = {}
+            by_kind: dict[str, list[str]] = {}
             for problem in self.problems:
                 if problem.is_fault is is_fault:
                     names = f"{first_few(problem.tensors)}: " if problem.tensors else ""
-                    kinds.setdefault(problem.kind, []).append(names + problem.text)
-            lines += ["", f"{title}:"] if kinds else []
-            for kind, texts in kinds.items():
-                lines += _first([f"  {kind:<12} {text}" for text in texts])
-        if self.fitting:
-            lines += ["", f"No matrix leaves {', '.join(self.fitting)}."]
+                    by_kind.setdefault(problem.kind, []).append(f"  {problem.kind:<12} {names}{problem.text}")
+            lines += ["", f"{title}:"] if by_kind else []
+            lines += [line for texts in by_kind.values() for line in _shortened(texts)]
         if self.against is not None:
-            lines += ["", *self._change_lines()]
+            lines += ["", *self._change_lines(self.against)]
         return "\n".join(map(visible, lines))
 
     def _amount(self) -> str:
@@ -156,32 +145,32 @@ class Scan:
         unit, name = next((pair for pair in _UNITS if size >= pair[0]), _UNITS[-1])
         return f"{len(self.tensors):,} tensors, {size / unit:.3g} {name}" + (f" ({named})" if named else "")
 
-    def _change_lines(self) -> Iterator[str]:
-        """Yield the verdict, the largest changes, and what has another name or none."""
+    def _change_lines(self, against: str) -> Iterator[str]:
+        """Yield which side is the original, the verdict, the largest changes, and what has another name or none."""
         counts = Counter(change.kind for change in self.changes)
         listed = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
-        verdict = "faithful" if self.is_faithful else "not the same"
-        yield f"Against {self.against}: {verdict}: {listed or 'nothing to compare'}"
-        compared = [
-            change for change in self.changes if change.kind in ("converted", "changed", "not compared")
-        ]
+        yield f"Original: {', '.join(self.paths)}. What became of it: {against}."
+        yield f"{'Faithful' if self.is_faithful else 'Not the same'}: {listed or 'nothing to compare'}"
+        kinds = ("converted", "changed", "not compared")
+        compared = [change for change in self.changes if change.kind in kinds]
         if compared:
             yield from ("", f"  {'relative':>9} {'largest':>9} {'kind':>12}  tensor")
-        compared.sort(key=lambda change: -change.relative)
-        yield from _first(
-            [
-                f"  {change.relative:>9.3g} {change.largest:>9.3g} {change.kind:>12}  {change}"
-                for change in compared
-            ]
+        rows = (
+            f"  {change.relative:>9.3g} {change.largest:>9.3g} {change.kind:>12}  {change}"
+            for change in sorted(compared, key=lambda change: -change.relative)
         )
-        for words in ("equal under other names", "missing there", "only there"):
-            names = [str(change) for change in self.changes if change.kind == words]
-            if words.startswith("equal"):
-                names = [str(change) for change in self.changes if change.is_renamed]
-            if names:
-                yield f"  {words}: {first_few(names)}"
+        yield from _shortened([*rows])
+        equal = [change for change in self.changes if change.kind == "equal"]
+        renamed = [x for x in equal if without_wrappers(x.name) != without_wrappers(x.other)]
+        for words, changes in (
+            ("equal under other names", renamed),
+            ("in the original only", [change for change in self.changes if change.kind == "missing there"]),
+            (f"in {against} only", [change for change in self.changes if change.kind == "only there"]),
+        ):
+            if changes:
+                yield f"  {words}: {first_few([*map(str, changes)])}"
 
 
-def _first(lines: list[str]) -> list[str]:
+def _shortened(lines: list[str]) -> list[str]:
     left = len(lines) - _MOST_LINES
     return [*lines[:_MOST_LINES], *([f"    and {left:,} more (--json has them all)"] if left > 0 else [])]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
-from itertools import chain, islice
+from contextlib import nullcontext, suppress
+from itertools import islice
 from math import isinf
 from os import PathLike
 from pathlib import Path
@@ -19,48 +19,41 @@ from torch import Tensor
 
 from ..history.suspicion import apart_from_siblings
 from ..numerics import _extension
-from ..numerics.block_fit import BLOCKS_BY_NAME, BlockFit
-from ..numerics.fit import FORMATS, would_fit
 from ..numerics.formats import BY_NAME, TensorHealth, limits
 from ..numerics.ranges import PartialHealth, health_of, tensor_health
-from ..numerics.readable import dtype_name, type_name, unreadable
+from ..numerics.readable import dtype_name, is_plain, type_name, unreadable
 from ..util.progress import Tell, silent
 from ..util.visible import spell
 from .against import Member, compare
-from .files import PART, Stored, open_checkpoint
+from .files import Stored, open_checkpoint
 from .result import Change, Problem, Scan, TensorScan
 
+PART = 1 << 20  # elements: a call of a kernel costs nothing beside it, and all threads together stay small
 _MANY_ZEROS, _MANY_ENCODED_ZEROS = 0.1, 0.25  # blocks of 4 bits make up to 17 % of random numbers zero
 _MANY_SUBNORMALS = 0.01
-_MANY_FLUSHED = {True: 0.25, False: 0.01}  # share that becomes zero in a format with blocks, and without
 _SHOWN = 5  # dead rows whose numbers are kept
 _CASTS = ("float16", "bfloat16")
-_TARGETS = (*FORMATS, *BLOCKS_BY_NAME)
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MOST_THREADS = 16  # more are no faster, and each has 4 MiB of the file in memory
+_MOST_THREADS = 16  # more are no faster, and each has a part in memory
 _MOST_AT_A_TIME = 8  # tensors that a thread reads together
-# Dtypes of which any bytes are a value. A file may have any byte where a bool should be.
-_ORDINARY = {getattr(torch, name, None) for name in BY_NAME} - {None, torch.bool}
 _loading = Lock()
 
 
 def scan(
     *paths: str | PathLike[str],
     against: str | PathLike[str] | None = None,
-    to: str | Sequence[str] = (),
     tell: Tell = silent,
 ) -> Scan:
     """Read all tensors of a checkpoint and return what is wrong with them, without running anything of it.
 
     `paths`: files of safetensors, torch.save (.pt, .pth, .bin), GGUF or NumPy (.npz, .npy), an index of such files, or
-    folders with these or of torch.distributed.checkpoint. Several are one checkpoint. `against`: another checkpoint;
-    the result then says which tensors differ and how far. `to`: number formats ("float16", "mxfp8") that each matrix of
-    floating point is tried in, which takes another read.
+    folders with these or of torch.distributed.checkpoint. Several are one checkpoint, the original. `against`: what
+    became of it, such as a conversion; the result then says which tensors differ and how far.
 
     Files are mapped, so that memory does not grow with them. What cannot be mapped is loaded: a tensor at a time from
     .npz and torch.distributed.checkpoint, and whole files of the format before PyTorch 1.6. Damaged files are problems
-    of the result. Raises OSError for a path that is not there, ValueError for one that is no checkpoint and for an
-    unknown format, ImportError where the package for a format is missing.
+    of the result. Raises OSError for a path that is not there, ValueError for one that is no checkpoint,
+    ImportError where the package for a format is missing.
 
     Examples:
         >>> import nanwatch, torch
@@ -75,27 +68,20 @@ def scan(
             raise TypeError(f"scan got the path {type_name(path)}; pass each as a str or a Path of its own")
     if not paths or "" in paths or against == "":
         raise ValueError("scan got no path; pass the file or the folder of a checkpoint")
-    formats = to.split(",") if isinstance(to, str) and to else tuple(to)
-    for name in formats:
-        if name not in _TARGETS:
-            raise ValueError(f"scan got the format {name!r}; accepted are {', '.join(_TARGETS)}")
     _extension.explain_once()
     members, problems = _read_all(paths, tell, fingerprints=against is not None)
     changes: list[Change] = []
-    other_path = None if against is None else str(against)
-    if other_path is not None:
-        reference, faults = _read_all([other_path], tell, fingerprints=True)
-        if not reference:
+    if against is not None:
+        others, faults = _read_all([against], tell, fingerprints=True)
+        if not others:
             why = "; ".join(fault.text for fault in faults) or "it has no tensor"
-            raise ValueError(f"{other_path} cannot be compared with: {why}")
-        changes = [Change(other_path, other_path, "not compared", fault.text) for fault in faults]
-        changes += compare(members, reference, tell)
+            raise ValueError(f"{against} cannot be compared with: {why}")
+        changes = [Change(str(against), str(against), "not compared", fault.text) for fault in faults]
+        changes += compare(members, others, tell)
     tensors = tuple(tensor for _, tensor in members)
-    problems += _problems(tensors)
-    misfits = {name: [*_tried(members, name, tell)] for name in formats}
-    fitting = tuple(name for name in formats if not misfits[name])
-    problems = sorted(chain(problems, *misfits.values()), key=lambda problem: not problem.is_fault)
-    return Scan(tuple(map(str, paths)), other_path, tensors, tuple(problems), tuple(changes), fitting)
+    problems = sorted([*problems, *_problems(tensors)], key=lambda problem: not problem.is_fault)
+    names = tuple(map(str, paths)), None if against is None else str(against)
+    return Scan(*names, tensors, tuple(problems), tuple(changes))
 
 
 def _read_all(
@@ -109,14 +95,10 @@ def _read_all(
 
     def read_on() -> None:
         while batch := [*islice(unread, at_a_time)]:
-            # Each step for several tensors: the data flush the caches, and the code of a step is loaded once for all.
-            loaded = [_load_mapped(stored) for _, stored in batch]
-            rows = [
-                None if fingerprints else _health_row(stored, x)
-                for (_, stored), x in zip(batch, loaded, strict=True)
-            ]
-            for (number, stored), x, row in zip(batch, loaded, rows, strict=True):
-                scans[number] = _read(stored, x, row, fingerprints)
+            # The data flush the caches: each step's code is loaded once for several tensors (1 MiB: 0.5 of the time).
+            rows = [None if fingerprints else _health_row(stored) for _, stored in batch]
+            for (number, stored), row in zip(batch, rows, strict=True):
+                scans[number] = _read(stored, row, fingerprints)
             for stored in {stored.regions: stored for _, stored in batch}.values():
                 stored.release()
 
@@ -148,29 +130,25 @@ def _compute_alone() -> None:
         set_num_threads(1)
 
 
-def _load_mapped(stored: Stored) -> Tensor | None:
-    """Return a mapped tensor, of which nothing is read yet; None for any other, or after an error."""
-    if stored.load is not None and stored.regions:
-        with suppress(Exception):  # which `_read` meets again
-            return stored.load()
+def _health_row(stored: Stored) -> Tensor | None:
+    """Return the health of a mapped tensor of one part; None for any other, or after an error."""
+    with suppress(Exception):  # which `_read` meets again
+        if stored.regions and stored.encoding is None:
+            x: Tensor = stored.load()  # type: ignore[misc]
+            # A file may have any byte where a bool should be.
+            if x.numel() <= PART and is_plain(x) and x.dtype is not torch.bool and not unreadable(x):
+                row: Tensor = _extension.health(x)
+                return row
     return None
 
 
-def _health_row(stored: Stored, x: Tensor | None) -> Tensor | None:
-    """Return the health of an ordinary tensor, which one call reads; None for any other."""
-    if x is None or type(x) is not Tensor or stored.encoding is not None or x.nbytes > PART or x.is_nested:
-        return None
-    return _extension.health(x) if x.layout is torch.strided and x.dtype in _ORDINARY else None
-
-
-def _read(stored: Stored, x: Tensor | None, row: Tensor | None, fingerprints: bool) -> TensorScan:
+def _read(stored: Stored, row: Tensor | None, fingerprints: bool) -> TensorScan:
     facts: dict[str, Any] = {"lost": stored.lost}  # those that are known before an error stay
     try:
-        if x is not None:
-            _read_values(stored, x, row, fingerprints, facts)
-        elif stored.load is not None:
-            with _loading:  # a tensor at a time is in memory
-                _read_values(stored, stored.load(), None, fingerprints, facts)
+        if stored.load is not None:
+            # Of tensors that are not mapped one at a time is in memory.
+            with nullcontext() if stored.regions else _loading:
+                _read_values(stored, stored.load(), row, fingerprints, facts)
     except ImportError:
         raise
     except (TypeError, NotImplementedError) as error:  # a dtype or a layout that PyTorch does not read
@@ -184,29 +162,28 @@ def _read_values(
     stored: Stored, x: Tensor, row: Tensor | None, fingerprints: bool, facts: dict[str, Any]
 ) -> None:
     """Set the fields of a TensorScan."""
-    is_plain = stored.encoding is None
-    facts["dtype"] = dtype = dtype_name(x.dtype) if is_plain else stored.encoding.name.lower()
-    facts["shape"] = shape = tuple(x.shape) if is_plain else stored.shape
-    if row is not None:
-        facts["health"] = health = health_of(row.tolist(), shape)
-    elif why := unreadable(x):
+    is_encoded = stored.encoding is not None
+    facts["dtype"] = dtype = stored.encoding.name.lower() if is_encoded else dtype_name(x.dtype)
+    facts["shape"] = shape = stored.shape if is_encoded else tuple(x.shape)
+    if why := unreadable(x):
         facts["unread"] = why
         return
-    elif x.layout is not torch.strided or x.is_nested or x.is_quantized:
+    if not is_plain(x):
         facts["health"] = tensor_health(x)
         return
+    if row is not None:
+        health = health_of(row.tolist(), shape)
     else:
         total = PartialHealth()
-        for start, raw, values in stored.parts(x):
+        for start, raw, values in stored.parts(x, PART):
             total.add(values, start)
             if fingerprints:
                 total.add_bits(raw)
-        facts["health"] = health = total.health(shape)
-        if fingerprints:
-            form = (dtype, shape) if is_plain else ("uint8", (x.numel(),))
-            facts["fingerprint"] = total.fingerprint(*form)
-    facts["nbytes"] = x.nbytes
-    if is_plain and health.num_zero and x.dim() > 1:
+        health = total.health(shape)
+    facts["nbytes"], facts["health"] = x.nbytes, health
+    if fingerprints:
+        facts["fingerprint"] = total.fingerprint(*(("uint8", (x.numel(),)) if is_encoded else (dtype, shape)))
+    if not is_encoded and health.num_zero and x.dim() > 1:
         facts.update(_dead_rows(stored, x, health.num_zero))
 
 
@@ -217,7 +194,7 @@ def _dead_rows(stored: Stored, x: Tensor, zeros: int) -> dict[str, Any]:
     if form is None or form.kind not in ("ieee", "fn") or not 1 < width <= zeros:
         return {}
     matrix, live = x.detach().reshape(len(x), width), torch.zeros(len(x), dtype=torch.bool)
-    step = max(PART // (width * x.element_size()), 1)
+    step = max(PART // width, 1)
     for first in range(0, len(x), step):
         band = matrix[first : first + step]
         shifted = band.view(_SIGNED[band.element_size()]) << 1  # without the sign of -0.0
@@ -302,20 +279,3 @@ def _outliers(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
             f" {len(siblings)} other {pattern}.{label}"
         )
         yield Problem("outlier", False, text, (f"{module}.{label}" if module else label,))
-
-
-def _tried(members: Sequence[Member], name: str, tell: Tell) -> Iterator[Problem]:
-    """Yield the matrices that leave a number format."""
-    for number, (stored, tensor) in enumerate(members):
-        is_matrix = len(tensor.shape) > 1 and tensor.is_float and not tensor.is_encoded
-        if stored.load is None or tensor.health is None or not is_matrix:
-            continue
-        tell(f"trying {name}", number, len(members), "tensors")
-        fit: Any = would_fit(stored.load(), name)
-        stored.release()
-        is_block = isinstance(fit, BlockFit)
-        beyond, zero = (fit.saturated, fit.flushed) if is_block else (fit.overflow, fit.underflow)
-        if (beyond and not is_block) or zero >= _MANY_FLUSHED[is_block]:
-            verb = "saturate" if is_block else "overflow"
-            text = f"{beyond:.3%} {verb} and {zero:.3%} become zero in {name}"
-            yield Problem("range", False, text, (tensor.name,))

@@ -76,4 +76,8 @@ def test_renamed_missing_and_reshaped_tensors_are_named(weights, tmp_path):
     assert kinds["layers.1.q.weight"] == "not compared"
     assert kinds["layers.1.k.weight"] == "converted"  # a nan in both is no difference
     assert kinds["layers.0.q.weight"] == "equal"
-    assert "equal under other names: layers.0.q.weight -> h.q\n" in f"{result.to_text()}\n"
+    text = f"{result.to_text()}\n"
+    original, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    assert f"Original: {original}. What became of it: {other}.\nNot the same: " in text
+    assert "equal under other names: layers.0.q.weight -> h.q\n" in text
+    assert f"in the original only: norm\n  in {other} only: extra\n" in text
