@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,25 +31,33 @@ _COMPILED = "_orig_mod"  # the part of a path that torch.compile adds
 _IN_PLACE = ("_compiled_call_impl", "forward")
 # Attributes that stay as they are: a module's parts, and the functions that torch.compile puts there.
 _LEFT_ALONE = frozenset({"_modules", *_IN_PLACE})
-_GENERATORS = (torch.Generator, random.Random)
 
 
 class Snapshot:
     """State of models, and all global random states, at one moment. `restore()` puts it back, as often as is wanted.
 
-    It has the attributes of all modules, with the values and gradients of tensors.
+    It has the attributes of all modules, the contents of the dicts, lists and sets among them, and the values of the
+    tensors in these.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._tensors: dict[int, Tensor] = {}
         spaces = [vars(module) for model in models for _, module in each_module(model)]
-        self._restores = [self._saved_space(space) for space in spaces]
+        self._spaces = [
+            (space, {name: x for name, x in space.items() if name not in _LEFT_ALONE}) for space in spaces
+        ]
+        values = [x for _, attributes in self._spaces for x in attributes.values()]
+        self._containers = [(x, x.copy()) for x in values if isinstance(x, dict | list | set)]
+        for container, _ in self._containers:
+            values += container.values() if isinstance(container, dict) else container
+        tensors = {id(x): x for x in values if isinstance(x, Tensor) and not nn.parameter.is_lazy(x)}
+        self._tensors = [(x, x.detach().clone()) for x in tensors.values()]
+        self._generators = [(x, x.get_state()) for x in values if isinstance(x, torch.Generator)]
         self._rng = RngState.capture(others=True)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Restore at the end of the block, with the version counters of the tensors as they were."""
-        tensors = tuple(x for x in self._tensors.values() if not x.is_inference())
+        tensors = tuple(x for x, _ in self._tensors if not x.is_inference())
         versions = tuple(x._version for x in tensors)
         try:
             yield
@@ -58,63 +65,22 @@ class Snapshot:
             self.restore()
             torch._C._autograd._unsafe_set_version_counter(tensors, versions)
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Put everything back."""
-        with torch.no_grad():
-            for restore in self._restores:
-                restore()
-        self._rng.restore()
-
-    def _saved_space(self, space: dict[str, Any]) -> Callable[[], object]:
-        """Return a function that gives an object the attributes that it has now."""
-        known = {*space, *_LEFT_ALONE}
-        kept = {name: self._saved(space[name]) for name in space if name not in _LEFT_ALONE}
-
-        def restore() -> None:
-            for name in space.keys() - known:
+        for space, attributes in self._spaces:
+            for name in space.keys() - attributes.keys() - _LEFT_ALONE:
                 del space[name]
-            space.update({name: value() for name, value in kept.items()})
-
-        return restore
-
-    def _saved(self, value: Any) -> Callable[[], Any]:
-        """Return a function that returns `value` as it is now: the same objects, with the same contents."""
-        if isinstance(value, Tensor):
-            return self._saved_tensor(value)
-        if isinstance(value, dict):
-            items = {key: self._saved(item) for key, item in value.items()}
-            return lambda: _refill(value, {key: item() for key, item in items.items()})
-        if isinstance(value, list | set):
-            parts = [self._saved(item) for item in value]
-            return lambda: _refill(value, [part() for part in parts])
-        if isinstance(value, _GENERATORS):
-            write = value.set_state if isinstance(value, torch.Generator) else value.setstate
-            state: Any = value.get_state() if isinstance(value, torch.Generator) else value.getstate()
-            return lambda: (write(state), value)[1]
-        return lambda: value
-
-    def _saved_tensor(self, x: Tensor) -> Callable[[], Tensor]:
-        if id(x) in self._tensors or nn.parameter.is_lazy(x):
-            return lambda: x
-        self._tensors[id(x)] = x
-        content = x.detach().clone()
-        gradient = None if not x.is_leaf or x.grad is None else self._saved_tensor(x.grad)
-
-        def restore() -> Tensor:
+            space.update(attributes)
+        for container, content in self._containers:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+        for x, value in self._tensors:
             with torch.inference_mode(x.is_inference()):
-                x.detach().copy_(content)
-            if x.is_leaf and (x.requires_grad or x.grad is not None):
-                x.grad = None if gradient is None else gradient()
-            return x
-
-        return restore
-
-
-def _refill(value: Any, content: Any) -> Any:
-    """Put these items into a dict, list or set in place of its own, and return it."""
-    value.clear()
-    (value.extend if isinstance(value, list) else value.update)(content)
-    return value
+                x.detach().copy_(value)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        self._rng.restore()
 
 
 class ModelRuns:

@@ -59,25 +59,6 @@ def test_the_kind_of_a_difference_is_named(function: Callable[[Tensor], Tensor],
     assert words in " ".join(found.words("Looks like"))
 
 
-class Renamed(nn.Module):
-    """Three layers that A has as a Sequential, under other names and registered in another order."""
-
-    def __init__(self, layers: list[nn.Module]) -> None:
-        super().__init__()
-        self.third, self.first, self.second = layers[2], layers[0], layers[1]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.third(self.second(self.first(x)))
-
-
-def test_renamed_modules_are_matched_by_weights_and_order() -> None:
-    model = mlp()
-    found = nanwatch.compare(model, Renamed(list(copy.deepcopy(model))), X)
-    assert found.equal
-    names = [(one.module_a, one.module_b) for one in found.modules]
-    assert names == [("", ""), ("0", "first"), ("1", "second"), ("2", "third")]
-
-
 class Projections(nn.Module):
     """Three projections of one input, apart or in one layer, in an order of its own, with a fault in the second."""
 

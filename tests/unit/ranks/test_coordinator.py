@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -97,19 +96,6 @@ def test_the_next_batch_raises_what_another_rank_found(job, tmp_path):
     assert nanwatch.Report.from_json((tmp_path / "peer-rank-0" / "report.json").read_text()).finding is None
 
 
-def train_until(job: Job, model: nn.Module, ends: Callable[[], None]) -> None:
-    """A batch, the failure of another rank, and how this one's run ends: with what that rank found."""
-
-    def train() -> None:
-        with watching.watch(model, peer_timeout=10):
-            model(torch.ones(2, 4))
-            job.other_fails()
-            ends()
-
-    with pytest.raises(PeerNonFiniteError, match="on rank 1"):
-        train()
-
-
 def test_an_error_of_a_collective_inside_a_forward_is_explained(job):
     """RuntimeError of a peer that has gone: the failure of that peer is raised from it."""
 
@@ -125,16 +111,6 @@ def test_an_error_of_a_collective_inside_a_forward_is_explained(job):
     ):
         model(torch.ones(2, 4))
     assert isinstance(caught.value.__cause__, RuntimeError)
-
-
-def test_an_error_of_a_collective_outside_any_forward_is_explained(job):
-    """The end of the `with` sees it."""
-    model = nn.Linear(4, 4)
-
-    def peer_is_gone() -> None:
-        raise RuntimeError("Connection closed by peer")
-
-    train_until(job, model, peer_is_gone)
 
 
 def of_gloo() -> None:

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-import nanwatch
-from nanwatch.ranks.replicas import Held, Replicas, ReplicaWatch, fingerprints
+from nanwatch.ranks.replicas import Replicas, ReplicaWatch
 from nanwatch.report.events import ReplicaDifference
 
 
@@ -61,13 +60,6 @@ def test_placements_say_who_holds_the_same_shard(rank_two_of_four: None) -> None
     sums = torch.distributed.tensor.DTensor.from_local(torch.ones(2), mesh, [Replicate(), Partial()])
     model.register_parameter("sums", nn.Parameter(sums))
     assert ranks_of(model) == {name: ranks for name, (_, ranks) in places.items() if ranks}
-
-
-def test_fingerprints_are_the_public_ones() -> None:
-    """By ranks and name."""
-    x, y = torch.randn(5, 3), torch.ones(4, dtype=torch.bfloat16)
-    values = fingerprints([Held("x", x, (0, 1)), Held("y", y, (1, 2))])
-    assert values == {(0, 1): {"x": nanwatch.fingerprint(x)}, (1, 2): {"y": nanwatch.fingerprint(y)}}
 
 
 def test_a_watch_outside_a_job_says_so_once_and_lets_go(

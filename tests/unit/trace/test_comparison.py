@@ -76,25 +76,6 @@ def test_an_inserted_module_is_no_difference_and_is_listed(tmp_path: Path) -> No
     )
 
 
-def test_two_batches_of_one_trace(tmp_path: Path) -> None:
-    """Batch 1 against batch 3 of a run in which a weight grew between them."""
-    model = mlp()
-    with watch(model, trace=tmp_path / "run.parquet"):
-        for batch in range(4):
-            model(torch.ones(2, 3))
-            if batch == 2:
-                with torch.no_grad():
-                    model[2].weight.mul_(3)
-    path = tmp_path / "run.parquet"
-    assert diff(path, batches=(0, 1)).equal
-    found = diff(path, batches=(1, 3))
-    assert found.first is not None
-    assert (found.first.batch, found.first.module_a, found.first.label) == (1, "2", "weight")
-    assert "in batch 1 and batch 3:" in found.words("First")[0]
-    assert found.words("Grew")[0].startswith("x 3.00, ")
-    assert found.words("A")[0].endswith("run.parquet batch 1")
-
-
 @pytest.mark.parametrize("change", ["swap", "ulp"])
 def test_other_bits_in_the_same_range_are_named(tmp_path: Path, change: str) -> None:
     """Two elements that change places, or one unit in the last place: fingerprints tell, ranges do not."""

@@ -52,19 +52,6 @@ def test_other_libraries_read_it(tmp_path: Path, library: str) -> None:
     assert missing is None or isnan(missing)
 
 
-def test_the_report_of_a_batch(tmp_path: Path) -> None:
-    """A non-finite batch has a finding; for a batch that is not in the trace an error names those that are."""
-    trace = Trace.open(made(tmp_path / "run.parquet"))
-    assert trace.batches == (0, 1, 2)
-    report = trace.report(2)
-    assert report.finding is not None
-    assert (report.finding.module, report.finding.label, report.finding.index) == ("1", "output", (0, 0))
-    assert "Detected inf in batch 2" in report.to_text()
-    assert trace.report(0).finding is None
-    with pytest.raises(ValueError, match=r"no batch 7; it has batches 0 to 2 \(3 of them\)"):
-        trace.frames(7)
-
-
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     """Nothing, an empty folder, another file, half a file and a table of somebody else: each is named."""
     with pytest.raises(FileNotFoundError, match=r"no trace at .*nothing"):
