@@ -14,7 +14,6 @@ import nanwatch
 from nanwatch.history.spikes import cause_of
 from nanwatch.recording.recorder import PythonRecorder
 from nanwatch.report.spike import Departure, SpikeReport
-from nanwatch.trace.picture import draw
 from support import watching
 
 AT, STEPS = 60, 64
@@ -76,32 +75,6 @@ def test_sample_with_a_bad_target_is_named_with_its_share(tmp_path: Path) -> Non
     capsule = nanwatch.Capsule.open(folder / "capsule")
     assert torch.equal(capsule.args[0], torch.randn(32, 6, generator=torch.Generator().manual_seed(AT)))
     assert nanwatch.replay(folder / "capsule", model()).finding is None
-
-
-@pytest.mark.parametrize("chosen", [(), (3,)])
-def test_trace_has_the_spike_at_the_tensor_that_shows_it(tmp_path: Path, chosen: tuple[int, ...]) -> None:
-    """In a row without a range, in the batch of the spike; not in a trace of other batches."""
-    path = tmp_path / "run.parquet"
-    net = model()
-    with (
-        watching.watch(net, spikes=True, trace=nanwatch.Trace(path, batches=chosen)) as watch,
-        pytest.warns(RuntimeWarning, match="cause: weight"),
-    ):
-        train(net, watch, **{"2_weight": 50.0})
-    (found,) = watch.spikes
-    trace = nanwatch.Trace.open(path)
-    told = [
-        (frame.batch, frame.phase, frame.name, record.label, record.role, record.abs_max, str(record.note))
-        for batch in trace.batches
-        for frame in trace.frames(batch)
-        for record in frame.records
-        if record.note
-    ]
-    expected = (AT, "step", "2", "weight", "weight", None, found.summary)
-    assert told == ([expected] if chosen != (3,) else [])
-    assert [one.text for one in draw(trace).marks] == [found.summary] * len(told)
-    if told:
-        assert f"weight ({found.summary})" in trace.report(AT).to_text(whole=True)
 
 
 def test_training_computes_the_same() -> None:

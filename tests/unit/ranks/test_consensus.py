@@ -63,7 +63,7 @@ def scenario(number: int) -> Scenario:
         return ranks
 
     produced = Seen(finding("produced", batch), place)
-    match number % 7:
+    match number:
         case 0:  # one replica; its gradient makes the weights of all others nan in the next batch
             later = Seen(finding("weight", batch + 1, label="weight"), 0)
             return Scenario(with_source(others(later), produced), source)
@@ -72,21 +72,13 @@ def scenario(number: int) -> Scenario:
         ):  # tensor parallel: a row-parallel layer sums what a column-parallel one has spoilt on one rank
             later = Seen(finding("produced", batch, module="row"), place + 1)
             return Scenario(with_source(others(later), produced), source)
-        case 2:  # the same with a spoilt weight on one rank: others produce from finite values
-            later = Seen(finding("produced", batch, module="row"), place + 1)
-            first = Seen(finding("weight", batch, label="weight"), place)
-            return Scenario(with_source(others(later), first), source)
-        case 3:  # a pipeline: the stages behind get it with their data, at the beginning of the same batch
+        case 2:  # a pipeline: the stages behind get it with their data, at the beginning of the same batch
             ranks = [Seen(None, part=f"stage {rank}", delay=chance.uniform(0, 0.3)) for rank in range(world)]
             for rank in range(source + 1, world):
                 ranks[rank].finding = finding("data", batch, module="stage", label="input[0]")
             ranks[source] = replace(produced, part=f"stage {source}", delay=chance.uniform(0, 0.6))
             return Scenario(ranks, source)
-        case 4:  # bad data on one replica, which synchronised batch norm hands to the others
-            later = Seen(finding("produced", batch, module="norm"), place + 1)
-            first = Seen(finding("data", batch, label="input[0]"), 0)
-            return Scenario(with_source(others(later), first), source)
-        case 5:  # all gather one poisoned shard: nobody can say whose it was
+        case 3:  # all gather one poisoned shard: nobody can say whose it was
             ranks = others(Seen(finding("weight", batch, label="weight"), place))
             return Scenario(ranks, 0, alike=world)
         case _:  # the source is ahead by validation batches, and dies as soon as it has told
@@ -125,7 +117,7 @@ def play(server: Any, played: Scenario) -> list[Origin | None]:
     return named
 
 
-@pytest.mark.parametrize("number", [*range(6), pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [*range(4), pytest.param(4, marks=pytest.mark.slow)])
 def test_the_origin_is_right_whoever_told_first(server, number):
     """Every rank that lives names the same one, the true one, in each kind of job and order of events."""
     played = scenario(number)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import nanwatch
 from nanwatch import Report
@@ -84,43 +82,21 @@ def test_json_is_one_document(tmp_path, capsys):
     assert document["ranks"][0]["finding"]["origin"] == "data"
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from([None, "a", "b"]),  # run
-            st.sampled_from([0, 1]),  # the attempt
-            st.integers(0, 3),  # rank
-            st.one_of(st.none(), st.integers(0, 3)),  # batch of its finding
-        ),
-        min_size=1,
-    )
-)
-def test_ranks_are_compared_within_their_attempt(rows):
-    """Against a plain grouping; the launcher of the odd ranks has restarted once more, and worlds differ in size."""
-    digests = [
-        Digest(
-            rank,
-            None if batch is None else replace(finding(batch=batch, rank=rank), sequence=0),
-            attempt=None
-            if run is None
-            else Attempt(run, at + rank % 2, f"host:{at}", 100.0 * at + 10 * (run == "b") + rank),
+def test_ranks_are_compared_within_their_attempt() -> None:
+    """By the run and its beginning; of two reports of a rank the earlier failure counts, and worlds differ in size."""
+
+    def digest(rank: int, batch: int | None, begun: float | None) -> Digest:
+        seen = None if batch is None else replace(finding(batch=batch, rank=rank), sequence=0)
+        attempt = (
+            None if begun is None else Attempt("run", int(begun) + rank % 2, f"host:{begun}", begun + rank)
         )
-        for run, at, rank, batch in rows
-    ]
-    seen = {}
-    for run, at, rank, batch in rows:
-        place = (-1, "") if run is None else (at, run)
-        seen.setdefault(place, {}).setdefault(rank, []).append(99 if batch is None else batch)
-    made = by_attempt(digests)
-    assert len(made) == len(seen)
-    for merged, (place, ranks) in zip(made, sorted(seen.items()), strict=True):
-        assert merged.ranks == sorted(ranks)
-        assert [99 if d.finding is None else d.finding.batch for d in merged.digests] == [
-            min(ranks[rank]) for rank in sorted(ranks)
-        ]
-        if place == (-1, ""):
-            assert merged.attempt is None
-            continue
-        at, run = place
-        assert merged.attempt.run_id == run
-        assert merged.attempt.number == at + max(rank % 2 for rank in ranks)
+        return Digest(rank, seen, attempt=attempt)
+
+    first = [digest(1, 5, 0.0), digest(0, None, 0.0), digest(1, 3, 0.0), digest(1, None, 0.0)]
+    second = [digest(2, 9, 100.0), digest(0, 7, 100.0)]
+    unknown = [digest(4, 1, None)]
+    merges = by_attempt([*second[:1], *first, *unknown, *second[1:]])
+    assert [merged.ranks for merged in merges] == [[4], [0, 1], [0, 2]]
+    batches = [[each.finding and each.finding.batch for each in merged.digests] for merged in merges]
+    assert batches == [[1], [None, 3], [7, 9]]
+    assert [merged.attempt and merged.attempt.number for merged in merges] == [None, 1, 100]

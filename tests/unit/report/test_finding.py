@@ -55,16 +55,6 @@ def test_both_values_are_named() -> None:
     assert uncounted.numel == 4
 
 
-def test_the_finding_counts_all_kinds_and_has_its_place_in_the_batch() -> None:
-    """A finding adds 4 nan, 2 inf and 1 -inf up, and numbers the second of the last 2 of 9 frames 8, from 0."""
-    counts = TensorHealth(0.5, nan, False, 0.5, 2.0, 4, 2, 1, 0, 0, 10, (1, 0))
-    bad = record("output", "output", nan, shape=(2, 5), health=counts)
-    frames = (frame("a", record("output", "output")), frame("b", bad))
-    finding = find(frames, num_frames=9)
-    assert finding is not None
-    assert (finding.num_nonfinite, finding.numel, finding.sequence) == (7, 10, 8)
-
-
 def test_masks_and_unread_tensors_are_no_findings() -> None:
     """An additive mask is meant to hold -inf, and of what nobody read nothing is claimed."""
     unread = Record("input[1]", "input", (2,), "float16", None, None, None, None, Note("not_checked", "meta"))

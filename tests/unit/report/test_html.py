@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from math import inf, log2, nan
 
@@ -11,6 +12,7 @@ import pytest
 from nanwatch.report.finding import Cure, Place
 from nanwatch.report.page import Chart
 from nanwatch.report.report import Report
+from nanwatch.report.spike import Departure, SpikeReport
 from nanwatch.util.visible import visible
 from support.html_page import HOSTILE, Page, growing
 
@@ -116,3 +118,23 @@ def test_a_chart_is_logarithmic_and_has_gaps() -> None:
     ]
     heights = [float(y) for y, _ in circles]
     assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
+
+
+FRAMES = '"></iframe><script>alert(1)</script>&quot;'
+SPIKE = SpikeReport(4, 0, (Departure(FRAMES, "loss", 9.0, 1.0, 5.0),), "loss")
+
+
+@pytest.mark.parametrize("report", [growing(hostile=FRAMES), SPIKE], ids=["failure", "spike"])
+def test_a_notebook_has_the_page_in_a_frame_of_its_own(report: Report | SpikeReport) -> None:
+    """Whatever the names of modules are."""
+    shown = Page(report._repr_html_())
+    ((tag, attributes),) = shown.tags
+    assert (tag, attributes["sandbox"], shown.text.strip()) == ("iframe", "", "")
+    assert attributes["srcdoc"] == report.to_html()
+
+
+def test_a_notebook_without_jinja2_shows_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is, and escaped."""
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    report = growing(hostile=FRAMES)
+    assert [tag for tag, _ in Page(report._repr_html_()).tags] == ["pre"]

@@ -142,49 +142,6 @@ def nan_produced() -> Report:
     )
 
 
-def received_from_caller() -> Report:
-    """A block takes the logarithm of zeros between the calls of its submodules."""
-    bad = _spoilt(_read("input[0]", "input", 1e-2, 6.9), neginfs=2, first=(0, 5))
-    after = Frame(
-        0,
-        "block.second",
-        "Linear",
-        (
-            _read("weight", "weight", 2.62e-2, 0.676, shape=SQUARE),
-            bad,
-            _spoilt(_read("output", "output", 0.1, 4.0), nans=64, infs=32, neginfs=32),
-        ),
-    )
-    frames = (_linear(0, "block.first", 1.0, 12.0), after)
-    return _failed(
-        frames,
-        0,
-        find(frames, caller="block", num_frames=2),
-        extent="the block [0, 5:9:3]",
-        operation="aten.log.default",
-        place=Place("/home/user/model.py", 19),
-        made="inf",
-        transient=False,
-        operands=(_read("operand[0]", "input", 0.0, 12.0)._replace(health=_with_zeros(12.0, 2, 512)),),
-    )
-
-
-def bad_weight() -> Report:
-    """A weight that was finite in the batch before: an optimizer step wrote it."""
-    weight, given, scores = (
-        _read("weight", "weight", 1e-4, 0.5),
-        _read("input[0]", "input", 1e-3, 2.0),
-        _read("output", "output", 0.25, 3.5, shape=(4, 4)),
-    )
-    frames = (
-        _linear(6, "body", 1.0, 2.0),
-        Frame(6, "head", "Linear", (weight, given, scores)),
-        _linear(7, "body", 1.0, 2.0),
-        Frame(7, "head", "Linear", (_spoilt(weight, nans=512), given, _spoilt(scores, nans=16))),
-    )
-    return _failed(frames, 7, find(frames, num_frames=2), extent="all")
-
-
 def backward_nan() -> Report:
     """The derivative of a root is inf at zero, and what came before the root multiplies it by zero."""
     bad = _spoilt(_read("output.grad", "gradient", 0.0, 0.5), nans=2, first=(0, 3))
@@ -213,24 +170,6 @@ def backward_nan() -> Report:
         ),
         remarks=("the operation was found in a re-run of the call, from other gradients of the same size",),
     )
-
-
-def optimizer_step() -> Report:
-    """The square of a finite gradient leaves float32 in the state of AdamW."""
-    gradients = (
-        _read("output.grad", "gradient", 1e18, 1e25),
-        _read("weight.grad", "gradient", 1e18, 1e25, shape=SQUARE),
-    )
-    state = (
-        _read("exp_avg[0.weight]", "buffer", 1e17, 1e24, shape=SQUARE),
-        _spoilt(_read("exp_avg_sq[0.weight]", "buffer", 1e33, 3e38, shape=SQUARE), infs=16000),
-    )
-    frames = (
-        _linear(9, "0", 1.0, 1.0),
-        Frame(9, "0", "Linear", gradients, "backward"),
-        Frame(9, "(optimizer)", "AdamW", state, "step"),
-    )
-    return _failed(frames, 9, find(frames, num_frames=3))
 
 
 def excused() -> Report:
@@ -271,10 +210,7 @@ REPORTS = {
     for make in (
         forward_overflow,
         nan_produced,
-        received_from_caller,
-        bad_weight,
         backward_nan,
-        optimizer_step,
         excused,
     )
 }

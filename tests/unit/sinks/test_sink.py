@@ -82,29 +82,6 @@ def run(model: nn.Module, batches: int) -> None:
         model(ONES)
 
 
-@pytest.mark.parametrize("action", ["raise", "record", "call"])
-def test_a_sink_stands_beside_the_policy(action: str) -> None:
-    """It gets the complete report, with the operation, and the policy does what it does without one."""
-    sink, model = Failures(), nn.Sequential(Scale())
-    handed: list[Report] = []
-    options: Any = {"on_nonfinite": handed.append if action == "call" else action, "rerun": True}
-    with watch(model, sinks=sink, log_every=2, **options):
-        run(model, 5)
-        model[0].factor = float("inf")
-        if action == "raise":
-            with pytest.raises(nanwatch.NonFiniteError) as error:
-                run(model, 1)
-            handed.append(error.value.report)
-        else:
-            run(model, 1)
-    (report,) = sink.reports
-    assert report.finding is not None
-    assert (report.batch, report.finding.operation) == (5, "aten.mul.Tensor")
-    assert handed == ([] if action == "record" else [report])
-    assert sink.batches == [0, 2, 4]
-    assert sink.closed == 1
-
-
 def test_each_event_comes() -> None:
     """Frames, batches, a non-finite value before its report, forecasts, and the end."""
     sink, model = Everything(), nn.Sequential(Scale())

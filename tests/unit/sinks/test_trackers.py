@@ -1,4 +1,4 @@
-"""Headroom of a batch against by_module of the same frames, and what is logged of a forecast and a failure."""
+"""Headroom against by_module of the same frames, and what is logged of a forecast and a failure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from nanwatch.history.forecast import Forecast
 from nanwatch.numerics.ranges import tensor_health
@@ -16,8 +17,10 @@ from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
 from nanwatch.report.finding import find
 from nanwatch.report.text import summary
+from nanwatch.session.api import DeferredWatch
 from nanwatch.sinks.sink import BatchSummary
-from nanwatch.sinks.trackers import FunctionSink, batch_values
+from nanwatch.sinks.trackers import FunctionSink, LeastHeadroom, batch_values
+from support.toys import Scale
 
 magnitudes = st.floats(min_value=0, max_value=60000.0, allow_subnormal=False)
 
@@ -71,3 +74,21 @@ def test_a_fault_is_a_flag_and_the_summary() -> None:
     entries: list[tuple[int, dict[str, float | str]]] = []
     FunctionSink(lambda values, batch: entries.append((batch, values))).on_nonfinite(finding)
     assert entries == [(4, {"nanwatch/is_finite": 0.0, "nanwatch/finding": summary(finding)})]
+
+
+def test_the_least_headroom_is_that_of_all_frames_since_it_was_taken() -> None:
+    """Over two batches of two formats, with its place; zeros have none."""
+    net, least = nn.Sequential(Scale(1e30), Scale(1e4)), LeastHeadroom()
+    deferred = DeferredWatch({"max_frames": 100}, least)
+    watch = deferred.start(net)
+    net(torch.zeros(2))
+    assert least.take() is None
+    seen = len(watch.frames)
+    net(torch.ones(2, dtype=torch.float64))
+    net(torch.ones(2))
+    rooms, tensor = by_module(watch.frames[seen:]), least.take()
+    assert tensor is not None
+    assert tensor.bits == min(rooms.values()) == rooms[tensor.module]
+    assert tensor.place == "1 output, float32"
+    assert least.take() is None
+    deferred.stop()
