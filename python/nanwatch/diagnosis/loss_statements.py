@@ -369,12 +369,10 @@ class LossStatements(nn.Module):
         self._caller, self._file, self._is_behind = caller, file, is_behind
         self._names = {**caller.globals, **caller.names, **reads}
         self._filled = set().union(*map(_filled_by, self._body))
-        self._probe = Probe()
-        self._code = compiled_with(ast.Module(self._body, []), file, (), self._probe)
+        self._code = compiled_with(ast.Module(self._body, []), file, (), Probe())
 
     def forward(self, **inputs: Any) -> Any:
         """Run the statements with these values of the names they read."""
-        self._probe.was_run = True
         names = {**self._names, **inputs}
         # A list or a dict that the statements fill is the program's.
         for name in self._filled & names.keys():
@@ -402,9 +400,8 @@ class LossStatements(nn.Module):
         part = slice_of(self._caller._replace(line=self._caller.line + added), file, self._is_behind)
         if part is None:
             raise ValueError("the edit moved the statements")
-        before = self._code, self._probe
-        self._code, self._probe = compiled_with(ast.Module(part[0], []), file, looks, probe), probe
+        before, self._code = self._code, compiled_with(ast.Module(part[0], []), file, looks, probe)
         try:
             yield
         finally:
-            self._code, self._probe = before
+            self._code = before

@@ -34,15 +34,10 @@ TargetFinder = Callable[[Expression], Target | str]
 
 
 class Probe:
-    """Sees whether the edited code ran, and keeps copies of the values of expressions by their number."""
+    """Keeps copies of the values of expressions of the edited code by their number, as they are evaluated."""
 
     def __init__(self) -> None:
         self.values: dict[int, list[Any]] = {}
-        self.was_run = False
-
-    def entered(self) -> None:
-        """Note that the edited code runs."""
-        self.was_run = True
 
     def seen(self, value: Any, number: int) -> Any:
         """Keep the tensors of a value, or the number that it is, and return it."""
@@ -119,15 +114,8 @@ def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Pr
     assert isinstance(place, FunctionNode)
     for number, span in enumerate(looks):
         _Looks(file, span, number).visit(place)
-    if isinstance(place, ast.Lambda):
-        place.body = ast.Subscript(
-            ast.Tuple([_call("entered"), place.body], ast.Load()), ast.Constant(1), ast.Load()
-        )
-    else:
-        place.body.insert(0, ast.Expr(_call("entered")))
     ast.fix_missing_locations(place)
-    compiled = _compiled(tree, file, before.co_name, first_line(place))
-    code = next((c for c in compiled if _STAND_IN in c.co_consts), None)
+    code = next(_compiled(tree, file, before.co_name, first_line(place)), None)
     if code is None or code.co_freevars != before.co_freevars:
         raise ValueError("the edited function has other free variables")
     code = _with_constant(code, probe)
@@ -205,7 +193,7 @@ def _compiled(tree: ast.Module, file: SourceFile, name: str, line: int) -> Itera
 
 
 def _is_same(left: CodeType, right: CodeType) -> bool:
-    """Return whether two codes do the same, wherever they were compiled."""
+    """Return whether two codes do the same, wherever and with whatever flags they were compiled."""
     names = ("co_code", "co_names", "co_varnames", "co_freevars")
     if any(getattr(left, name) != getattr(right, name) for name in names):
         return False
@@ -233,11 +221,6 @@ def _with_constant(code: CodeType, value: Any) -> CodeType:
     )
 
 
-def _call(method: str, *arguments: ast.expr) -> ast.expr:
-    function = ast.Attribute(ast.Constant(_STAND_IN), method, ast.Load())
-    return ast.Call(function, list(arguments), [])
-
-
 class _Looks(ast.NodeTransformer):
     """Gives the value of the outermost expression inside a span to the probe."""
 
@@ -252,6 +235,6 @@ class _Looks(ast.NodeTransformer):
             is_value = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
             if is_value and self._span.covers(self._file.span(node)):
                 self._is_done = True
-                look = _call("seen", node, ast.Constant(self._number))
-                return ast.copy_location(look, node)
+                function = ast.Attribute(ast.Constant(_STAND_IN), "seen", ast.Load())
+                return ast.copy_location(ast.Call(function, [node, ast.Constant(self._number)], []), node)
         return self.generic_visit(node)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import copy
 import functools
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ _OPERATORS: dict[type[ast.AST], str] = {
 _SAME_ARGUMENT = {"axis": "dim", "keepdims": "keepdim"}
 _OF_NUMBERS = (
     ast.Constant | ast.UnaryOp | ast.BinOp | ast.operator | ast.unaryop
-    | ast.Name | ast.Attribute | ast.expr_context | ast.Call
+    | ast.Name | ast.Attribute | ast.expr_context
 )  # fmt: skip
 _DEPTH = 6  # of names that are followed to what made them
 # How a file may write a module of torch.
@@ -41,18 +41,14 @@ class Operation(NamedTuple):
 
 
 class Binding(NamedTuple):
-    """The source that each letter of a pattern stands for, and all nodes that the pattern took in.
+    """The source that each letter of a pattern stands for, or its text, and all nodes that the pattern took in.
 
     `rest` are the arguments for `...`.
     """
 
-    letters: Mapping[str, ast.expr] = {}
+    letters: Mapping[str, ast.expr | str] = {}
     rest: tuple[tuple[ast.expr, ...], Mapping[str, ast.expr]] = (), {}
     nodes: frozenset[ast.AST] = frozenset()
-
-
-class NoFormError(Exception):
-    """The form cannot be written here."""
 
 
 @functools.cache
@@ -95,13 +91,10 @@ class Site:
 
     def constant(self, node: ast.AST) -> Any:
         """Return the module or number that a node stands for, by the globals of the function; else None."""
-        names: dict[str, Any] = {"float": float}
-        for part in ast.walk(node):
-            if isinstance(part, ast.Name) and part.id != "float":
-                names[part.id] = self.target.names.get(part.id) if part.id not in self._bound else None
-            if not isinstance(part, _OF_NUMBERS) or (isinstance(part, ast.Call) and not self._is_math(part)):
-                return None
-        if not all(isinstance(value, int | float | ModuleType | type) for value in names.values()):
+        names = {x: None if x in self._bound else self.target.names.get(x) for x in all_names(node)}
+        names = {**names, "float": float}
+        is_known = all(isinstance(value, int | float | ModuleType | type) for value in names.values())
+        if not is_known or not all(self._is_of_number(part) for part in ast.walk(node)):
             return None
         try:
             value = eval(ast.unparse(node), {**names, "__builtins__": {}})
@@ -109,9 +102,12 @@ class Site:
             return None
         return value if isinstance(value, int | float | ModuleType) else None
 
-    def _is_math(self, call: ast.Call) -> bool:
-        is_module = isinstance(call.func, ast.Attribute) and self.constant(call.func.value) is math
-        return is_module or (isinstance(call.func, ast.Name) and call.func.id == "float")
+    def _is_of_number(self, part: ast.AST) -> bool:
+        if not isinstance(part, ast.Call):
+            return isinstance(part, _OF_NUMBERS)
+        function = part.func
+        is_module = isinstance(function, ast.Attribute) and self.constant(function.value) is math
+        return is_module or (isinstance(function, ast.Name) and function.id == "float")
 
     def operation(self, node: ast.AST) -> Operation | None:
         """Return the operation that the node is, None where it is none."""
@@ -137,18 +133,17 @@ class Site:
         bindings = self._bound.get(name, ())
         return next((pair for pair in reversed(bindings) if pair[0] <= start), (-1, None))
 
+    def text(self, node: ast.AST) -> str:
+        """Return the text of a node of this source."""
+        return self.file.part(self.file.span(node))
+
     def module(self, name: str) -> str:
-        """Return how this file writes `torch`, `F` or `math`. Raise NoFormError where it does not import it."""
+        """Return how this file writes `torch`, `F` or `math`. Raises LookupError where it does not import it."""
         for module, rest in _MODULES[name]:
             for alias, value in self.target.names.items():
                 if value is module:
                     return alias + rest
-        raise NoFormError(name)
-
-    def is_bound(self, name: str) -> bool:
-        """Return whether the function binds the name, or the file has it."""
-        arguments = {x.arg for x in ast.walk(self.node) if isinstance(x, ast.arg)}
-        return name in self._bound or name in arguments or name in self.target.names
+        raise LookupError(name)
 
 
 def _operation(node: ast.AST, site: Site | None) -> Operation | None:
@@ -243,17 +238,14 @@ def _letter(site: Site, letter: str, node: ast.AST, binding: Binding) -> Binding
     if not isinstance(node, ast.expr):
         return None
     made = site.defined(node)
-    if (
-        bound is not None
-        and ast.dump(bound) != ast.dump(node)
-        and ast.dump(site.defined(bound)) != ast.dump(made)
-    ):
-        return None
+    if isinstance(bound, ast.expr):
+        is_same = ast.dump(bound) == ast.dump(node) or ast.dump(site.defined(bound)) == ast.dump(made)
+        return binding if is_same else None
     if letter == "N" and not isinstance(site.constant(node), int | float):
         return None
     if letter == "S":
-        names = {getattr(x, "attr", "") for x in ast.walk(made)}
         is_attribute = isinstance(made, ast.Attribute) and is_self(made.value)
+        names = {getattr(x, "attr", "") for x in ast.walk(made)}
         if not (is_attribute or site.constant(made) is not None or names & {"shape", "size"}):
             return None
     return binding._replace(letters={letter: node, **binding.letters})
@@ -295,74 +287,70 @@ def _dump(rest: tuple[tuple[ast.expr, ...], Mapping[str, ast.expr]]) -> list[str
     return [*map(ast.dump, rest[0]), *(f"{name}={ast.dump(x)}" for name, x in rest[1].items())]
 
 
-class Writer(ast.NodeTransformer):
-    """Writes the form of a row in the place of `node`: its letters become what they stand for in the source.
+# What a form has in the place of source: names that no attribute is, and further arguments with one of their commas.
+_PLACES = re.compile(r"(?<![\w.])[A-Za-z]\w*|, \.\.\.|\.\.\., |\.\.\.")
+_ATOMS = ast.Call | ast.Name | ast.Attribute | ast.Subscript | ast.Constant
 
-    An operand of another statement that calls something is bound to a new name there: `hoists` has these edits.
+
+def written(
+    site: Site, node: ast.AST, form: str, binding: Binding, numbers: Mapping[str, str]
+) -> tuple[Edit, ...]:
+    """Return the edits that write the form of a row in the place of a node, its own the last; () if that cannot be.
+
+    An operand of another statement that calls something is bound to a new name there.
     """
+    hoists: dict[ast.expr, tuple[Edit, Edit]] = {}
+    args, keywords = binding.rest
+    taken = {*re.findall(r"(\w+)=", form), *(["correction"] if "unbiased=" in form else ())}
+    rest = [site.text(x) for x in args]
+    rest += [f"{name}={site.text(x)}" for name, x in keywords.items() if name not in taken]
 
-    def __init__(self, site: Site, binding: Binding, numbers: Mapping[str, str], node: ast.AST) -> None:
-        self.hoists: list[Edit] = []
-        self._site = site
-        self._binding = binding
-        self._numbers = numbers
-        self._node = node
-        self._names: dict[ast.expr, str] = {}
-
-    def edits(self, form: str) -> tuple[Edit, ...]:
-        """Return the edits that write the form. Raises NoFormError."""
-        tree = ast.fix_missing_locations(self.visit(copy.deepcopy(parsed(form))))
-        text = ast.unparse(tree)
-        return *self.hoists, _placed(
-            self._site, self._node, tree, text if '"' in text else text.replace("'", '"')
-        )
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Return what a letter, a module or a number stands for."""
-        if node.id in _MODULES:
-            return parsed(self._site.module(node.id))
-        if node.id in self._numbers:
-            return ast.Name(self._numbers[node.id])
-        value = self._binding.letters.get(node.id)
-        if value is None:
-            return node
-        statements = {self._site.statement(x) for x in (value, self._node) if x in self._site.parents}
+    def replaced(place: re.Match[str]) -> str:
+        name = place[0]
+        if "..." in name:
+            return name.replace("...", ", ".join(rest)) if rest else ""
+        if name in _MODULES:
+            return site.module(name)
+        value = binding.letters.get(name, numbers.get(name, name))
+        if isinstance(value, str):
+            return value
+        statements = {site.statement(x) for x in (value, node)}
         if len(statements) > 1 and any(isinstance(x, ast.Call) for x in ast.walk(value)):
-            return ast.Name(self._hoisted(value))
-        return copy.deepcopy(value)
+            if value not in hoists:
+                hoists[value] = _hoist(site, value, [name.text for _, name in hoists.values()])
+            return hoists[value][1].text
+        before, after = form[: place.start()].rstrip()[-1:], form[place.end() :][:1]
+        is_whole = before in ("", *"([,=") and after in ("", *")],")
+        return site.text(value) if is_whole or isinstance(value, _ATOMS) else f"({site.text(value)})"
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        """Write a call, with its further arguments in the place of `...`."""
-        args, rest = self._binding.rest if any(map(_is_rest, node.args)) else ((), {})
-        names = {x.arg: self.visit(x.value) for x in node.keywords if x.arg}
-        taken = names.keys() | ({"correction"} if "unbiased" in names else set())
-        names = {**{name: copy.deepcopy(x) for name, x in rest.items() if name not in taken}, **names}
-        given = [y for x in node.args for y in (copy.deepcopy(args) if _is_rest(x) else [self.visit(x)])]
-        return ast.Call(self.visit(node.func), given, [ast.keyword(name, x) for name, x in names.items()])
-
-    def _hoisted(self, value: ast.expr) -> str:
-        """Give the expression a name on a line of its own, before the assignment that computes it."""
-        if value not in self._names:
-            file, assignment = self._site.file, self._site.statement(value)
-            start, part = file.span(assignment), file.span(value)
-            column = file.column(start)
-            free = (name for name in ("logits", "scores", "operand") if not self._site.is_bound(name))
-            name = next((name for name in free if name not in self._names.values()), "")
-            if column.strip() or not isinstance(assignment, ast.Assign) or not name:
-                raise NoFormError("no line or no name is free")
-            line = Edit(Span(start.start, start.start), f"{name} = {file.part(part)}\n{column}")
-            self.hoists += [line, Edit(file.bracketed(part), name)]
-            self._names[value] = name
-        return self._names[value]
+    try:
+        text = _PLACES.sub(replaced, form)
+    except LookupError:
+        return ()
+    return *(edit for pair in hoists.values() for edit in pair), _placed(site, node, text)
 
 
-def _placed(site: Site, node: ast.AST, tree: ast.expr, text: str) -> Edit:
+def _hoist(site: Site, value: ast.expr, taken: Sequence[str]) -> tuple[Edit, Edit]:
+    """Return the edits that give an expression a name on a line before the assignment that computes it."""
+    file, assignment = site.file, site.statement(value)
+    start = file.span(assignment).start
+    column = file.column(Span(start, start))
+    known = {getattr(x, "id", getattr(x, "arg", "")) for x in ast.walk(site.node)} | site.target.names.keys()
+    names = [x for x in ("logits", "scores", "operand") if x not in known and x not in taken]
+    if column.strip() or not isinstance(assignment, ast.Assign) or not names:
+        raise LookupError("no line or no name is free")
+    line = Edit(Span(start, start), f"{names[0]} = {site.text(value)}\n{column}")
+    return line, Edit(file.bracketed(file.span(value)), names[0])
+
+
+def _placed(site: Site, node: ast.AST, text: str) -> Edit:
     """Return the edit that puts an expression in the place of a node, in brackets where it needs them."""
     above, span = site.parents.get(node), site.file.span(node)
     around = ast.BinOp | ast.UnaryOp | ast.Attribute | ast.Subscript | ast.Compare | ast.IfExp
-    is_atom = isinstance(tree, ast.Call | ast.Name | ast.Attribute | ast.Subscript | ast.Constant)
+    is_atom = isinstance(ast.parse(f"({text})", mode="eval").body, _ATOMS)
     is_called = isinstance(above, ast.Call) and above.func is node
-    if not is_atom and (isinstance(above, around) or is_called) and site.file.bracketed(span) == span:
+    is_apart = not isinstance(above, around) and not is_called and "\n" not in text
+    if not is_atom and not is_apart and site.file.bracketed(span) == span:
         text = f"({text})"
     elif is_atom and not isinstance(above, ast.Call | ast.keyword | ast.Tuple | ast.List):
         span = site.file.bracketed(span)

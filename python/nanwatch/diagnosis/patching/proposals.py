@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..diagnosis import Expression
-from .matching import Binding, NoFormError, Site, Writer, match, parsed
+from .matching import Binding, Site, match, written
 from .source import Edit
 from .table import CALLS, GUARDS, MASK, POLES, STABLE, names_that_run, numbers_of
 
@@ -188,11 +188,9 @@ class Proposer:
             for node in nodes:
                 binding = match(self._site, pattern, node)
                 if binding is not None and failing & binding.nodes and count < _MOST_STABLE:
-                    for proposal in self._written(
-                        node, node, form, binding, "use the stable form that torch has"
-                    ):
-                        count += 1
-                        yield proposal
+                    proposals = self._written(node, node, form, binding, "use the stable form that torch has")
+                    count += len(proposals)
+                    yield from proposals
 
     def guard(
         self, node: ast.AST, row: tuple[str, str, str, str, str], *, holds: bool | None = None
@@ -211,27 +209,20 @@ class Proposer:
             return None
         if condition and not (self._holds(condition, binding) if holds is None else holds):
             return None
-        numbers = {**self._numbers, "BOUND": self._bound(binding)}
-        words = re.sub(r"\b[A-Z]{3,}\b", lambda name: numbers.get(name[0], name[0]), words)
-        proposals = self._written(node, changed, form, binding, words, numbers)
+        bound = self._bound(binding)
+        words = re.sub(
+            r"\b[A-Z]{3,}\b", lambda name: {**self._numbers, "BOUND": bound}.get(name[0], name[0]), words
+        )
+        proposals = self._written(node, changed, form, binding, words, BOUND=bound)
         single = next((proposal for proposal in proposals if len(proposal.edits) == 1), None)
         return single and single._replace(is_equal=condition == "compared")
 
     def _written(
-        self,
-        node: ast.AST,
-        changed: ast.AST,
-        form: str,
-        binding: Binding,
-        words: str,
-        numbers: Mapping[str, str] | None = None,
-    ) -> Iterator[Proposal]:
-        """Yield the change that writes a form in the place of a part of the node, if it can be written there."""
-        try:
-            edits = Writer(self._site, binding, numbers or self._numbers, changed).edits(form)
-        except NoFormError:
-            return
-        yield Proposal(edits, node, words)
+        self, node: ast.AST, changed: ast.AST, form: str, binding: Binding, words: str, **numbers: str
+    ) -> list[Proposal]:
+        """Return the change that writes a form in the place of a part of the node, none if it cannot be written."""
+        edits = written(self._site, changed, form, binding, {**self._numbers, **numbers})
+        return [Proposal(edits, node, words)] if edits else []
 
     def _holds(self, condition: str, binding: Binding) -> bool:
         """Return whether the condition of a guard holds for its operand."""
@@ -314,15 +305,16 @@ class Proposer:
                 return
             inner = above
 
-    def _indexed(self, whole: ast.Subscript, call: ast.Call) -> Iterator[Proposal]:
-        """Yield the call of the elements that its index takes: `loss(a[valid], b[valid])` for `loss(a, b)[valid]`."""
+    def _indexed(self, whole: ast.Subscript, call: ast.Call) -> list[Proposal]:
+        """Return the call of the elements that its index takes: `loss(a[valid], b[valid])` for `loss(a, b)[valid]`."""
         names = {x.id for x in call.args if isinstance(x, ast.Name)}
         if isinstance(call.func, ast.Attribute) and not names and isinstance(call.func.value, ast.Name):
             names = {call.func.value.id}
-        if names and isinstance(whole.slice, ast.Name):
-            text = re.sub(rf"\b({'|'.join(names)})\b", rf"\1[{whole.slice.id}]", ast.unparse(call))
-            words = f"compute the elements that `{whole.slice.id}` takes, and no others"
-            yield from self._written(whole, whole, "W", Binding({"W": parsed(text)}), words)
+        if not names or not isinstance(whole.slice, ast.Name):
+            return []
+        text = re.sub(rf"\b({'|'.join(names)})\b", rf"\1[{whole.slice.id}]", self._site.text(call))
+        words = f"compute the elements that `{whole.slice.id}` takes, and no others"
+        return self._written(whole, whole, "W", Binding({"W": text}), words)
 
     def _infinities(self) -> Iterator[Proposal]:
         """Propose finite numbers for the infinities that the function writes, as in a mask."""

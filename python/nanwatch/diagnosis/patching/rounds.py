@@ -130,7 +130,7 @@ class Rounds:
             except (SyntaxError, ValueError):
                 continue
             self._tried.append(f"`{proposal.edits[-1].text}`")
-            if experiment.error is not None or not probe.was_run:
+            if experiment.error is not None or 0 not in probe.values:
                 continue
             if self._works(experiment, probe, trial, values.get(proposal.node, []), proposal.is_equal):
                 return trial, None

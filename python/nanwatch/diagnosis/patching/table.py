@@ -65,6 +65,8 @@ STABLE = (
     ("log(mean(exp(X), dim=D))", "torch.logsumexp(X, dim=D) - math.log(X.shape[D])"),
     ("log(cumsum(exp(X), ...))", "torch.logcumsumexp(X, ...)"),
     ("log(sum(exp(X) * M, ...))", "torch.logsumexp(X + torch.log(M), ...)"),
+    ("log(exp(A) / sum(exp(B)))", "A - torch.logsumexp(B.flatten(), 0)"),
+    ("log(exp(A) / sum(exp(B) * M, ...))", "A - torch.logsumexp(B + torch.log(M), ...)"),
     ("log(exp(A) / sum(exp(B), ...))", "A - torch.logsumexp(B, ...)"),
     ("log(exp(A) / (exp(A) + sum(exp(B), ...)))", "-F.softplus(torch.logsumexp(B, ...) - A)"),
     # Logarithms of products and of special functions

@@ -158,13 +158,11 @@ def test_other_threads_run_what_they_ran_before(program: ModuleType) -> None:
     """A thread that calls the function meanwhile is no part of the trial, also in the midst of a call."""
     target, edit = target_of(program, "method")
     seen: list[object] = []
-    with exchanged(target, target.file.edited([edit]), (), probe := Probe()):
+    with exchanged(target, target.file.edited([edit]), (), Probe()):
         thread = threading.Thread(target=lambda: seen.append(program.Kind().value(2)))
         thread.start()
         thread.join()
-        assert not probe.was_run
         assert program.Kind().value(2) == 700
-        assert probe.was_run
     assert seen == [7]
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from nanwatch.diagnosis.diagnosis import Expression
 from nanwatch.diagnosis.patching.code_swap import find_target
-from nanwatch.diagnosis.patching.matching import Site, Writer, match
+from nanwatch.diagnosis.patching.matching import Site, match, written
 from nanwatch.diagnosis.patching.proposals import Failure, Proposer
 from nanwatch.diagnosis.patching.table import GUARDS, STABLE, numbers_of
 
@@ -142,7 +142,7 @@ def test_a_stable_form_gives_what_float64_gives(pattern: str, form: str, tmp_pat
     site, node, source = site_of(pattern, tmp_path)
     binding = match(site, pattern, node)
     assert binding is not None, source
-    edited = text_of(site.file.edited(Writer(site, binding, numbers_of("float32"), node).edits(form)).text)
+    edited = text_of(site.file.edited(written(site, node, form, binding, numbers_of("float32"))).text)
     truth = evaluate(text_of(source), operands(pattern, torch.float64))
     value = evaluate(edited, operands(pattern, torch.float32))
     assert value.dtype == torch.float32 or value.is_complex()
