@@ -9,7 +9,6 @@ these is removed, PyTorch's hook goes too, unless a thread is inside the functio
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import sys
 import threading
@@ -145,11 +144,7 @@ def with_check_after_closure(
 
     Lightning makes forward and backward in a closure, also for optimizers that call it once.
     """
-    if len(args) < 2 and not kwargs:
-        return None
-    names = list(inspect.signature(type(optimizer).step).parameters)
-    place = names.index("closure") if "closure" in names else len(args)
-    closure = args[place] if place < len(args) else kwargs.get("closure")
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
         return None
 
@@ -159,9 +154,9 @@ def with_check_after_closure(
         check()
         return loss
 
-    if place < len(args):
-        return (*args[:place], checked, *args[place + 1 :]), kwargs
-    return args, {**kwargs, "closure": checked}
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": checked}
+    return (args[0], checked, *args[2:]), kwargs
 
 
 def find_scaler() -> Callable[[], Any]:
