@@ -8,6 +8,7 @@ in brackets, `(DistributedDataParallel)` or `encoder.(CheckpointWrapper)`, so th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -102,29 +103,15 @@ def module_names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def find_module(model: nn.Module, name: str) -> Named | None:
-    """Return the module of this name or path, or None. A module in several places has several names."""
-    current = model
-    keys: list[str] = []
-    parts = name.split(".") if name else []
-    while True:
-        key = held_key(current)
-        is_wrapper = key is not None and bool(parts) and parts[0] == f"({type(current).__name__})"
-        if is_wrapper or (key is None and not parts):
-            return Named(name, ".".join(keys), current)
-        key = parts.pop(0) if key is None else key
-        keys.append(key)
-        child = getattr(current, key, None)
-        if not isinstance(child, nn.Module):
-            return _at_path(model, name)
-        current = child
-
-
-def _at_path(model: nn.Module, path: str) -> Named | None:
-    try:
-        module = model.get_submodule(path)
-    except AttributeError:
-        return None
-    return Named(name_of(model, module), path, module)
+    """Return the module of this name or path, or None. A module in several places has several paths."""
+    by_name = {named.name: named for named in named_modules(model)}
+    if name in by_name:
+        return by_name[name]
+    for root in (model, unwrapped(model)):
+        with suppress(AttributeError):
+            module = root.get_submodule(name)
+            return next(named for named in by_name.values() if named.module is module)
+    return None
 
 
 def for_names(pattern: str, names: Iterable[str]) -> str:
@@ -136,11 +123,6 @@ def for_names(pattern: str, names: Iterable[str]) -> str:
     ):
         return pattern
     return plain
-
-
-def name_of(model: nn.Module, module: nn.Module) -> str:
-    """Return the name of a module of `model`, or "" for one that is not in it."""
-    return next((named.name for named in named_modules(model) if named.module is module), "")
 
 
 def parameter_owners(model: nn.Module) -> dict[int, tuple[Named, str]]:

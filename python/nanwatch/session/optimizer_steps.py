@@ -24,9 +24,8 @@ from ..blackbox.process import process_box
 from ..diagnosis.incident import Incident
 from ..diagnosis.loss_statements import loss_under_way
 from ..diagnosis.optimizer_step import take_apart
-from ..instrumentation.functions import find_called
 from ..instrumentation.global_hooks import Handles, after_steps, before_steps, with_check_after_closure
-from ..instrumentation.wrapped_names import find_module, parameter_names, parameter_owners
+from ..instrumentation.wrapped_names import find_module, named_modules, parameter_names, parameter_owners
 from ..numerics.readable import Numbers, is_plain
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall, Event
@@ -106,11 +105,11 @@ class BackwardWatch:
         report = self._reports.latest(finding, batch, fault.frames)
         faults = [(call.frame, record) for call in calls for record in call.frame.records if record.is_fault]
         model, weights = self._model(), set[Weight]()
+        modules = {} if model is None else {named.name: named.module for named in named_modules(model)}
         for frame, record in faults:
-            name = record.label.removesuffix(".grad")
-            owner = None if model is None else find_called(model, frame.name)
-            if owner is not None and name in owner.module._parameters:
-                weights.add((weakref.ref(owner.module), name))
+            name, module = record.label.removesuffix(".grad"), modules.get(frame.name)
+            if module is not None and name in module._parameters:
+                weights.add((weakref.ref(module), name))
         self._defer(Incident(report), {frame.batch for frame, _ in faults}, weights)
 
     def _loss_came(self, loss: Tensor, numbers: Numbers, batch: int) -> None:

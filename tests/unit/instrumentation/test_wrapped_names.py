@@ -15,7 +15,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from nanwatch.instrumentation.wrapped_names import (
     find_module,
-    name_of,
     named_modules,
     unwrapped,
 )
@@ -70,7 +69,6 @@ def test_names_are_those_without_wrappers(shape: Any, around: list[str]) -> None
         if one.module in expected:
             assert (led := find_module(model, one.name)) is not None
             assert led.module is one.module
-            assert name_of(model, one.module) == one.name
     wrappers = [one.name for one in found if one.module not in expected]
     assert all(name.endswith(")") for name in wrappers)
     assert unwrapped(model) is plain
