@@ -81,23 +81,12 @@ def _remarks(
     if first.part == "output" or not _was_reached(arrivals, first.call, first.time):
         return ()
     above = {first.call, *_above(calls, first.call)}
+    # Also a module that returns what it has used itself, and whose other outputs had gradients.
     others = [x for x in now if x.call not in above and _was_reached(arrivals, x.call, first.time)]
-    users = _names(calls, [arrival for arrival in others if arrival.part != "output"])
-    # A module that returns what it has used itself, and whose other outputs had gradients.
-    returned = _names(calls, [arrival for arrival in others if arrival.part == "output"])
-    remarks = []
-    if users:
-        what = "weight is shared with" if first.part == "weight" else "same tensor was given to"
-        remarks.append(
-            f"the {what} {users}: the gradient is the sum over all of them, and each may have made the value"
-        )
-    if returned:
-        remarks.append(
-            f"the same tensor is an output of {returned}, whose other outputs had gradients: the gradient is the sum"
-            " over all that was made of it, and what was made of it there may have made the value"
-        )
-    return tuple(remarks)
-
-
-def _names(calls: Sequence[BackwardCall], arrivals: Sequence[Arrival]) -> str:
-    return ", ".join(sorted({calls[x.call].frame.name or "the root module" for x in arrivals}))
+    names = sorted({calls[x.call].frame.name or "the root module" for x in others})
+    if not names:
+        return ()
+    what = "weight is shared with" if first.part == "weight" else "same tensor is used or returned by"
+    return (
+        f"the {what} {', '.join(names)}: the gradient is the sum over all uses, and each may have made the value",
+    )
