@@ -36,13 +36,13 @@ def shown() -> Iterator[Tell]:
     from rich.console import Console
     from rich.progress import Progress, TextColumn
 
-    columns = [TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[amount]")]
-    with Progress(*columns, console=Console(file=file), transient=True, redirect_stdout=False) as progress:
-        task = progress.add_task("", total=None, amount="")
+    column = TextColumn("{task.description}", markup=False)
+    with Progress(column, console=Console(file=file), transient=True, redirect_stdout=False) as progress:
+        task = progress.add_task("", total=None)
 
         def tell(what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
-            amount = f"{done:,} of {total:,} {unit}" if total else f"{done:,} {unit}" if done else ""
-            progress.update(task, description=visible(what), completed=done, total=total, amount=amount)
+            amount = f" {done:,} of {total:,} {unit}" if total else f" {done:,} {unit}" if done else ""
+            progress.update(task, description=visible(what) + amount)
 
         yield tell
 
