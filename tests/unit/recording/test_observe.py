@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from nanwatch.recording.observe import observe
+import nanwatch
+from nanwatch.recording.observe import observe, parameter_mesh
 from nanwatch.records.note import Note
+from nanwatch.report.report import Report
+from support.recorders import WITH_DEVICE, watched
+from support.toys import Scale
 from support.watching import watch
 
 INF = float("inf")
-
-
-class Takes(nn.Module):
-    """Takes anything and returns nothing."""
-
-    def forward(self, *args: Any) -> None:
-        return None
 
 
 def mask_of(masked: float) -> torch.Tensor:
@@ -111,3 +109,123 @@ def test_a_mode_and_a_subclass_see_no_call_of_the_recorder(options: dict[str, An
         assert bool(w.frames) == enabled
         asked.append((mode.asked, Counts.asked.copy()))
     assert asked[0] == asked[1]
+
+
+class Views(nn.Module):
+    """Returns its argument in many shapes, dtypes and layouts, some of which share elements with others."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(x * self.weight.sum())
+
+
+def same_elements(x: Tensor) -> list[Tensor]:
+    """Views that the cache of ranges takes for one tensor, as their range is the same."""
+    return [x, x.reshape(-1), x.reshape(2, -1), x.T, x.T.contiguous(), x.flatten()[1:], x]
+
+
+def lazy_bits(x: Tensor) -> list[Tensor]:
+    z = torch.complex(x, x + 1)
+    return [z, z.conj(), z.imag, z.conj().imag, z.real]
+
+
+def of_other_dtypes(x: Tensor) -> list[Tensor]:
+    return [
+        *(x.to(torch.bfloat16), x.to(torch.float64), x.long(), x > 0, x.view(torch.int32)),
+        *(x[:0], x[0, 0], x.expand(3, *x.shape), x.to(torch.float8_e5m2)),
+    ]
+
+
+def not_finite(x: Tensor) -> list[Tensor]:
+    """Rows that Python makes: failures and masks."""
+    mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).tril() == 0, torch.finfo(torch.float32).min)
+    return [x / 0, x.log() * torch.inf, mask, torch.full((3,), torch.nan)]
+
+
+def written(x: Tensor) -> list[Tensor]:
+    before = x.clone()
+    return [before, x.add_(1)]
+
+
+class Chain(nn.Sequential):
+    """Hands each output of the first to a module of its own, as a tensor that was read before."""
+
+    def forward(self, x: Tensor) -> Any:
+        return [self[1](one) for one in self[0](x)]
+
+
+def fingerprints_of(model: nn.Module) -> list[list[int | None]]:
+    """Fill a list with the fingerprints of each call's weights, inputs and outputs, by plain hooks."""
+    calls: list[list[int | None]] = []
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        values = [*module.parameters(recurse=False), *args]
+        values += output if isinstance(output, list) else [output]
+        calls.append([nanwatch.fingerprint(x.detach()) for x in values])
+
+    for module in model.modules():
+        module.register_forward_hook(hook)
+    return calls
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+@pytest.mark.parametrize("make", [same_elements, lazy_bits, of_other_dtypes, not_finite, written])
+def test_each_record_has_the_fingerprint_of_its_tensor(make: Any, recorder: str) -> None:
+    """Also where the range is known from another view, and in a second batch, which knows the weights."""
+    torch.manual_seed(0)
+    model = Chain(Views(make), nn.Identity())
+    calls = fingerprints_of(model)
+    with watched(model, recorder, fingerprints=True, max_frames=100, on_nonfinite="record") as w:
+        for _ in range(2):
+            model(torch.randn(3, 4))
+        frames = w.frames
+    assert [[record.fingerprint for record in frame.records] for frame in frames] == calls
+    assert w.counters.get("stale_hits", 0) == 0
+
+
+NOTE = "local shard: Shard(dim=0) at mesh[0]=0 of 1"
+
+
+@pytest.fixture(name="x")
+def sharded(one_process_mesh: Any) -> Any:
+    """A DTensor of two dimensions with an inf at [1, 2]."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = torch.ones(2, 3)
+    whole[1, 2] = float("inf")
+    return distribute_tensor(whole, one_process_mesh, [Shard(0)])
+
+
+def test_report_in_all_forms_says_which_shard(x: Any) -> None:
+    """Text, JSON and its way back, and the page; the finding has the place in the shard."""
+    model = Scale()
+    with watch(model, on_nonfinite="record") as w:
+        model(x)
+    report = w.report()
+    record = report.frames[0].records[0]
+    assert (str(record.note), record.shape) == (NOTE, (2, 3))
+    text = report.to_text()
+    assert f"input[0] ({NOTE})" in text
+    assert "the first at [1, 2]; " in text
+    assert f"the {NOTE} of float32 of shape [2, 3]" in text
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_parameters_say_where_this_process_is_in_their_meshes(x: Any) -> None:
+    """Each dimension once, also while FSDP has plain tensors in their place; nothing without a model or a mesh."""
+    model = nn.Sequential(nn.Linear(3, 2), Scale(), nn.Linear(3, 2))
+    assert parameter_mesh(model) == ()
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(x)
+    assert parameter_mesh(model) == ("mesh[0]=0 of 1",)
+    with watch(model) as w:
+        model[1](torch.ones(1))
+        assert "This rank in the device mesh: mesh[0]=0 of 1." in w.report().to_text()
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(torch.ones(2, 2))
+    assert parameter_mesh(model) == ("mesh[0]=0 of 1",)
+    assert parameter_mesh(None) == ()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, UserDict
+import sys
+import threading
+from collections import Counter, OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,16 +16,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from nanwatch import Finding
+from nanwatch.numerics import _extension
+from nanwatch.recording.optimizer_state import state_tensors
 from nanwatch.recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, call_leaves, leaves
 from nanwatch.records.record import Frame
+from nanwatch.session.api import watch as start_watch
+from nanwatch.session.watch import Watch
 from support.oracle import values_of
 from support.random_trees import Plain, run, tree
 from support.recorders import RECORDERS, needs_native, watched
-
-# Random models
-
-
-# The obvious recorder
 
 Record = tuple[str, str, Any, Any, Any]  # label, dtype, abs_min, abs_max, isfinite
 
@@ -153,20 +155,15 @@ class Angry(UserDict):  # type: ignore[type-arg]
 LIMITS: dict[str, Callable[[], Any]] = {
     "deepest list": lambda: deep(MAX_DEPTH),
     "too deep a list": lambda: deep(MAX_DEPTH + 1),
-    "too deep a dict": lambda: deep(MAX_DEPTH + 1, lambda x: {"k": x}),
     "too deep, mixed": lambda: deep(MAX_DEPTH + 2, lambda x: OrderedDict(k=x)),
     "cycle": cyclic,
-    "as many leaves as may be": lambda: [torch.ones(1)] * MAX_LEAVES,
     "one more": lambda: [torch.ones(1)] * (MAX_LEAVES + 1),
-    "many more": lambda: {"a": [torch.ones(1)] * 3000, "b": (torch.ones(1),) * 3000},
     "limit inside": lambda: [[torch.ones(1)] * MAX_LEAVES, [torch.ones(1)] * 2, None],
     "many empty lists": lambda: [[] for _ in range(2 * MAX_LEAVES)],
-    "short scalars": lambda: list(range(MAX_SCALARS)),
     "long scalars": lambda: list(range(MAX_SCALARS + 1)),
     "long scalars with a tensor": lambda: [*range(MAX_SCALARS), torch.ones(1)],
     "angry": lambda: [Angry({"k": torch.ones(1)}), torch.ones(1)],
     "opaque": lambda: [iter([1]), object(), slice(0, 2), {1, 2}],
-    "empty": lambda: [(), [], {}, OrderedDict()],
     "long key": lambda: {"k" * 300: torch.ones(1), "two words": torch.ones(1)},
 }
 
@@ -239,3 +236,157 @@ def test_counts_are_those_of_each_tensor(recorder: str, dtype: torch.dtype) -> N
             assert record.health.num_subnormal == (small & (values != 0)).sum()
         np.testing.assert_equal(record.abs_min, record.health.abs_min)  # a nan is one
         np.testing.assert_equal(record.abs_max, record.health.abs_max)
+
+
+class Poison(nn.Module):
+    """Passes its input on, and spoils the one of the call with this number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at, self.calls = -1, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * float("nan") if self.calls - 1 == self.at else x + 1
+
+
+def chain(length: int) -> nn.Sequential:
+    return nn.Sequential(*(Poison() for _ in range(length)))
+
+
+def finding_of(watch: Watch) -> Finding:
+    finding = watch.report().finding
+    assert finding is not None
+    return finding
+
+
+@pytest.mark.usefixtures("each_recorder")
+@pytest.mark.parametrize(
+    ("max_frames", "place", "batches"), [(1, 0, 0), (3, 4, 3), (3, 29, 20), (100, 4, 20)]
+)
+def test_the_place_counts_what_the_ring_has_dropped(max_frames: int, place: int, batches: int) -> None:
+    """The place is the number of calls that ended before in the batch, for any size of the ring and in any batch."""
+    model = chain(30)
+    with start_watch(model, on_nonfinite="record", rerun=False, max_frames=max_frames) as watch:
+        for _ in range(batches):
+            model(torch.ones(2))
+        model[place].at = batches
+        model(torch.ones(2))
+        finding = finding_of(watch)
+    assert (finding.batch, finding.module, finding.sequence) == (batches, str(place), place)
+
+
+@pytest.mark.usefixtures("each_recorder")
+def test_the_state_of_an_optimizer_comes_last() -> None:
+    """A frame of its step counts on from those of forward and backward."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with start_watch(model, optimizer=optimizer, on_nonfinite="record", rerun=False, max_frames=2) as watch:
+        for batch in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            if batch == 1:
+                optimizer.state[model[0].weight]["momentum_buffer"][0, 0] = float("inf")
+            optimizer.step()
+        finding = finding_of(watch)
+    # Two layers and the root.
+    assert (finding.batch, finding.origin, finding.sequence) == (1, "buffer", 3)
+
+
+class Recurses(nn.Module):
+    """Calls itself as often as it is told to."""
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        found: Tensor = self(x, times - 1) if times else x
+        return found
+
+
+def deepest(model: nn.Module) -> int:
+    """How often the model may call itself before the interpreter's limit."""
+    low, high = 0, sys.getrecursionlimit()
+    while low < high:
+        middle = (low + high + 1) // 2
+        try:
+            model(torch.ones(1), middle)
+            low = middle
+        except RecursionError:
+            high = middle - 1
+    return low
+
+
+def hooked() -> nn.Module:
+    """With a hook that does nothing."""
+    model = Recurses()
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+def test_a_watched_call_takes_no_more_of_the_recursion_limit_than_a_hook() -> None:
+    """A forward goes as deep as with a hook; with the compiled part as deep as unwatched."""
+    plain = Recurses()
+    unwatched = deepest(plain)
+    with start_watch(plain, rerun=False, forecast=False):
+        watched = deepest(plain)
+    hooks = deepest(hooked())
+    # A call costs what a hook costs. The innermost one reads its tensors, for which a few frames must be left.
+    assert hooks - 1 <= watched <= unwatched
+    assert _extension.C is None or watched == unwatched > hooks
+
+
+def all_together(*jobs: Callable[[], object]) -> None:
+    """Run each job in a thread of its own, from one moment on; raise what the first of them raised."""
+    start, errors = threading.Barrier(len(jobs)), []
+
+    def run(job: Callable[[], object]) -> None:
+        start.wait(60)
+        try:
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.usefixtures("each_recorder", "switching")
+def test_trainings_in_threads_are_counted_once() -> None:
+    """Four threads train one model: as many batches, calls and frames as an unwatched run makes, once each."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    steps, threads = 40, 4
+    follows = _extension.C is not None  # backwards
+    with start_watch(
+        model, on_nonfinite="record", rerun=False, forecast=False, gradients=follows, max_frames=10_000
+    ) as watch:
+
+        def train() -> None:
+            for _ in range(steps):
+                model(torch.ones(3, 2)).sum().backward()
+
+        all_together(*[train] * threads)
+        frames, counters = watch.frames, watch.counters
+    batches = steps * threads
+    assert watch.batch == batches - 1
+    assert counters["calls"] == 4 * batches
+    assert Counter(one.batch for one in frames if one.phase == "forward") == dict.fromkeys(range(batches), 4)
+    assert sum(one.phase == "backward" for one in frames) == 4 * batches * follows
+    assert counters["frames"] == len(frames) == 4 * batches * (1 + follows)
+
+
+def test_each_tensor_has_its_parameters_name() -> None:
+    """A parameter that the model does not know is named by its place, and comes itself."""
+    known, copy = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.Adam([known, copy])
+    for x in (known, copy):
+        x.grad = torch.ones(2)
+    optimizer.step()
+    found = {one.label: one for one in state_tensors(optimizer, {id(known): "fc.weight"})}
+    parts = ("step", "exp_avg", "exp_avg_sq")
+    assert set(found) == {*(f"{p}[fc.weight]" for p in parts), *(f"{p}[0][1]" for p in parts), "param[0][1]"}
+    assert found["exp_avg[fc.weight]"].tensor is optimizer.state[known]["exp_avg"]
+    assert [label for label, one in found.items() if one.is_parameter] == ["param[0][1]"]
+    assert found["param[0][1]"].tensor is found["exp_avg[0][1]"].parameter is copy

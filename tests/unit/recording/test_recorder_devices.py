@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
+from support.gradient_models import Net, Spoiling, backward_frames, loss_of
 from support.random_trees import run, tree
 from support.stand_in_device import BROKEN, StandIn, stand_in
 from support.toys import Scale, mlp, names, text_of
@@ -116,32 +117,6 @@ def test_a_row_is_of_the_memory_as_it_was() -> None:
     assert ranges == [[(1, 1), (2, 2)], [(7, 7), (21, 21)], [(1, 1), (21, 21)]]
 
 
-@pytest.mark.slow
-def test_a_full_table_makes_the_host_wait_and_loses_nothing() -> None:
-    """With more rows on the way than there are slots the oldest are waited for."""
-
-    class Many(nn.Module):
-        def forward(self, xs: list[Tensor]) -> None:
-            return None
-
-    class Calls(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.many = Many()
-
-        def forward(self) -> None:
-            for call in range(9):
-                self.many([torch.tensor(float(call * 10_000 + i)) for i in range(4000)])
-
-    model = Calls()
-    with stand_in() as device, watch(model, max_frames=20) as w:
-        model()
-        assert 1 < device.waits < 9
-    assert [[r.abs_max for r in f.records[:-1]] for f in w.frames[:-1]] == [
-        [call * 10_000 + i for i in range(4000)] for call in range(9)
-    ]
-
-
 def test_a_model_over_several_devices_and_the_host() -> None:
     """One launch a frame and device; frames of the host keep their place between those of the devices."""
     where = {torch.float32: 0, torch.float64: 1, torch.float16: -1}
@@ -222,3 +197,50 @@ def test_a_capture_is_left_alone() -> None:
         assert (len(device.launches), device.waits) == (launches, waits)
         model(X)
         assert len(device.launches) > launches
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32), spoils=st.booleans(), behind=st.booleans(), skips=st.sampled_from([0, 20]))
+def test_reports_of_backwards_are_those_of_the_host(
+    seed: int, spoils: bool, behind: bool, skips: int
+) -> None:
+    """Random graphs over three batches, one of which may be spoilt: every frame in its order, and the report."""
+    found = {}
+    for check, place, holds in (
+        ("module", -1, True),
+        ("batch", 0, True),
+        ("batch", 0, False),
+    ):
+        model = Net(seed)
+        if spoils:
+            model.steps[0] = Spoiling(model.steps[0], behind)
+        torch.manual_seed(0)
+        with stand_in(place=lambda x, place=place: place, holds=holds):
+            with watch(
+                model,
+                gradients=True,
+                max_frames=1000,
+                on_nonfinite="record",
+                act_at=check,
+                max_skipped_steps=skips,
+            ) as w:
+                for _ in range(3):
+                    loss_of(model(torch.randn(2, 4, requires_grad=True))).backward()
+            found[check, place, holds] = text_of(w)
+    assert len(set(found.values())) == 1
+
+
+def test_a_forward_and_a_backward_wait_once_each() -> None:
+    """Each tensor's read is launched when it appears, and awaited when its forward or backward is over."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stand_in() as device, watch(model, gradients=True) as w:
+        for count in (0, 2):
+            loss = model(X).sum()
+            assert device.waits == count + 1
+            loss.backward()
+            assert device.launches[-7:] == [1] * 7  # of three outputs and four weights
+            assert device.waits == count + 2
+            optimizer.step()
+            assert device.waits == count + 2
+        assert [frame.name for frame in backward_frames(w)][-4:] == ["2", "1", "0", ""]
