@@ -14,7 +14,7 @@ from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.diagnosis import Diagnosis
 from nanwatch.diagnosis.search import find_operation
 from nanwatch.instrumentation.execution_context import RngState
-from nanwatch.recording.events import Start
+from nanwatch.recording.recorder import start_of
 from nanwatch.report.finding import Finding
 from nanwatch.session.api import watch
 
@@ -35,7 +35,7 @@ def snapshot_of(
     module: nn.Module, args: Any, kwargs: Any, buffers: Any = MappingProxyType({}), *, draws: bool = False
 ) -> BatchSnapshot:
     """The start of a batch, as a recorder keeps it, with the states of random and numpy.random for `draws`."""
-    start = Start.capture(0, False, module, args, kwargs, None)
+    start = start_of(0, module, args, kwargs, None)
     return BatchSnapshot.of(start, buffers, RngState.capture(others=draws))
 
 

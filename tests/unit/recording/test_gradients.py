@@ -1,4 +1,4 @@
-"""A gradient that comes to several places and may have changed in between is read at each."""
+"""Hooks of a watch with gradients=True: on tensors alone, and each reads what is at its place when it is called."""
 
 from __future__ import annotations
 
@@ -8,9 +8,42 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from nanwatch.report.report import NonFiniteError
 from support.recorders import WITH_DEVICE, watched
+
+KINDS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+pytestmark = pytest.mark.parametrize("recorder", WITH_DEVICE)
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.LayerNorm(4), nn.Linear(4, 1))
+
+
+def graph_of(loss: Tensor) -> list[str]:
+    """The kinds of its nodes, each by the first way to it: a full backward hook of a module would add some."""
+    kinds, left, seen = [], [loss.grad_fn], set()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            kinds.append(type(node).__name__)
+            left += [following for following, _ in node.next_functions]
+    return kinds
+
+
+def test_only_tensors_are_hooked(recorder: str) -> None:
+    """No module and no registry of all modules has a hook, and the graph has the nodes of an unwatched one."""
+    plain, model, x = model_of(), model_of(), torch.ones(2, 3, requires_grad=True)
+    with watched(model, recorder, gradients=True) as w:
+        loss = model(x).sum()
+        assert graph_of(loss) == graph_of(plain(x).sum())
+        loss.backward()
+        hooks = [getattr(module, f"_{kind}") for module in model.modules() for kind in KINDS]
+        assert not any([*hooks, *(getattr(torch_module, f"_global_{kind}") for kind in KINDS)])
+        assert sum(frame.phase == "backward" for frame in w.frames) == 5
 
 
 class Fork(nn.Module):
@@ -35,17 +68,15 @@ def doubles_elsewhere(g: Tensor) -> None:
 
 
 @pytest.mark.parametrize("hook", [doubles, doubles_elsewhere])
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_what_a_hook_changes_is_read_again(recorder: str, hook: Callable[[Tensor], Any]) -> None:
     """In place, which raises the version, or in another storage: the place behind the hook has what is there then."""
     model = Fork(hook)
     with watched(model, recorder, gradients=True) as w:
         model(torch.ones(2, 4)).backward(torch.full((2, 4), 3.0))
-    found = {f.name: r.abs_max for f in w.frames for r in f.records if r.label == "output.grad"}
-    assert found == {"": 3.0, "second": 3.0, "first": 6.0}
+    largest = {f.name: r.abs_max for f in w.frames for r in f.records if r.label == "output.grad"}
+    assert largest == {"": 3.0, "second": 3.0, "first": 6.0}
 
 
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_finite_sum_of_sparse_gradients_is_told_from_one_that_is_not(recorder: str) -> None:
     """Two that are finite and add up to inf stop the step; what is sparse is read at each place."""
     model = nn.Embedding(4, 2, sparse=True)
