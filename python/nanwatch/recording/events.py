@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
-import torch
-from torch import Tensor
-
 if TYPE_CHECKING:
-    from torch import nn
+    import torch
+    from torch import Tensor, nn
 
     from .._C import CallRecorder
     from ..records.record import Frame
@@ -105,34 +103,6 @@ class Start(NamedTuple):
     nodes: tuple[int, int]
     is_function: bool
     extra: Any
-
-    @classmethod
-    def capture(
-        cls,
-        batch: int,
-        is_function: bool,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        extra: object,
-    ) -> Start:
-        """Return the start of a batch that begins now, as csrc/recorder/batch_start.h makes it."""
-        values = [*args, *(kwargs or {}).values()]
-        for value in values.copy():  # one level deep
-            values += value if isinstance(value, tuple | list) else ()
-            values += value.values() if isinstance(value, dict) else ()
-        # By the class alone: an object may say by its `__class__` that it is a tensor.
-        tensors = [x for x in values if issubclass(type(x), Tensor)]
-        with torch._C.DisableTorchFunction():  # no function mode of the user sees the reads
-            versions = [(x, x._version) for x in tensors if not x.is_inference()]
-        autocast = tuple(
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in ("cpu", "cuda")
-        )
-        is_inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        nodes = (torch._C._autograd._get_sequence_nr(), -1)
-        state = (torch.get_rng_state(), autocast, is_inference, grad, versions)
-        return cls(batch, module, args, kwargs, *state, 0.0, nodes, is_function, extra)
 
 
 class RecorderEvents(Protocol):

@@ -160,12 +160,13 @@ class PythonGradients:
         if backward is None or recorder is None:
             return
         # A call is done when it and all calls in it had their last gradient.
-        done = {call: position for position, (call, *_) in enumerate(backward.arrivals)}
-        of_children: dict[Call | None, int] = {}  # by the call that made them, until it is met
-        for call in sorted(done, key=lambda call: call.number):
-            done[call] = max(done[call], of_children.pop(call, 0))
-            of_children[call.caller] = max(done[call], of_children.get(call.caller, 0))
-        calls = sorted(done, key=lambda call: (done[call], call.number))
+        reached, done = {call for call, *_ in backward.arrivals}, dict[Call | None, int]()
+        for position, (call, *_) in enumerate(backward.arrivals):
+            around: Call | None = call
+            while around in reached:
+                done[around] = position
+                around = around.caller
+        calls = sorted(reached, key=lambda call: (done[call], call.number))
         positions: dict[Call | None, int] = {call: position for position, call in enumerate(calls)}
         records: dict[Call, list[Record]] = {call: [] for call in calls}
         arrivals = []

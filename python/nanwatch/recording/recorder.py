@@ -12,7 +12,7 @@ import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -27,7 +27,7 @@ from .events import Arrival, BackwardCall, Event, PeakName, Recorder, RecorderEv
 from .gradients import Call, PythonGradients
 from .masks import Excuses
 from .observe import call_values, completed_record, observe
-from .walk import is_container, leaves, spell_key
+from .walk import call_leaves, is_container, leaves, spell_key
 
 if TYPE_CHECKING:
     from .._C import CallRecorder
@@ -93,13 +93,13 @@ class PeakMagnitudes:
         """Take the finite records of a frame: reports have the others. The forward of another batch begins anew."""
         with self._lock:
             if frame.phase == "forward" and frame.batch != self._batch:
-                self._begin(frame.batch)
-            self._batch = max(self._batch, frame.batch)
+                self._values = dict.fromkeys(self._values, 0.0)
+            self._batch = max(self._batch, frame.batch) if frame.phase == "backward" else frame.batch
             for record in frame.records:
-                if not record.isfinite or record.is_excused or (record.role == "input" and not with_inputs):
-                    continue
                 name = (frame.name, record.label, record.dtype)
-                if name in self._values or (len(self._values) < MAX_PEAKS and record.ends is not None):
+                is_known = name in self._values or (len(self._values) < MAX_PEAKS and record.ends is not None)
+                is_meant = record.is_excused or (record.role == "input" and not with_inputs)
+                if record.isfinite and is_known and not is_meant:
                     self._values[name] = max(self._values.get(name, 0.0), record.abs_max or 0.0)
 
     def take(self) -> tuple[int, list[PeakName], bytes]:
@@ -111,11 +111,8 @@ class PeakMagnitudes:
         with self._lock:
             batch, names, values = self._batch, list(self._values), array("d", self._values.values())
             new, self._num_taken = names[self._num_taken :], len(names)
-            self._begin(-1)
+            self._batch, self._values = -1, dict.fromkeys(names, 0.0)
             return batch, new, values.tobytes()
-
-    def _begin(self, batch: int) -> None:
-        self._batch, self._values = batch, dict.fromkeys(self._values, 0.0)
 
 
 class _Subscription:
@@ -377,10 +374,10 @@ class PythonRecorder:
         is_traced = thread.batch in self._settings.traced
         extra = self.events.on_batch_start(thread.batch, is_traced, module, args, kwargs)
         if self.keeps_starts:
-            is_function = hasattr(type(module), "is_watched_function")
-            for kept in () if is_function else self._kept_starts():
+            start = start_of(thread.batch, module, args, kwargs, extra)
+            for kept in () if start.is_function else self._kept_starts():
                 kept.forget_call()
-            thread.start = _KeptStart(Start.capture(thread.batch, is_function, module, args, kwargs, extra))
+            thread.start = _KeptStart(start)
         self._threads_inside.add(threading.get_ident())
 
     def _end_batch(self, thread: _Thread, completed: bool) -> None:
@@ -438,6 +435,25 @@ class PythonRecorder:
                 if frame.phase == "backward" and frame.batch in batches:
                     records = [x._replace(note=note) if x.isfinite is False else x for x in frame.records]
                     self._frames[position] = frame._replace(records=tuple(records))
+
+
+def start_of(
+    batch: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, extra: object
+) -> Start:
+    """Return the start of a batch that begins now, as csrc/recorder/batch_start.h makes it."""
+    # By the class alone: an object may say by its `__class__` that it is a tensor.
+    given = call_leaves(args, kwargs or {}, objects=False)
+    tensors = [x for _, x in given if issubclass(type(x), Tensor)]
+    with torch._C.DisableTorchFunction():  # no function mode of the user sees the reads
+        versions = [(x, x._version) for x in tensors if not x.is_inference()]
+    autocast = tuple(
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")
+    )
+    modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    nodes = (torch._C._autograd._get_sequence_nr(), -1)
+    is_function = hasattr(type(module), "is_watched_function")
+    state = (torch.get_rng_state(), autocast, *modes, versions)
+    return Start(batch, module, args, kwargs, *state, 0.0, nodes, is_function, extra)
 
 
 if _extension.C is not None:
