@@ -41,12 +41,12 @@ class Operation(NamedTuple):
 
 
 class Binding(NamedTuple):
-    """The source that each letter of a pattern stands for, or its text, and all nodes that the pattern took in.
+    """The source that each letter of a pattern stands for, and all nodes that the pattern took in.
 
     `rest` are the arguments for `...`.
     """
 
-    letters: Mapping[str, ast.expr | str] = {}
+    letters: Mapping[str, ast.expr] = {}
     rest: tuple[tuple[ast.expr, ...], Mapping[str, ast.expr]] = (), {}
     nodes: frozenset[ast.AST] = frozenset()
 
@@ -238,7 +238,7 @@ def _letter(site: Site, letter: str, node: ast.AST, binding: Binding) -> Binding
     if not isinstance(node, ast.expr):
         return None
     made = site.defined(node)
-    if isinstance(bound, ast.expr):
+    if bound is not None:
         is_same = ast.dump(bound) == ast.dump(node) or ast.dump(site.defined(bound)) == ast.dump(made)
         return binding if is_same else None
     if letter == "N" and not isinstance(site.constant(node), int | float):
@@ -311,9 +311,9 @@ def written(
             return name.replace("...", ", ".join(rest)) if rest else ""
         if name in _MODULES:
             return site.module(name)
-        value = binding.letters.get(name, numbers.get(name, name))
-        if isinstance(value, str):
-            return value
+        value = binding.letters.get(name)
+        if value is None:
+            return numbers.get(name, name)
         statements = {site.statement(x) for x in (value, node)}
         if len(statements) > 1 and any(isinstance(x, ast.Call) for x in ast.walk(value)):
             if value not in hoists:

@@ -314,7 +314,7 @@ class Proposer:
             return []
         text = re.sub(rf"\b({'|'.join(names)})\b", rf"\1[{whole.slice.id}]", self._site.text(call))
         words = f"compute the elements that `{whole.slice.id}` takes, and no others"
-        return self._written(whole, whole, "W", Binding({"W": text}), words)
+        return self._written(whole, whole, "W", Binding(), words, W=text)
 
     def _infinities(self) -> Iterator[Proposal]:
         """Propose finite numbers for the infinities that the function writes, as in a mask."""

@@ -33,6 +33,7 @@ ALIASES = {
     "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "negative": "neg", "arccos": "acos",
     "arcsin": "asin", "arctanh": "atanh", "arccosh": "acosh", "clip": "clamp", "float_power": "pow", "absolute": "abs",
     "vector_norm": "norm", "mm": "matmul", "bmm": "matmul",
+    "diagonal": "diag",
 }  # fmt: skip
 
 # Forms that compute the same and do not overflow, cancel, or divide 0 by 0. The first that applies is tried first.
@@ -65,6 +66,7 @@ STABLE = (
     ("log(mean(exp(X), dim=D))", "torch.logsumexp(X, dim=D) - math.log(X.shape[D])"),
     ("log(cumsum(exp(X), ...))", "torch.logcumsumexp(X, ...)"),
     ("log(sum(exp(X) * M, ...))", "torch.logsumexp(X + torch.log(M), ...)"),
+    ("log(diag(exp(X)) / sum(exp(X), ...))", "X.diag() - torch.logsumexp(X, ...)"),
     ("log(exp(A) / sum(exp(B)))", "A - torch.logsumexp(B.flatten(), 0)"),
     ("log(exp(A) / sum(exp(B) * M, ...))", "A - torch.logsumexp(B + torch.log(M), ...)"),
     ("log(exp(A) / sum(exp(B), ...))", "A - torch.logsumexp(B, ...)"),
