@@ -16,9 +16,8 @@ from .commands import answered, command_parser
 
 _HELP = """\
 A format "fits" when nothing overflows in it, though the largest value doubles once for each bit of the margin, and each
-element that may become zero is below 1/4096 of the largest element of its tensor. It "holds all" when, with the margin
-at both ends, nothing overflows and nothing is below its smallest normal number. Values are judged as they are: neither
-the scale of a loss nor that of a float8 recipe is counted.
+element that may become zero is below 1/4096 of the largest element of its tensor. Values are judged as they are:
+neither the scale of a loss nor that of a float8 recipe is counted.
 
 exit status: 0, 1 when the format of --for does not fit, or 2 when there is no trace to read
 
@@ -74,13 +73,10 @@ def main(arguments: list[str]) -> int:
 
 def _narrowest(needs: tuple[Need, ...], margin_bits: float) -> list[str]:
     wide = max(map(len, FORMATS))
-    lines = [f"{'least > 0':>9} {'largest':>8}  {'fits':<{wide}}  {'holds all':<{wide}}  module"]
+    lines = [f"{'least > 0':>9} {'largest':>8}  {'fits':<{wide}}  module"]
     for need in needs:
-        holds_all = need.holds_all or ("unknown" if need.has_zero else "none")
         least = "-" if need.abs_min is None else f"{need.abs_min:.2e}"
-        lines.append(
-            f"{least:>9} {need.abs_max:8.2e}  {need.fits or 'none':<{wide}}  {holds_all:<{wide}}  {_of(need)}"
-        )
+        lines.append(f"{least:>9} {need.abs_max:8.2e}  {need.fits or 'none':<{wide}}  {_of(need)}")
     counts = Counter(need.fits for need in needs)
     listed = ", ".join(f"{name or 'none'} {counts[name]}" for name in (*FORMATS, None) if counts[name])
     return [*lines, "", f"Narrowest that fits {2**margin_bits:g} times these values: {listed}."]

@@ -1,4 +1,4 @@
-"""Forms of a report: text, JSON, a page, SARIF for editors and code hosts, and a command of GitHub Actions.
+"""Forms of a report: text, JSON, a page, and SARIF for editors and code hosts.
 
 A form is an entry of FORMS. `nanwatch show --format` takes its name, and `output_dir` gets those that are `in_folder`.
 """
@@ -6,7 +6,6 @@ A form is an entry of FORMS. `nanwatch show --format` takes its name, and `outpu
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -94,28 +93,6 @@ def _sarif_result(annotation: Annotation) -> dict[str, Any]:
     }
 
 
-def _github(report: AnyReport) -> str:
-    """Return a workflow command of GitHub Actions, which shows a line on stdout as an annotation of the source."""
-    annotation = annotation_of(report)
-    if annotation is None:
-        return "::notice title=nanwatch::all that was read is finite"
-    properties = {"title": f"nanwatch {annotation.rule}"}
-    if annotation.place is not None:
-        # GitHub knows paths relative to the checkout.
-        root = os.environ.get("GITHUB_WORKSPACE") or os.getcwd()
-        path = PurePath(annotation.place.file)
-        file = path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
-        properties = {"file": file, "line": str(annotation.place.line), **properties}
-    listed = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in properties.items())
-    return f"::{annotation.level} {listed}::{_escaped(annotation.text)}"
-
-
-def _escaped(text: str, also: str = "") -> str:
-    for character in f"%\r\n{also}":
-        text = text.replace(character, f"%{ord(character):02X}")
-    return text
-
-
 FORMS = {
     form.name: form
     for form in (
@@ -123,6 +100,5 @@ FORMS = {
         Form("json", "json", lambda report: report.to_json()),
         Form("html", "html", lambda report: report.to_html()),
         Form("sarif", "sarif", _sarif, in_folder=False),
-        Form("github", "txt", _github, in_folder=False),
     )
 }

@@ -137,30 +137,6 @@ class Warnings(Sink):
         warn_user(str(difference))
 
 
-class _Receiver:
-    """A sink with its name for the user, and the events that it takes: none once it has raised."""
-
-    def __init__(self, name: str, sink: Sink) -> None:
-        self.events = {event for event in EVENTS if getattr(type(sink), event) is not getattr(Sink, event)}
-        self._name = name
-        self._sink = sink
-
-    def call(self, event: str, args: tuple[Any, ...]) -> None:
-        """Call the sink, if it takes the event."""
-        if event not in self.events:
-            return
-        try:
-            getattr(self._sink, event)(*args)
-        except Exception as error:
-            self.events = set()
-            suppressed(f"a sink raised in {event}")
-            # It may not raise in place of the failure that the sink was called with.
-            warn_user(
-                f"nanwatch logs no more to {self._name}, which raised {spell(error)}; the run goes on and is watched",
-                may_raise=False,
-            )
-
-
 _NO_SUMMARY = BatchSummary(-1)
 
 
@@ -179,7 +155,15 @@ class SinkStream(Sink):
         *,
         every: int = 1,
     ) -> None:
-        self._receivers = [_Receiver(name, sink) for name, sink in sinks]
+        # Each sink with its name for the user, and the events that it takes: none once it has raised.
+        self._receivers = [
+            (
+                name,
+                sink,
+                {event for event in EVENTS if getattr(type(sink), event) is not getattr(Sink, event)},
+            )
+            for name, sink in sinks
+        ]
         self._internal = internal
         self._every = every
         self._log_every = min((sink.every for _, sink in sinks), default=Sink.every)
@@ -196,16 +180,26 @@ class SinkStream(Sink):
         return self._takes("on_batch") or self._takes("on_frame")
 
     def _takes(self, event: str) -> bool:
-        return any(event in receiver.events for receiver in self._receivers)
+        return any(event in events for _, _, events in self._receivers)
 
     def _subscribe(self, batch: int) -> None:
         """Ask for the frames of this batch, if a sink wants them."""
         self._frames.active = self._takes("on_frame") or (batch >= self._next and self._takes("on_batch"))
 
     def _tell(self, event: str, *args: Any) -> None:
-        if self._process == os.getpid():
-            for receiver in self._receivers:
-                receiver.call(event, args)
+        for name, sink, events in self._receivers if self._process == os.getpid() else ():
+            if event not in events:
+                continue
+            try:
+                getattr(sink, event)(*args)
+            except Exception as error:
+                events.clear()
+                suppressed(f"a sink raised in {event}")
+                # It may not raise in place of the failure that the sink was called with.
+                warn_user(
+                    f"nanwatch logs no more to {name}, which raised {spell(error)}; the run goes on and is watched",
+                    may_raise=False,
+                )
         for sink in self._internal:
             getattr(sink, event)(*args)
 

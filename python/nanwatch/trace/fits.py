@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -38,8 +37,7 @@ class Need:
     A verdict is "fits", or why the format does not: something "overflows", or would with the margin ("no room"),
     "becomes zero" though it matters beside the largest element of its tensor, or is "not finite" as it is. `abs_max` is
     the largest magnitude; `abs_min` the smallest that is not zero among the smallest magnitudes of the records, None
-    when each was zero. `holds_all` is the narrowest of FORMATS in which nothing overflows or falls below the normal
-    numbers, with the margin; None for none, and where `has_zero`: a record had a zero, and hides its least element.
+    when each was zero.
     """
 
     module: str
@@ -47,9 +45,7 @@ class Need:
     dtypes: tuple[str, ...]
     abs_min: float | None
     abs_max: float
-    has_zero: bool
     verdicts: Mapping[str, Verdict]
-    holds_all: str | None
 
     @property
     def fits(self) -> str | None:
@@ -95,7 +91,6 @@ def _need(module: str, part: Part, dtypes: set[str], numbers: _Array, margin_bit
     above_zero = low[low > 0]
     abs_min = float(above_zero.min()) if len(above_zero) else None
     verdicts: dict[str, Verdict] = {}
-    holds_all, has_zero = None, bool((low == 0).any())
     for name in FORMATS:
         limits = edges(name)
         is_lost = (high > 0) & (least <= limits.zero_up_to) & (high * NEGLIGIBLE < limits.zero_up_to * room)
@@ -107,8 +102,4 @@ def _need(module: str, part: Part, dtypes: set[str], numbers: _Array, margin_bit
             verdicts[name] = "no room"
         else:
             verdicts[name] = "becomes zero" if is_lost.any() else "fits"
-        is_normal = (abs_min or inf) / room >= limits.normal_from and abs_max * room < limits.overflows_from
-        if holds_all is None and finite.all() and is_normal and not has_zero:
-            holds_all = name
-    name = without_wrappers(module)
-    return Need(name, part, tuple(sorted(dtypes)), abs_min, abs_max, has_zero, verdicts, holds_all)
+    return Need(without_wrappers(module), part, tuple(sorted(dtypes)), abs_min, abs_max, verdicts)

@@ -29,7 +29,6 @@ def test_each_form_has_the_headline(report: Report | SpikeReport) -> None:
     (result,) = json.loads(shown["sarif"])["runs"][0]["results"]
     begins = ("spike in batch 410", "inf first seen in")
     assert result["message"]["text"].startswith(begins)
-    assert shown["github"].partition("::")[2].partition("::")[2].startswith(begins)
 
 
 def test_sarif_has_rule_level_and_place() -> None:
@@ -50,20 +49,3 @@ def test_sarif_has_rule_level_and_place() -> None:
     assert "physicalLocation" not in bare["locations"][0]
     healthy = replace(report, finding=None)
     assert json.loads(FORMS["sarif"].render(healthy))["runs"][0]["results"] == []
-
-
-def test_github_has_the_line_of_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The characters that end a property or a command are escaped as the runner reads them back."""
-    monkeypatch.setenv("GITHUB_WORKSPACE", "/a b")
-    github, report = FORMS["github"], growing()
-    assert report.finding is not None
-    found = replace(
-        report, finding=replace(report.finding, place=Place("/a b/100%,x:y.py", 12), module="%0A")
-    )
-    head, _, words = github.render(found).removeprefix("::").partition("::")
-    assert head == "error file=100%25%2Cx%3Ay.py,line=12,title=nanwatch made-by-the-module"
-    assert "%250A (" in words
-    assert "\n" not in words
-    bare = github.render(report)
-    assert bare.startswith("::error title=nanwatch made-by-the-module::inf first seen in")
-    assert github.render(replace(report, finding=None)).startswith("::notice title=nanwatch::")
