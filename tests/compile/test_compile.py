@@ -112,9 +112,6 @@ def _ranges(w: Watch) -> list[float]:
     return [end for f in w.frames for r in f.records if r.isfinite for end in (r.abs_min, r.abs_max)]
 
 
-# Frames
-
-
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -178,9 +175,6 @@ def test_a_tensor_without_values_to_read_says_so() -> None:
     assert w.frames[0].records[1].note == Note("not_checked", "in compiled code only plain tensors are read")
 
 
-# Failures
-
-
 class Log(nn.Module):
     """Inf where the input has a zero."""
 
@@ -235,39 +229,29 @@ def test_a_compiled_batch_is_examined_where_its_arguments_are_known(inlined: boo
         assert finding.transient is False
 
 
-def test_origins_are_those_of_the_interpreter() -> None:
-    """Data, a weight, and what the caller computed between two modules are told apart in compiled code too."""
+class Between(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last, self.factor = nn.Linear(2, 2), nn.Identity(), 1.0
 
-    class Between(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-            self.last = nn.Identity()
-            self.factor = 1.0
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layer(x) * self.factor)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.layer(x) * self.factor)
 
-    def run(compiled: bool) -> list[Any]:
-        torch.manual_seed(0)
-        model = Between()
-
-        def by_name(x: Tensor) -> Tensor:
-            return model(x=x)
-
-        call: Any = torch.compile(by_name, backend="aot_eager") if compiled else by_name
-        found = []
-        for factor, weight, value in ((1.0, 1.0, INF), (INF, 1.0, 1.0), (1.0, INF, 1.0)):
-            model.factor = factor
-            with torch.no_grad():
-                model.layer.weight[0, 0] = weight
-            with watch(model, rerun=False), pytest.raises(NonFiniteError) as error:
-                call(torch.tensor([1.0, value]))
-            found.append(error.value.report.finding)
-        return found
-
-    assert run(compiled=True) == run(compiled=False)
-    assert [one.origin for one in run(compiled=True)] == ["data", "received", "weight"]
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_origins_are_those_of_the_interpreter(is_compiled: bool) -> None:
+    """Data, what the caller computed between two modules, and a weight are told apart in compiled code too."""
+    model = Between()
+    call = torch.compile(lambda x: model(x=x), backend="aot_eager") if is_compiled else lambda x: model(x=x)
+    origins = []
+    for model.factor, weight, value in ((1.0, 1.0, INF), (INF, 1.0, 1.0), (1.0, INF, 1.0)):
+        with torch.no_grad():
+            model.layer.weight[0, 0] = weight
+        with watch(model, rerun=False), pytest.raises(NonFiniteError) as error:
+            call(torch.tensor([1.0, value]))
+        assert error.value.report.finding is not None
+        origins.append(error.value.report.finding.origin)
+    assert origins == ["data", "received", "weight"]
 
 
 def test_after_an_error_in_the_graph_the_next_batch_is_whole() -> None:
@@ -284,13 +268,9 @@ def test_after_an_error_in_the_graph_the_next_batch_is_whole() -> None:
     assert names(w) == whole
 
 
-# Nothing else changes
-
-
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        ("nested", "eager"),
         ("nested", "aot_eager"),
         *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in ("nested", "gpt2")),
     ],
@@ -317,28 +297,3 @@ def test_training_is_bit_for_bit_that_of_an_unwatched_model(name: str, backend: 
 
     for seen, expected in zip(train(watched=True), train(watched=False), strict=True):
         assert torch.equal(seen, expected)
-
-
-def test_weights_are_read_again_only_when_they_changed() -> None:
-    """In compiled code too: a known weight is not read, and each way to change it is seen in the next batch."""
-    model = nn.Linear(2, 2, bias=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    call = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
-    seen = []
-
-    def look() -> None:
-        seen.append(w.frames[-1].records[0].abs_max == model.weight.abs().max().item())
-
-    with watch(model, verify_hits=True) as w:
-        for step in range(6):
-            loss = call(torch.ones(1, 2)).sum()
-            look()
-            if step == 1:
-                loss.backward()
-                optimizer.step()
-            elif step == 3:
-                with torch.no_grad():
-                    model.weight.mul_(2)
-    assert all(seen)
-    assert w.counters["cache_hits"] == 3
-    assert w.counters["stale_hits"] == 0

@@ -74,16 +74,10 @@ def window(rows: int, columns: int) -> Tensor:
 
 CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "plain": ((2, 3, 5, 8), (2, 3, 7, 8), {}),
-    "many tiles": ((1, 2, 700, 16), (1, 2, 1100, 16), {}),
-    "wide": ((1, 3, 300, 512), (1, 3, 300, 512), {"is_causal": True}),
     "causal in tiles": ((2, 2, 530, 8), (2, 2, 530, 8), {"is_causal": True}),
-    "causal, fewer queries": ((1, 2, 40, 8), (1, 2, 600, 8), {"is_causal": True}),
-    "grouped": ((2, 6, 9, 8), (2, 2, 9, 8), {"enable_gqa": True}),
     "grouped, some heads at once": ((1, 12, 200, 8), (1, 4, 300, 8), {"enable_gqa": True, "is_causal": True}),
-    "one key head": ((2, 4, 9, 8), (2, 1, 9, 8), {"enable_gqa": True}),
     "window": ((2, 2, 600, 8), (2, 2, 600, 8), {"attn_mask": window(600, 600)}),
     "additive": ((2, 2, 300, 8), (2, 2, 600, 8), {"attn_mask": inputs((2, 1, 300, 600), (1,))[0] * 5}),
-    "negative scale": ((2, 2, 9, 8), (2, 2, 9, 8), {"scale": -3.0}),
     "broadcast batch": ((4, 2, 9, 8), (1, 2, 9, 8), {}),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from nanwatch import NonFiniteError, watch
 from nanwatch.instrumentation import slot
 from nanwatch.instrumentation.slot import wrappers
 from support.spy import Spy
+from support.toys import mlp
 
 
 class Log(nn.Module):
@@ -153,3 +155,14 @@ def test_what_ends_a_watch_during_a_second_run_holds(action: str, elsewhere: boo
         with pytest.raises(NonFiniteError):
             model(torch.zeros(2))
         w.stop()
+
+
+def test_a_rehearsal_is_no_batch() -> None:
+    """Its call is unrecorded, and its value comes back; one of what has no module is made all the same."""
+    model = mlp()
+    rehearse = slot._unrecorded(lambda stage, x: model(x))
+    with watch(model) as w:
+        for stage in (SimpleNamespace(submod=model), SimpleNamespace()):
+            assert rehearse(stage, torch.ones(2, 3)).isfinite().all()
+        frames = w.frames
+    assert {frame.batch for frame in frames} == {0}  # of the second alone

@@ -1,10 +1,12 @@
-"""suppressed: what nanwatch swallows is counted and logged, and no broad `except` swallows anything without that."""
+"""Messages, suppressed exceptions, documents from anybody, and the job."""
 
 from __future__ import annotations
 
 import ast
 import logging
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from torch import nn
 
 import nanwatch
 from nanwatch.session.api import watch
-from nanwatch.util import visible
+from nanwatch.util import reading, visible
+from nanwatch.util.job import rank_and_world_size
 from nanwatch.util.visible import MANY
 
 PACKAGE = Path(nanwatch.__file__).parent
@@ -78,3 +81,68 @@ def test_failures_that_never_end_are_worked_on_ever_less() -> None:
     """All of the first MANY, then MANY times a power of two."""
     due = [number for number in range(1, 10 * MANY) if visible.is_due(number)]
     assert due == [*range(1, MANY + 1), 2 * MANY, 4 * MANY, 8 * MANY]
+
+
+class Inner(NamedTuple):
+    name: str
+    size: int | None = None
+
+
+@dataclass(frozen=True)
+class Outer:
+    kind: Literal["a", "b"]
+    class_: str
+    inner: Inner
+    by_name: dict[str, Inner]
+    many: list[float]
+    pair: tuple[int, str]
+    names: tuple[str, ...] = ()
+    rest: dict[str, int] = field(default_factory=dict)
+
+
+DOCUMENT = {
+    "kind": "a",
+    "class": "Linear",
+    "inner": {"name": "x"},
+    "by_name": {"k": {"name": "y", "size": 3}},
+    "many": [1, "nan"],
+    "pair": [1, "one"],
+}
+
+
+def test_what_is_written_is_read_back_and_a_default_may_be_missing() -> None:
+    read = reading.read(Outer, DOCUMENT, "it")
+    assert (read.class_, read.inner, read.by_name) == ("Linear", Inner("x"), {"k": Inner("y", 3)})
+    assert (read.pair, read.names, read.rest) == ((1, "one"), (), {})
+    assert reading.plain(read) == {**DOCUMENT, "many": [1.0, "nan"], "names": [], "rest": {}}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kind": "c"}, "it.kind should be one of 'a', 'b', got 'c'"),
+        ({"inner": {"name": "x", "size": "y"}}, "it.inner.size should be an integer, got 'y'"),
+        ({"by_name": {"k": {}}}, r"it.by_name\['k'\] has no 'name'"),
+        ({"many": [1, None]}, r"it.many\[1\] should be a number"),
+        ({"pair": [1]}, "it.pair should be a list of 2, got list of 1"),
+        ({"class_": "x"}, "it has 'class_', which this version does not know"),
+    ],
+)
+def test_an_error_names_the_place_and_what_is_accepted(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        reading.read(Outer, {**DOCUMENT, **change}, "it")
+
+
+def test_the_jobs_own_word_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch.distributed has begun, rank and size are those of torchrun's environment, if they are numbers."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert rank_and_world_size() == (0, 1)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert rank_and_world_size() == (3, 4)
+    monkeypatch.setenv("RANK", "first")
+    assert rank_and_world_size() == (0, 1)
