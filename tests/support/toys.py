@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.records.record import Record
+from nanwatch.report.finding import Finding
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.watch import Watch
 
@@ -70,6 +71,13 @@ def seen(w: Watch, label: str, name: str = "") -> tuple[float | None, float | No
 def names(w: Watch) -> list[tuple[int, str]]:
     """Batch and module of each frame."""
     return [(frame.batch, frame.name) for frame in w.frames]
+
+
+def finding_of(error: pytest.ExceptionInfo[NonFiniteError]) -> Finding:
+    """The finding of the error that was raised."""
+    finding = error.value.report.finding
+    assert finding is not None
+    return finding
 
 
 def fault_of(model: nn.Module, *args: Any, **kwargs: Any) -> Report:

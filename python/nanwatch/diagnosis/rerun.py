@@ -32,10 +32,7 @@ from .trials import NO_CONDITIONS, Conditions
 _ADVICE = (
     "put the loss into a function below `@nanwatch.watched`: a report then has its line and its operands"
 )
-_NOT_KEPT = (
-    "its outermost call lies in compiled code or in a backward, the model was called again since, or what the call was"
-    " given could not be kept"
-)
+_NOT_KEPT = "the start of the batch was not kept. Run this batch alone, uncompiled and with one call of the model, to get it"
 
 # Runs of a part of the batch. One of 64 samples takes 9.
 _MOST_RUNS = 24

@@ -8,7 +8,6 @@ optimizer's state.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import isnan
@@ -31,7 +30,7 @@ from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall, Event
 from ..recording.observe import nonfinite, observe, read
 from ..recording.optimizer_state import state_tensors
-from ..records.record import Frame, Record
+from ..records.record import Frame, Role
 from ..report.finding import Finding, find
 from ..util.job import rank
 from ..util.modules import WeakIdentityDict, each_parameter
@@ -344,7 +343,13 @@ class OptimizerSteps:
             return
         model = self._model()
         names = {} if model is None else parameter_names(model)
-        records = state_rows(optimizer, names, partial(observe, wanted=self._options.recorder_settings()))
+        settings, records = self._options.recorder_settings(), []
+        for state in state_tensors(optimizer, names):
+            if state.is_parameter or (
+                state.tensor.ndim and state.tensor.is_floating_point()
+            ):  # no count of steps
+                role: Role = "weight" if state.is_parameter else "buffer"
+                records.append(observe(state.tensor, state.label, role, wanted=settings))
         self._recorder.add_frame(batch, self._node, records)
         if not any(record.is_fault for record in records):
             self.act()
@@ -352,15 +357,3 @@ class OptimizerSteps:
         report = self._reports.latest(None, batch)
         finding = find(report.frames[-1:], rank=rank(), num_frames=self._recorder.frames_of_batch(batch))
         self._failures.step_follows(Incident(replace(report, finding=finding)))
-
-
-def state_rows(
-    optimizer: Optimizer, names: dict[int, str], observe: Callable[..., Record] = observe
-) -> list[Record]:
-    """Return the records of an optimizer's state, named as `state_tensors` names them. Step counts are left out."""
-    states = (x for x in state_tensors(optimizer, names) if x.is_parameter or _is_moment(x.tensor))
-    return [observe(x.tensor, x.label, "weight" if x.is_parameter else "buffer") for x in states]
-
-
-def _is_moment(x: Tensor) -> bool:
-    return bool(x.ndim) and x.is_floating_point()

@@ -39,12 +39,10 @@ PARTS = ("weights", "buffers", "inputs", "outputs")
 VARIABLE, SWITCH = "NANWATCH_OPTIONS", "NANWATCH"
 # Batches are counted in 64 bits. Sums and differences of two such numbers stay in them.
 MAX_BATCH = 2**62 - 1
-# A frame of a small call takes 2 kB and is made into text when a report is written: more than this is no report.
-_MAX_FRAMES = 1_000_000
 # An exact reading of attention logits takes up to 5 % of its batch, and growth is a matter of thousands of batches.
 # A check of replicas and an audit read the weights once, or twice, which is 0.5 % of a hundred steps.
 _EVERY = 100
-_POLICIES = ("raise", "warn", "record")
+_POLICIES = "raise|warn|record"
 ROOT = "(root)"  # matches the model itself, whose name is empty
 _BOOLS = {"true": True, "false": False}
 
@@ -162,8 +160,13 @@ def to_path(option: str, value: Any) -> Path | None:
     return path
 
 
+def _to_frames(option: str, value: Any) -> int:
+    # A frame of a small call takes 2 kB and is made into text when a report is written: more than this is no report.
+    return whole(option, value, most=1_000_000)
+
+
 def _to_policy(option: str, value: Any) -> Any:
-    if not callable(value) and value not in _POLICIES:
+    if not callable(value) and value not in _POLICIES.split("|"):
         accepted = '"raise", "warn", "record" or a callable that takes the Report'
         raise ValueError(f"{option} should be {accepted}, got {value!r}")
     return value
@@ -322,29 +325,20 @@ class Options:
     ignore_modules: tuple[str, ...] = _option(
         (), patterns, "do not watch modules whose name matches", "PATTERN"
     )
-    every: int = _option(1, whole, "read only every n-th batch", "N")
-    max_frames: int = _option(
-        21, partial(whole, most=_MAX_FRAMES), "keep the latest N calls of modules for the report", "N"
-    )
+    every: int = _option(1, whole, "read only every N-th batch", "N")
+    max_frames: int = _option(21, _to_frames, "keep the latest N calls of modules for the report", "N")
     on_nonfinite: OnNonfinite = _option(
         "raise",
         _to_policy,
         "at a nan or an inf: raise, warn, or only record; code may give a function",
-        "|".join(_POLICIES),
+        _POLICIES,
     )
     allow: tuple[str, ...] = _option(
-        (),
-        _allowed,
-        "infinities or nans that are meant, by module: 'inf:mask.*', 'nan:embed'",
-        "VALUE:PATTERN",
+        (), _allowed, "infinities or nans that are meant, by module: 'inf:mask.*', 'nan:embed'", "VALUE:NAME"
     )
     rerun: bool | None = _option(None, flag_or_none, "run a failed batch again to find operation and cure")
-    output_dir: Path | None = _option(
-        None, to_path, "write each failure's report and capsule into this folder", "DIR"
-    )
-    trace: Trace | None = _option(
-        None, _to_trace, "write the range of every tensor into this Parquet file", "PATH"
-    )
+    output_dir: Path | None = _option(None, to_path, "a folder for each failure's report and capsule", "DIR")
+    trace: Trace | None = _option(None, _to_trace, "a Parquet file for the range of every tensor", "PATH")
     sinks: tuple[Any, ...] = _option(
         (), to_sinks, "send what is found to a tracker: tensorboard:runs/a, wandb, slack:URL", "NAME"
     )

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import DeferredWatch, watch
 from nanwatch.session.options import Audit
-from support.architectures import built, inputs_of
 from support.toys import Scale
 
 INF = float("inf")
@@ -59,49 +58,14 @@ def test_record_keeps_the_start_of_the_failure() -> None:
 def test_a_callable_gets_each_bad_batch() -> None:
     """The callable is given one report for every bad batch, and what it raises is raised."""
     model = nn.Sequential(Scale(INF), Scale())
-    batches: list[int | None] = []
-
-    def refuse(report: Report) -> None:
-        batches.append(report.batch)
-        if len(batches) == 3:
-            raise LookupError(report.batch)
-
-    with watch(model, on_nonfinite=refuse):
+    reports: list[Report] = []
+    with watch(model, on_nonfinite=reports.append):
         for factor in (INF, 1.0, INF):
             model[0].factor = factor
             model(torch.ones(1))
-        with pytest.raises(LookupError, match="3"):
-            model(torch.ones(1))
-    assert batches == [0, 2, 3]
-
-
-# Batches
-
-
-def test_a_caught_error_inside_a_forward_goes_on() -> None:
-    """A forward that catches its child's exception, and calls another child while handling it, stays one batch."""
-
-    class Fails(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            raise RuntimeError(super().forward(x))
-
-    class Careful(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bad, self.good = Fails(Scale()), Scale()
-
-        def forward(self, x: Tensor) -> Tensor:
-            try:
-                return self.bad(x)
-            except RuntimeError:
-                return self.good(x)
-
-    model = Careful()
-    with watch(model) as w:
-        for _ in range(2):
-            model(torch.ones(1))
-    names = ["bad.0", "good", ""]
-    assert [(frame.batch, frame.name) for frame in w.frames] == [(b, name) for b in (0, 1) for name in names]
+    assert [report.batch for report in reports] == [0, 2]
+    with watch(model, on_nonfinite=lambda report: 1 // report.batch), pytest.raises(ZeroDivisionError):
+        model(torch.ones(1))
 
 
 # Options
@@ -144,14 +108,12 @@ def test_patterns_choose_modules(options: dict[str, Any], names: list[str]) -> N
         (nn.ReLU(), {"max_frame": 3}, TypeError, r"no option 'max_frame'; close names: max_frames"),
         (nn.ReLU(), {"max_frames": 0}, ValueError, r"max_frames should be at least 1, got 0"),
         (nn.ReLU(), {"max_frames": 10**9}, ValueError, r"max_frames should be at most 1000000"),
-        (nn.ReLU(), {"max_frames": 2.0}, TypeError, r"max_frames should be a whole number .* got 2.0"),
         (nn.ReLU(), {"max_frames": True}, TypeError, r"got True"),
         (nn.ReLU(), {"on_nonfinite": "explode"}, ValueError, r'"raise", "warn", "record" .* got \'explode\''),
         (nn.ReLU(), {"gradients": 1}, TypeError, r"gradients should be True or False, got 1"),
         (nn.ReLU(), {"read": "weight"}, ValueError, r"read should be one or more words of .* got 'weight'"),
         (nn.ReLU(), {"read": "weights", "gradients": True}, ValueError, r"gradients needs the outputs"),
         (nn.ReLU(), {"trace": 3}, TypeError, r"trace should be a path or a nanwatch.Trace, got 3"),
-        (nn.ReLU(), {"modules": 3}, TypeError, r"modules .* got 3"),
         (nn.Sequential(nn.ReLU()), {"modules": "encoder"}, ValueError, r"'encoder' matches no module"),
         (
             nn.Linear(1, 1),
@@ -171,21 +133,6 @@ def test_bad_arguments_are_named(model: Any, options: Any, error: type[Exception
 
 
 # The model does not notice
-
-
-def test_stop_leaves_nothing() -> None:
-    """A watch registers no hook on a module; after stop() every module's __dict__ is what it was."""
-    model = built("gpt2").eval()
-    model(**inputs_of("gpt2", 0))  # transformers registers hooks of its own in the first call
-    before = [dict(module.__dict__) for module in model.modules()]
-    kinds = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
-    hooks = [[len(getattr(m, kind)) for kind in kinds] for m in model.modules()]
-    with watch(model):
-        model(**inputs_of("gpt2", 0))
-        assert [[len(getattr(m, kind)) for kind in kinds] for m in model.modules()] == hooks
-    after = [dict(module.__dict__) for module in model.modules()]
-    assert all(old.keys() == new.keys() for old, new in zip(before, after, strict=True))
-    assert all(old[key] is new[key] for old, new in zip(before, after, strict=True) for key in old)
 
 
 def test_no_tensor_is_kept_alive() -> None:
@@ -245,18 +192,12 @@ def test_a_class_that_hides_the_calls_of_its_modules_is_named() -> None:
 # The watch of a trainer's callback
 
 
-def test_a_deferred_watch_checks_its_options_first():
-    """Options are refused when they are given, patterns when there is a model."""
+def test_a_deferred_watch_watches_one_model_at_a_time():
+    """To start again is to leave the model before. Options are checked at once, patterns when there is a model."""
     with pytest.raises(TypeError, match="'max_frame'"):
         DeferredWatch({"max_frame": 1})
-    deferred = DeferredWatch({"modules": "encoder"})
     with pytest.raises(ValueError, match="matches no module"):
-        deferred.start(nn.Linear(2, 2))
-    assert deferred.watch is None
-
-
-def test_a_deferred_watch_watches_one_model_at_a_time():
-    """To start again is to leave the model before. A trainer's scaler is taken only with gradients."""
+        DeferredWatch({"modules": "encoder"}).start(nn.Linear(2, 2))
     first, second, scaler = nn.Linear(2, 2), nn.Linear(2, 2), torch.amp.GradScaler("cpu")
     deferred = DeferredWatch({"gradients": True})
     deferred.stop()
@@ -267,4 +208,3 @@ def test_a_deferred_watch_watches_one_model_at_a_time():
     assert [watch.batch for watch in watches] == [None, 0]
     assert all(module._compiled_call_impl is None for module in (first, second))
     assert watches[0]._options.scaler is scaler
-    assert DeferredWatch({}).start(nn.ReLU(), scaler)._options.scaler is None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, Report
-from support.toys import Scale
+from support.toys import Scale, finding_of
 from support.watching import watch
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
@@ -78,8 +78,7 @@ def test_the_data_is_blamed_only_where_the_batch_came_with_it(
     watch(model, rerun=False)
     with pytest.raises(NonFiniteError) as error:
         run(model)
-    finding = error.value.report.finding
-    assert finding is not None
+    finding = finding_of(error)
     assert (finding.module, finding.origin, finding.source_module) == ("second", origin, None)
 
 
@@ -248,6 +247,7 @@ def test_what_a_forward_catches_is_not_noted() -> None:
     with watch(model) as w:
         model(torch.ones(1))
     assert (len(caught), notes_of(caught[0]), w.report().finding) == (1, [], None)
+    assert [(frame.batch, frame.name) for frame in w.frames] == [(0, "")]
 
 
 def test_a_look_that_fails_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.watch import Watch
 from support.gradient_models import Narrow, Sick
 from support.recorders import WITH_DEVICE, watched
+from support.toys import finding_of
 from support.training import assert_same_bits
 from support.watching import watch
 
@@ -116,8 +117,7 @@ def test_a_step_that_would_take_a_bad_gradient_is_stopped(recorder: str, kind: d
         assert_same_bits([model.state_dict(), optimizer.state_dict()], list(before))
         assert w.report() is error.value.report
         step(False)
-    finding = error.value.report.finding
-    assert finding is not None
+    finding = finding_of(error)
     assert (finding.module, finding.label, finding.batch) == ("0", "weight.grad", 1)
     assert finding.operation == "SqrtBackward0"
     assert bool((model[0].weight != 0).all())
@@ -140,8 +140,7 @@ def test_finite_gradients_whose_sum_overflows_are_stopped(recorder: str) -> None
         with pytest.raises(NonFiniteError, match="the sum of several backwards") as error:
             optimizer.step()
     assert torch.equal(model.weight, before)
-    finding = error.value.report.finding
-    assert finding is not None
+    finding = finding_of(error)
     assert (finding.label, finding.batch, finding.value) == ("weight.grad", 17, "inf")
 
 
@@ -188,8 +187,7 @@ def test_what_a_step_takes_is_read_whoever_wrote_it(recorder: str) -> None:
             backward()
             with pytest.raises(NonFiniteError) as error:
                 optimizer.step()
-        finding = error.value.report.finding
-        assert finding is not None
+        finding = finding_of(error)
         assert (finding.module, finding.phase, finding.origin, finding.label) == expected
         assert all(map(torch.equal, before, (*model.parameters(), temperature)))
 
@@ -232,8 +230,9 @@ def test_what_the_user_mends_or_drops_is_no_failure() -> None:
     assert w.counters["untaken_backwards"] == 5
 
 
-def test_a_closure_is_stopped_before_its_step_changes_a_weight() -> None:
-    """The backward runs inside the step, which has been looked at: the end of the backward raises."""
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_a_step_around_a_backward_or_inside_one_is_stopped(recorder: str) -> None:
+    """A closure is looked at when its backward ends; a hook on a weight steps as soon as the gradient is there."""
     model = nn.Sequential(Sick())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -242,20 +241,11 @@ def test_a_closure_is_stopped_before_its_step_changes_a_weight() -> None:
         loss.backward()
         return loss
 
-    with watch(model, gradients=True), pytest.raises(NonFiniteError):
-        optimizer.step(closure)
-    assert not model[0].weight.any()
-
-
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
-def test_an_optimizer_that_steps_inside_the_backward_is_stopped(recorder: str) -> None:
-    """One optimizer a weight, stepping as soon as the gradient is there."""
-    model = nn.Sequential(Sick())
-    for p in model.parameters():
-        optimizer = torch.optim.SGD([p], lr=0.1)
-        p.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
     with watched(model, recorder, gradients=True), pytest.raises(NonFiniteError):
-        model(torch.ones(3)).sum().backward()
+        optimizer.step(closure)
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with watched(model, recorder, gradients=True), pytest.raises(NonFiniteError):
+        closure()
     assert not model[0].weight.any()
 
 
@@ -269,8 +259,7 @@ def test_weights_that_are_moved_by_hand_lead_back_to_the_backward(recorder: str)
             model[0].weight -= 0.1 * model[0].weight.grad
         with pytest.raises(NonFiniteError) as error:
             model(torch.ones(3))
-    finding = error.value.report.finding
-    assert finding is not None
+    finding = finding_of(error)
     assert (finding.phase, finding.batch, finding.label) == ("backward", 0, "weight.grad")
 
 
@@ -327,40 +316,19 @@ def test_the_state_of_an_optimizer_has_a_frame_a_step(recorder: str, kind: dict[
     assert {f.class_name for f in w.frames if f.phase == "step"} == {"AdamW"}
 
 
-def test_a_state_that_was_bad_when_it_was_loaded_is_a_failure() -> None:
-    """The next step raises it, before a weight changes."""
+def test_a_bad_state_is_a_failure_of_the_step_that_makes_or_meets_it() -> None:
+    """A gradient whose square leaves float32. A state that was loaded so is met before a weight changes."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
     optimizer = torch.optim.AdamW(model.parameters())
-    (model(torch.ones(1)).sum() * 1e25).backward()
-    optimizer.step()
+    with watch(model, optimizer=optimizer, gradients=True):
+        (model(torch.ones(1)).sum() * 1e25).backward()
+        with pytest.raises(NonFiniteError, match="the optimizer's step after batch 0") as error:
+            optimizer.step()
+    finding = finding_of(error)
+    assert (finding.module, finding.label, finding.phase) == ("(optimizer)", "exp_avg_sq[0.weight]", "step")
     before = model[0].weight.clone()
     with watch(model, optimizer=optimizer):
         model(torch.ones(1)).sum().backward()
         with pytest.raises(NonFiniteError):
             optimizer.step()
     assert torch.equal(model[0].weight, before)
-
-
-class Wrapper(torch.optim.Optimizer):
-    """An optimizer around another, as Accelerate's: its own step has no hooks."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        """Make the step of the other one."""
-        return self.inner.step(closure)
-
-
-@pytest.mark.parametrize("wrapper", [Wrapper, lambda optimizer: optimizer])
-def test_a_bad_state_is_a_failure_of_the_step(wrapper: Any) -> None:
-    """A gradient whose square leaves float32. `optimizer=` may be given a wrapper."""
-    model = nn.Sequential(nn.Linear(1, 1, bias=False))
-    optimizer = wrapper(torch.optim.AdamW(model.parameters()))
-    with watch(model, optimizer=optimizer, gradients=True):
-        (model(torch.ones(1)).sum() * 1e25).backward()
-        with pytest.raises(NonFiniteError, match="the optimizer's step after batch 0") as error:
-            optimizer.step()
-    finding = error.value.report.finding
-    assert finding is not None
-    assert (finding.module, finding.label, finding.phase) == ("(optimizer)", "exp_avg_sq[0.weight]", "step")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, Report
-from support.toys import Root
+from support.toys import Root, finding_of
 from support.watching import watch
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
@@ -49,6 +49,9 @@ def test_leaving_says_what_is_held(action: Any, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         w.stop()
+        with watch(model, gradients=True):  # the user drops the gradients
+            backward(model)
+            model.zero_grad()
 
 
 def test_an_exception_of_the_block_stays(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,18 +74,6 @@ def test_an_exception_of_the_block_stays(capsys: pytest.CaptureFixture[str]) -> 
     assert "before a step took it" in capsys.readouterr().err
 
 
-def test_what_is_gone_or_finite_is_not_told() -> None:
-    """Gradients of a model that is well, and those that the user dropped."""
-    model = model_at_zero()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with watch(model, gradients=True):
-            backward(model)
-            model.zero_grad()
-            nn.init.ones_(model[0].weight)
-            backward(model)
-
-
 class Cube(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x**3
@@ -100,8 +91,7 @@ def test_a_skipped_step_is_not_blamed_for_the_next_forward() -> None:
         scaler.update()
         with pytest.raises(NonFiniteError) as error:
             model(torch.full((1, 2), 1e20))
-    finding = error.value.report.finding
-    assert finding is not None
+    finding = finding_of(error)
     assert (finding.phase, finding.batch, finding.module) == ("forward", 1, "1")
     assert [step.batch for step in w.skipped_steps] == [0]
 
@@ -116,8 +106,7 @@ def test_a_nan_loss_of_finite_gradients_is_raised_by_its_backward() -> None:
         loss = losses / (labels != -100).sum()  # divides
         with pytest.raises(NonFiniteError) as error:
             loss.backward()
-    finding = error.value.report.finding
-    assert finding is not None
+    finding = finding_of(error)
     assert (finding.module, finding.label, finding.value, finding.is_of_loss) == (
         "(loss)",
         "output",
@@ -150,8 +139,7 @@ def test_a_nan_loss_behind_a_dead_relu_is_raised_by_the_step() -> None:
                 continue
             with pytest.raises(NonFiniteError) as error:
                 optimizer.step()
-    finding = error.value.report.finding
-    assert finding is not None
+    finding = finding_of(error)
     assert (finding.module, finding.is_of_loss, finding.operation) == ("1", True, "aten.div.Tensor")
 
 

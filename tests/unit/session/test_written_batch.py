@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, watch
+from support.toys import finding_of
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 
@@ -44,8 +45,7 @@ def test_who_wrote_what_the_batch_holds(write: Callable[[Tensor], None]) -> None
     model = nn.Sequential(Spoils(write))
     with watch(model), pytest.raises(NonFiniteError) as error:
         model(x)
-    finding = error.value.report.finding
-    assert finding is not None
+    finding = finding_of(error)
     assert (finding.module, finding.label) == ("", "input[0]")
     assert finding.origin == ("data" if write is leave else "produced")
     if write is not leave:
