@@ -1,4 +1,1 @@
-"""A folder that holds one module call: writing it, reading one that is not trusted.
-
-Running the call again is `replay` in `session`.
-"""
+"""A folder that holds one module call: `capsule` writes and reads it, `replay` makes the call again."""

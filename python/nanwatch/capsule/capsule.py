@@ -5,10 +5,8 @@ random states bit for bit, what was called and how, and the finding (see docs/ca
 `weights_only=True`, so to open a capsule runs none of its writer's code.
 
 Tensors, None, bool, int, float, str, torch.dtype, torch.device and torch.Size stay as they are, and so do lists, tuples
-and dicts of them. A subclass of one of them is stored as its base. Anything else is a dict with a mark:
-
-    {"nanwatch": "structure", "module": …, "class": …, "fields": {…}}   a dataclass, ModelOutput or named tuple
-    {"nanwatch": "left out", "why": …}
+and dicts of them. A subclass of one of them is stored as its base. Anything else is left out, and
+{"nanwatch": "left out", "why": …} stands for it.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from torch import Tensor, nn
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..numerics import _extension
-from ..numerics.readable import is_plain, only_our_dispatch, type_name, unreadable
+from ..numerics.readable import dtype_name, is_plain, only_our_dispatch, type_name, unreadable
 from ..recording.walk import spell_key
 from ..report.finding import Finding
 from ..report.report import Report, report_of
@@ -37,7 +35,7 @@ from ..util.visible import module_name, spell, visible
 FILE = "call.pt"
 MAX_BYTES = 1 << 30
 MARK = "nanwatch"
-_SCHEMA, _VERSION = "nanwatch.capsule", 2
+_SCHEMA, _VERSION = "nanwatch.capsule", 3
 _MAX_DEPTH = 32  # the depth that a watch walks
 # bool is an int, and the pickle of an instance of a subclass would name its class.
 _BASES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
@@ -58,14 +56,14 @@ class Capsule:
     it ran, such as "cuda:0". `args` and `kwargs` hold tensors on the CPU. `state` has the weights and buffers of the
     module and its submodules by name, tied ones as one tensor, and `training` the flag of the module ("") and of each
     submodule where it differs. `rng` and `autocast` are as the call found them. `left_out` lists all that is missing,
-    with the reason. A dataclass, ModelOutput or named tuple, and what was left out, is a dict with the key "nanwatch".
+    with the reason; a dict with the key "nanwatch" stands for it.
 
     Examples:
         >>> import nanwatch, torch
         >>> folder = nanwatch.write_capsule("call", torch.nn.Linear(2, 2), "decoder.head", [torch.ones(1, 2)])
         >>> capsule = nanwatch.Capsule.open(folder)
         >>> capsule
-        <Capsule of a call of decoder.head (Linear), 1 argument and 2 tensors of state: call>
+        <Capsule of a call of decoder.head (Linear)>
         >>> capsule.module, sorted(capsule.state), capsule.args
         ('decoder.head', ['bias', 'weight'], (tensor([[1., 1.]]),))
     """
@@ -86,12 +84,7 @@ class Capsule:
     left_out: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        amounts = (len(self.args) + len(self.kwargs), "argument"), (len(self.state), "tensor")
-        inside = " and ".join(f"{number:,} {noun}{'' if number == 1 else 's'}" for number, noun in amounts)
-        name = module_name(self.module)
-        return visible(
-            f"<Capsule of a call of {name} ({self.class_name}), {inside} of state: {self.folder.name}>"
-        )
+        return visible(f"<Capsule of a call of {module_name(self.module)} ({self.class_name})>")
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Capsule:
@@ -170,8 +163,8 @@ def write_capsule(
         finding: the Finding of the call, if any.
         rank: of the process.
         rng, autocast: the random states and the autocast states as the call found them; None for those of now.
-        max_bytes: the most that tensors may take. Beyond it weights and buffers are left out, the largest first, then
-            inputs; the random states (5 kB, and 16 bytes for each GPU) come on top.
+        max_bytes: the most that tensors may take. What does not fit is left out: inputs go in first, then weights and
+            buffers, the smallest first. The random states (5 kB, and 16 bytes for each GPU) come on top.
 
     Waits for the tensors' devices, and takes up to `max_bytes` of memory to copy tensors to the CPU. Raises OSError
     when the folder cannot be written.
@@ -186,140 +179,109 @@ def write_capsule(
     rng, autocast = rng or RngState.capture(), Autocast.capture() if autocast is None else autocast
     flags = {path: submodule.training for path, submodule in module.named_modules()}
     with only_our_dispatch(), torch.no_grad():
-        call = _Call(module, args, kwargs or {}, max_bytes)
+        contents = _Contents(max_bytes)
+        call = {
+            "args": contents.encoded(tuple(args), "input"),
+            "kwargs": {key: contents.encoded(x, f"input[{key}]") for key, x in (kwargs or {}).items()},
+            "state": contents.encoded_state(module),
+        }
         document = {
             "schema": _SCHEMA,
             "version": _VERSION,
             "versions": _extension.versions(),
             "module": name,
             "class_name": type(module).__name__,
-            "device": call.device,
-            **call.parts,
+            "device": contents.device,
+            **call,
             "training": {path: flag for path, flag in flags.items() if path == "" or flag != module.training},
             "rng": [state.cpu().clone() for state in (rng.torch, *rng.cuda)],
             "autocast": [(state.device_type, state.dtype, state.enabled) for state in autocast],
             "finding": report_of((), finding).to_json(),
             "rank": rank,
-            "left_out": list(call.left_out),
+            "left_out": list(contents.left_out),
         }
         return _write_folder(Path(folder).absolute(), document)
 
 
-class _Call:
-    """State and arguments of a call as plain containers, with copies of the tensors that fit into `max_bytes`.
+class _Contents:
+    """Values of a call as plain containers, with copies of the tensors that fit into `max_bytes`.
 
-    Each tensor is stored once. Two views of the same memory are two. `device` is that of the first tensor that is kept.
+    Each tensor is stored once. Two views of the same memory are two. `device` is that of the first weight or buffer
+    that is kept, else of the first input. `left_out` has what is missing, with the reason.
     """
 
-    def __init__(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], max_bytes: int
-    ) -> None:
-        state = {
+    def __init__(self, max_bytes: int) -> None:
+        self.device = "cpu"
+        self.left_out: dict[str, None] = {}
+        self._max_bytes = self._room = max_bytes
+        # Each tensor with its copy, by id, which is unique while the tensor is kept here.
+        self._copies: dict[int, tuple[Tensor, Any]] = {}
+
+    def encoded_state(self, module: nn.Module) -> dict[str, Any]:
+        """Return the weights and buffers of a module by name."""
+        state: dict[str, Tensor] = {
             **dict(module.named_parameters(remove_duplicate=False)),
             **dict(module.named_buffers(remove_duplicate=False)),
         }
-        self.left_out: dict[str, None] = {}
-        self._tensors: dict[
-            int, tuple[Tensor, str]
-        ] = {}  # by id, which is unique while the tensor is kept here
-        copies: dict[int, Any] = {}
-        for _ in range(2):  # the first time to know all tensors
-            self._copies = copies
-            self.parts = {
-                "state": {key: self._encoded(x, f"state[{key}]") for key, x in state.items()},
-                "args": tuple(self._encoded(x, f"input[{i}]") for i, x in enumerate(args)),
-                "kwargs": {key: self._encoded(x, f"input[{key}]") for key, x in kwargs.items()},
-            }
-            copies = copies or self._copied(max_bytes)
-        self.device = next(
-            (str(x.device) for number, (x, _) in self._tensors.items() if isinstance(copies[number], Tensor)),
-            "cpu",
-        )
+        for key in sorted(state, key=lambda key: state[key].numel() * state[key].element_size()):
+            self.encoded(state[key], f"state[{key}]")
+        encoded = {key: self.encoded(x, f"state[{key}]") for key, x in state.items()}
+        kept = [x for key, x in state.items() if isinstance(encoded[key], Tensor)]
+        kept = kept or [x for x, copied in self._copies.values() if isinstance(copied, Tensor)]
+        self.device = str(kept[0].device) if kept else "cpu"
+        return encoded
 
-    def _leave_out(self, text: str) -> dict[str, str]:
-        self.left_out[visible(text)] = None
-        return {MARK: "left out", "why": visible(text)}
-
-    def _copied(self, max_bytes: int) -> dict[int, Any]:
-        """Return a copy of each tensor by its id, or what stands for one that is left out."""
-        reasons = {number: _why_not(x) for number, (x, _) in self._tensors.items()}
-        sizes = {
-            number: x.numel() * x.element_size()
-            for number, (x, _) in self._tensors.items()
-            if not reasons[number]
-        }
-
-        def rank(number: int) -> tuple[bool, int]:  # the state first, the largest first
-            return not self._tensors[number][1].startswith("state["), -sizes[number]
-
-        total, copies = sum(sizes.values()), dict[int, Any]()
-        for number in sorted(sizes, key=rank):
-            if total > max_bytes and sizes[number]:
-                total -= sizes[number]
-                reasons[number] = f"the tensors of this capsule may take {max_bytes:,} bytes (max_bytes)"
-        for number, (x, label) in self._tensors.items():
-            if reasons[number]:
-                shape = f"{type_name(x)}, {str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
-                size = f", {sizes[number]:,} bytes" if number in sizes else ""
-                copies[number] = self._leave_out(f"{label} ({shape}{size}): {reasons[number]}")
-            else:
-                # In memory of its own, with the same strides where the elements leave no gaps.
-                plain = x.detach().resolve_conj().resolve_neg()
-                plain = plain.clone() if plain._is_zerotensor() else plain.to("cpu", copy=True)
-                copies[number] = plain.cpu().requires_grad_(x.requires_grad)
-        return copies
-
-    def _encoded(self, value: Any, label: str, inside: tuple[int, ...] = ()) -> Any:
+    def encoded(self, value: Any, label: str, inside: tuple[int, ...] = ()) -> Any:
         """Return a value as plain containers, with parts labelled as in a record. Never raises for a value."""
         if isinstance(value, Tensor):
-            self._tensors.setdefault(id(value), (value, label))
-            return self._copies[id(value)] if self._copies else None
+            if id(value) not in self._copies:
+                self._copies[id(value)] = value, self._copied(value, label)
+            return self._copies[id(value)][1]
         for kind, convert in _BASES:
             if isinstance(value, kind):
                 return convert(value)
         if isinstance(value, _PLAIN):
             return value
         try:
-            if len(inside) == _MAX_DEPTH or id(value) in inside:
+            if len(inside) > _MAX_DEPTH or id(value) in inside:
                 raise TypeError(f"contains itself, or is nested deeper than {_MAX_DEPTH}")
             return self._container(value, label, (*inside, id(value)))
         except Exception as error:  # a container of the user's own may do anything when asked for its items
             return self._leave_out(f"{label} ({type_name(value)}): {spell(error)}")
 
+    def _leave_out(self, text: str) -> dict[str, str]:
+        self.left_out[visible(text)] = None
+        return {MARK: "left out", "why": visible(text)}
+
+    def _copied(self, x: Tensor, label: str) -> Any:
+        """Return a copy of a tensor, or what stands for one that is left out."""
+        what = f"{label} ({type_name(x)}, {dtype_name(x.dtype)} {list(x.shape)}"
+        if reason := unreadable(x):
+            return self._leave_out(f"{what}): {reason}")
+        if not is_plain(x):
+            return self._leave_out(f"{what}): its values do not lie in one block of plain memory")
+        size = x.numel() * x.element_size()
+        if size > self._room:
+            reason = f"the tensors of this capsule may take {self._max_bytes:,} bytes (max_bytes)"
+            return self._leave_out(f"{what}, {size:,} bytes): {reason}")
+        self._room -= size
+        # In memory of its own, with the same strides where the elements leave no gaps.
+        plain = x.detach().resolve_conj().resolve_neg()
+        plain = plain.clone() if plain._is_zerotensor() else plain.to("cpu", copy=True)
+        return plain.cpu().requires_grad_(x.requires_grad)
+
     def _container(self, value: Any, label: str, inside: tuple[int, ...]) -> Any:
         def part(name: object, item: Any) -> Any:
-            return self._encoded(item, f"{label}[{name}]", inside)
+            return self.encoded(item, f"{label}[{name}]", inside)
 
-        kind = type(value)
-        if (names := field_names(kind)) is not None:
-            content = {name: part(name, getattr(value, name)) for name in names}
-            return {
-                MARK: "structure",
-                "module": kind.__module__,
-                "class": kind.__qualname__,
-                "fields": content,
-            }
+        if hasattr(value, "_fields") or is_dataclass(value) or not isinstance(value, tuple | list | Mapping):
+            raise TypeError("a capsule holds tensors, plain values, and lists, tuples and dicts of them")
         if isinstance(value, tuple | list):
             items = [part(number, item) for number, item in enumerate(value)]
             return tuple(items) if isinstance(value, tuple) else items
-        if not isinstance(value, Mapping):
-            raise TypeError("a capsule holds tensors, plain values and containers of them")
         if MARK in value or not all(map(_is_key, value)):
             raise TypeError(f"it has keys that are no plain values, or {MARK!r}")
         return {part("key", key): part(spell_key(key), value[key]) for key in value}
-
-
-def _why_not(x: Tensor) -> str:
-    """Return why the values of `x` cannot be kept, in a few words; "" when they can."""
-    return unreadable(x) or ("" if is_plain(x) else "its values do not lie in one block of plain memory")
-
-
-def field_names(kind: type) -> tuple[str, ...] | None:
-    """Return the fields of a dataclass or a named tuple; None for any other class."""
-    if is_dataclass(kind):
-        return tuple(field.name for field in fields(kind))
-    names = getattr(kind, "_fields", None) if issubclass(kind, tuple) else None
-    return names if isinstance(names, tuple) and all(isinstance(name, str) for name in names) else None
 
 
 def _is_key(key: Any) -> bool:

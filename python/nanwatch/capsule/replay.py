@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from inspect import Parameter, signature
-from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,7 +17,7 @@ from ..instrumentation.calls import check_model
 from ..instrumentation.execution_context import RngState
 from ..report.report import Report
 from ..util.visible import close_names, spell, suppressing, visible, without_wrappers
-from .capsule import MARK, Capsule, field_names
+from .capsule import MARK, Capsule
 
 _DEEPEST = 64  # parts of a module's name: a capsule may hold any text
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -162,21 +160,21 @@ class _Call:
         places = {}
         for path, submodule in module.named_modules(remove_duplicate=False):
             submodule.training = flags.get(path, flags[""])
-            for name, x in [*submodule._parameters.items(), *submodule._buffers.items()]:
-                if x is not None:
-                    places[f"{path}.{name}" if path else name] = (submodule, name, x)
+            for tensors in (submodule._parameters, submodule._buffers):
+                for name, x in tensors.items():
+                    if x is not None:
+                        places[f"{path}.{name}".removeprefix(".")] = (tensors, name, x)
         if unknown := sorted(self.capsule.state.keys() - places.keys()):
             raise ValueError(
                 f"this {visible(self.capsule.class_name)} has no weight or buffer {unknown[0]!r}, which the capsule has"
                 + (f", nor {len(unknown) - 1} more" if unknown[1:] else "")
                 + "; build the model as the recorded one was built"
             )
-        done: dict[int, Tensor] = {}  # a tied weight stays one
-        for path, (submodule, name, x) in places.items():
-            if id(x) not in done:
-                done[id(x)] = _put(submodule, name, x, self._value(path, x))
-            elif submodule._parameters.get(name, submodule._buffers.get(name)) is not done[id(x)]:
-                setattr(submodule, name, done[id(x)])
+        loaded: dict[int, Tensor] = {}  # a tied weight stays one
+        for path, (tensors, name, x) in places.items():
+            if id(x) not in loaded:
+                loaded[id(x)] = _loaded(x, self._value(path, x).detach())
+            tensors[name] = loaded[id(x)]
 
     def _value(self, path: str, x: Tensor) -> Tensor:
         recorded = self.capsule.state.get(path)
@@ -202,14 +200,11 @@ class _Call:
         except (TypeError, ValueError):
             parameters = {}
         positional = [parameter for parameter in parameters.values() if parameter.kind in _BY_POSITION]
-        args, kwargs = self.capsule.args, self.capsule.kwargs
-        beyond = [None] * len(args)
+        by_key: dict[Any, Parameter] = {**dict(enumerate(positional)), **parameters}
+        args, kwargs = enumerate(self.capsule.args), self.capsule.kwargs.items()
         return (
-            [
-                self._argument(x, parameter)
-                for x, parameter in zip(args, [*positional, *beyond], strict=False)
-            ],
-            {name: self._argument(x, parameters.get(name)) for name, x in kwargs.items()},
+            [self._argument(x, by_key.get(number)) for number, x in args],
+            {name: self._argument(x, by_key.get(name)) for name, x in kwargs},
         )
 
     def _argument(self, value: Any, parameter: Parameter | None) -> Any:
@@ -228,16 +223,6 @@ class _Call:
             return self.target if value == self.recorded else value
         if why := _left_out(value):
             raise ValueError(f"the call cannot be made again without {why}")
-        if isinstance(value, dict) and MARK in value:
-            module, class_name = str(value.get("module")), str(value.get("class"))
-            content = {str(name): self._placed(x) for name, x in dict(value.get("fields", ())).items()}
-            try:
-                return _built(module, class_name, content)
-            except LookupError as error:
-                self.remarks.append(
-                    f"a {module}.{class_name} is a plain object with the same fields: {error.args[0]}"
-                )
-                return SimpleNamespace(**content)
         if isinstance(value, dict):
             return {key: self._placed(x) for key, x in value.items()}
         return type(value)(map(self._placed, value)) if type(value) in (list, tuple) else value
@@ -273,40 +258,12 @@ def _left_out(value: Any) -> str:
     return str(value.get("why")) if is_marked else ""
 
 
-def _put(owner: nn.Module, name: str, old: Tensor, value: Tensor) -> Tensor:
-    """Replace a weight or buffer by `value`, in the same object if possible, because others may hold it."""
-    if not nn.parameter.is_lazy(old) and not (old.requires_grad and not value.is_floating_point()):
+def _loaded(old: Tensor, value: Tensor) -> Tensor:
+    """Return a weight or buffer with this value: the same object if possible, because others may hold it."""
+    if not nn.parameter.is_lazy(old) and (value.is_floating_point() or not old.requires_grad):
         with suppress(RuntimeError):  # another kind of tensor, such as a sparse one
-            old.data = value.detach()
+            old.data = value
             return old
-    put = value.detach()
     if isinstance(old, nn.Parameter):
-        put = nn.Parameter(put, old.requires_grad and (put.is_floating_point() or put.is_complex()))
-    setattr(owner, name, put)
-    return put
-
-
-def _built(module: str, class_name: str, content: Mapping[str, Any]) -> Any:
-    """Return an instance of a class with these fields. Raise LookupError with the reason when there is no such class.
-
-    The class is looked up among the modules that this process has imported, past any `__getattr__` of theirs, and
-    filled without `__init__` or `__post_init__`: a name out of a file decides nothing but which type this is.
-    """
-    kind: Any = sys.modules.get(module)
-    for part in class_name.split("."):
-        kind = vars(kind).get(part) if isinstance(kind, ModuleType | type) else None
-    names = field_names(kind) if isinstance(kind, type) else None
-    if names is None or set(names) != set(content):
-        raise LookupError("no such class is imported" if kind is None else "the class has other fields")
-    if issubclass(kind, tuple):
-        return tuple.__new__(kind, [content[name] for name in names])
-    try:
-        is_dict = issubclass(kind, OrderedDict)  # as a ModelOutput is, of its fields that are not None
-        instance: Any = OrderedDict.__new__(kind) if is_dict else object.__new__(kind)
-        for name in names:
-            object.__setattr__(instance, name, content[name])
-            if is_dict and content[name] is not None:
-                OrderedDict.__setitem__(instance, name, content[name])
-    except (TypeError, AttributeError) as error:
-        raise LookupError(str(error)) from None
-    return instance
+        return nn.Parameter(value, old.requires_grad and (value.is_floating_point() or value.is_complex()))
+    return value
