@@ -12,7 +12,7 @@ from pathlib import Path
 from signal import SIGKILL
 
 from ..util.reading import plain
-from ..util.visible import first_few, module_name, spell, visible
+from ..util.visible import module_name, spell, visible
 from .story import SCHEMA, SUFFIX, VERSION, BlackBoxReport, BoxCall, read, signal_name
 
 _CALLS = 10
@@ -23,11 +23,11 @@ _PULSE = 1.5  # seconds from one sign of life to the next, and some more
 class Job:
     """Black boxes of one job, by rank: the newest in a folder, or a single file.
 
-    `others` are the files of other runs, the newest first. `unread` says which files could not be read, and why.
+    `num_older` counts the files of other runs. `unread` says which files could not be read, and why.
     """
 
     reports: tuple[BlackBoxReport, ...]
-    others: tuple[str, ...] = ()
+    num_older: int = 0
     unread: tuple[str, ...] = ()
 
     @property
@@ -55,8 +55,8 @@ class Job:
     def to_text(self) -> str:
         """Return all about one process, or a line for each rank and which stopped first."""
         lines = [*(_process_lines(self.reports[0]) if len(self.reports) == 1 else self._rank_lines())]
-        if self.others:
-            lines += ["", f"Not shown: black boxes of other runs, {first_few(self.others, 1)}."]
+        if self.num_older:
+            lines += ["", f"Not shown: {self.num_older:,} black boxes of other runs in this folder."]
         return "\n".join(map(visible, [*lines, *(f"Not read: {reason}." for reason in self.unread)]))
 
     def to_json(self) -> str:
@@ -110,8 +110,8 @@ def read_job(path: Path) -> Job:
         if report.world_size == newest.world_size
         and (report.end == "runs" or report.latest + _PULSE > newest.begun)
     }
-    others = [report.path for report in reversed(reports) if report not in by_rank.values()]
-    return Job(tuple(by_rank[rank] for rank in sorted(by_rank)), tuple(others), tuple(unread))
+    ranks = tuple(by_rank[rank] for rank in sorted(by_rank))
+    return Job(ranks, len(reports) - len(ranks), tuple(unread))
 
 
 # Words.

@@ -7,6 +7,7 @@ and where Python is, and at a hang the stacks of all threads.
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import logging
 import multiprocessing
@@ -103,12 +104,10 @@ class ProcessBox:
                 if limit is None:
                     limit = max(_LEAST_STALL, _SLOWER * longest)
                 is_interactive = hasattr(sys, "ps1")  # where somebody thinks between two calls
-                if is_interactive or not (self.num_watches > 0 and 0 < limit <= idle):
-                    noted = 0.0
-                else:
-                    if not 0 < noted < idle:  # less idle than before: a call came, and another hang
-                        self._note_hang(idle)
-                    noted = idle
+                hangs = self.num_watches > 0 and 0 < limit <= idle and not is_interactive
+                if hangs and not 0 < noted < idle:  # less idle than before: a call came, and another hang
+                    self._note_hang(idle)
+                noted = idle if hangs else 0.0
 
     def _note_hang(self, idle: float) -> None:
         stacks = _stacks()
@@ -224,13 +223,10 @@ def _chosen(places: list[str]) -> list[str]:
 
 def _places(frame: FrameType | None) -> list[str]:
     """Return the functions of a stack as `file:line in name`, the innermost first, without nanwatch's."""
-    places: list[str] = []
-    while frame is not None and len(places) < _DEEPEST:
-        code = frame.f_code
-        if not code.co_filename.startswith(_OWN):
-            places.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
-        frame = frame.f_back
-    return places
+    # walk_stack(None) walks the present thread's.
+    stack = () if frame is None else itertools.islice(traceback.walk_stack(frame), _DEEPEST)
+    places = ((inner.f_code.co_filename, line, inner.f_code.co_name) for inner, line in stack)
+    return [f"{file}:{line} in {name}" for file, line, name in places if not file.startswith(_OWN)]
 
 
 def _forked() -> None:

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -120,39 +121,28 @@ class BoxFile:
         self.path = Path(path)
         if self.path.exists() and not self.path.is_file():
             raise ValueError(f"{self.path} is no regular file; a black box ends with {SUFFIX}")
-        with self.path.open("rb") as file:
+        with self.path.open("rb") as file, _damage_named(self.path):
             data = file.read(_MOST_BYTES)
             if not data.startswith(_MAGIC):
-                raise ValueError(
-                    f"{self.path} is no black box of this version: its first line is another; `nanwatch show` without"
-                    " --box reads a trace or a report"
-                )
-            try:
-                self._places, self._sections = _sections(data)
-                # Counts that have grown meanwhile say which items were overwritten during the read.
-                file.seek(self._places["state"])
-                state = self._sections["state"]
-                later = np.frombuffer(file.read(state.nbytes), state.dtype)
-                self.state, after = _words(state[0]), _words(later[0])
-                self.threads = self._sections["threads"]
-                self.stacks = np.array_split(self._sections["stacks"], len(self.threads))
-                ring, end = self._sections["calls"], self.state["calls"]
-                # The oldest may be half overwritten by one that was never counted.
-                begin = min(max(0, after["calls"] - len(ring) + 1), end)
-                self.calls = ring[np.arange(max(begin, end - len(ring)), end) % len(ring)]
-                self.names = [name.partition("\n") for name in self._text("names").split("\0")[:-1]]
-                self.notes = tuple(_documents(self._text("notes")))
-                samples = np.array_split(self._sections["samples"], 2)
-                sample = samples[(self.state["samples"] - 1) % 2].tobytes().partition(b"\0")[0]
-                self.sample = sample.decode("utf-8", "replace")
-            except Exception as error:  # numpy's, or of a section or a word that is not there
-                raise self.damaged(error) from error
-
-    def damaged(self, error: Exception) -> ValueError:
-        """Return the error that says that the file cannot be read."""
-        return ValueError(
-            f"{self.path} is a damaged or shortened black box, or of another nanwatch: {spell(error)}"
-        )
+                came = f"begins with {data[: len(_MAGIC)]!r}, not with {_MAGIC!r}" if data else "is empty"
+                raise ValueError(f"it {came}")
+            self._places, self._sections = _sections(data)
+            # Counts that have grown meanwhile say which items were overwritten during the read.
+            file.seek(self._places["state"])
+            state = self._sections["state"]
+            later = np.frombuffer(file.read(state.nbytes), state.dtype)
+            self.state, after = _words(state[0]), _words(later[0])
+            self.threads = self._sections["threads"]
+            self.stacks = np.array_split(self._sections["stacks"], len(self.threads))
+            ring, end = self._sections["calls"], self.state["calls"]
+            # The oldest may be half overwritten by one that was never counted.
+            begin = min(max(0, after["calls"] - len(ring) + 1), end)
+            self.calls = ring[np.arange(max(begin, end - len(ring)), end) % len(ring)]
+            self.names = [name.partition("\n") for name in self._text("names").split("\0")[:-1]]
+            self.notes = tuple(_documents(self._text("notes")))
+            samples = np.array_split(self._sections["samples"], 2)
+            sample = samples[(self.state["samples"] - 1) % 2].tobytes().partition(b"\0")[0]
+            self.sample = sample.decode("utf-8", "replace")
 
     def write_state(self, name: str, value: int) -> None:
         """Write a word of the state into the file, as only the parent of an ended process may."""
@@ -171,6 +161,18 @@ class BoxFile:
             return f"module {number}", "?"
         name, _, class_name = self.names[number]
         return name, class_name
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Raise a ValueError that names the file for any error of numpy, of a section, or of a word that is not there."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{path} cannot be read as a black box: {spell(error)}; copy all of it again if it is a copy, read it with"
+            " the nanwatch that wrote it, or leave out --box for a report or a trace"
+        ) from error
 
 
 def _sections(data: bytes) -> tuple[dict[str, int], dict[str, Any]]:
@@ -194,10 +196,8 @@ def read(path: str | os.PathLike[str]) -> BlackBoxReport:
     Raises ValueError, which names the file, for one that is no black box, and OSError.
     """
     file = BoxFile(path)
-    try:
+    with _damage_named(file.path):
         return _report(file)
-    except (ValueError, LookupError, OverflowError) as error:  # a word or a section that is not there
-        raise file.damaged(error) from error
 
 
 def _report(file: BoxFile) -> BlackBoxReport:
