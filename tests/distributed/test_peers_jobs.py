@@ -122,9 +122,9 @@ def check(
     assert merged.ranks == list(range(world_size))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_data_parallel_and_pipelined_jobs_name_the_guilty_rank(world_size, tmp_path):
+def test_data_parallel_and_pipelined_jobs_name_the_guilty_rank(tmp_path):
     """Faults, one after another in the same processes: each has a verdict, and the group can be destroyed."""
+    world_size = 3
     scenarios = [*each_kind("ddp", world_size), *each_kind("pipeline", world_size)]
     told = run(scenarios, world_size, tmp_path)
     for number, played in enumerate(scenarios):
@@ -134,8 +134,7 @@ def test_data_parallel_and_pipelined_jobs_name_the_guilty_rank(world_size, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("world_size", "way", "number"),
-    [(2, "fsdp2", 1), (2, "tp", 0), (4, "fsdp2", 2), (4, "tp", 3), (4, "stages", 0), (4, "stages", 1)],
+    ("world_size", "way", "number"), [(2, "fsdp2", 1), (2, "tp", 0), (4, "fsdp2", 2), (4, "stages", 1)]
 )
 def test_sharded_jobs_name_the_guilty_rank(world_size, way, number, tmp_path):
     """The process that raises ends, and torchrun then ends the others: by then each has told the origin."""
@@ -157,7 +156,7 @@ def test_a_rank_that_is_killed_once_it_has_told_is_still_the_origin(tmp_path):
         assert done.returncode == 1
 
 
-@pytest.mark.parametrize(("world_size", "way", "count"), [(2, "ddp", 3), (4, "ddp", 2), (2, "fsdp2", 1)])
+@pytest.mark.parametrize(("world_size", "way", "count"), [(3, "ddp", 2), (2, "fsdp2", 1)])
 def test_a_backward_that_overflows_on_one_rank_is_that_ranks(world_size, way, count, tmp_path):
     """In half precision. The all-reduce hands it to the others, who step and hear of it, or see it, a batch later."""
     scenarios = [

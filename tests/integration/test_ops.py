@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from nanwatch.numerics.readable import unreadable
 from support.implementations import Implementation
-from support.oracle import DTYPES, FLOATS_8, random_patterns
+from support.oracle import DTYPES, FLOATS_8
 
 ops = torch.ops.nanwatch
 NAN = math.nan
@@ -20,8 +20,7 @@ NO_ARITHMETIC = (*FLOATS_8, torch.uint16, torch.uint32, torch.uint64)
 
 def _samples() -> list[torch.Tensor]:
     """Every dtype, with and without grad, in the shapes that are easy to get wrong."""
-    samples = [random_patterns(dtype, (5, 3)) for dtype in DTYPES]
-    samples += [torch.ones(2, 3).to(dtype) for dtype in DTYPES]
+    samples = [torch.ones(2, 3).to(dtype) for dtype in DTYPES]
     samples += [torch.randn(4, dtype=dtype, requires_grad=True) for dtype in (torch.float32, torch.complex64)]
     samples += [
         torch.randn(6, 6)[::2, 1::3],

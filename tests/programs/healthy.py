@@ -1,4 +1,7 @@
-"""Healthy programs: their results are finite, so a watch should say nothing and change nothing."""
+"""Healthy programs with infinities that are meant: a watch should say nothing and change nothing.
+
+Plain trainings are in `silent`, and in tests/integration/test_noninterference.py on real architectures.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from .case import Setup
 
@@ -34,12 +36,6 @@ class Call(nn.Module):
 
     def forward(self, *args: Tensor) -> Tensor:
         return self.function(*self.layers, *args)
-
-
-@healthy
-def transformer_encoder() -> Setup:
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True), 2)
-    return Setup(model, (torch.randn(2, 5, 16),), loss=squares, steps=3)
 
 
 @healthy
@@ -107,49 +103,6 @@ def gru_of_packed_sequences() -> Setup:
 
 
 @healthy
-def convolutions_with_batch_norm() -> Setup:
-    layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    model = nn.Sequential(*layers, nn.Linear(4, 2))
-    adam = torch.optim.AdamW
-    return Setup(
-        model,
-        (torch.randn(4, 1, 8, 8),),
-        loss=squares,
-        steps=4,
-        optimizer=lambda model: adam(model.parameters()),
-    )
-
-
-@healthy
-def autocast_in_bfloat16() -> Setup:
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 2))
-    return Setup(model, (torch.randn(4, 8),), autocast=torch.bfloat16, loss=squares, steps=3)
-
-
-@healthy
-def half_weights_in_range() -> Setup:
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)).half()
-    return Setup(model, (torch.randn(4, 8).half(),))
-
-
-@healthy
-def tied_embedding() -> Setup:
-    embed, head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
-    head.weight = embed.weight
-    model = nn.Sequential(embed, nn.Tanh(), head)
-    return Setup(model, (torch.arange(6).view(2, 3),), loss=squares, steps=3)
-
-
-@healthy
-def activation_checkpointing() -> Setup:
-    def forward(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
-        return second(checkpoint(first, x, use_reentrant=False))
-
-    first = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh())
-    return Setup(Call(forward, first, nn.Linear(8, 1)), (torch.randn(4, 8),), loss=squares, steps=3)
-
-
-@healthy
 def maximum_from_minus_infinity() -> Setup:
     def forward(linear: nn.Module, x: Tensor) -> Tensor:
         best = torch.full((len(x), 4), -INF)
@@ -170,25 +123,6 @@ def beam_scores() -> Setup:
 
 
 @healthy
-def two_optimizers() -> Setup:
-    generator, critic = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(), nn.Linear(8, 1))
-    model = nn.ModuleDict({"generator": generator, "critic": critic})
-    steps = [torch.optim.Adam(part.parameters()) for part in (generator, critic)]
-
-    def loop() -> list[Tensor]:
-        losses = []
-        for sign, optimizer in zip((1, -1, 1, -1), steps * 2, strict=True):
-            optimizer.zero_grad()
-            loss = sign * critic(generator(torch.randn(3, 4))).mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        return losses
-
-    return Setup(model, loop=loop)
-
-
-@healthy
 def steps_that_a_scaler_skips() -> Setup:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -203,33 +137,3 @@ def steps_that_a_scaler_skips() -> Setup:
         return [p.detach() for p in model.parameters()]
 
     return Setup(model, loop=loop)
-
-
-@healthy
-def evaluation_between_steps() -> Setup:
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def loop() -> list[Tensor]:
-        for _ in range(4):
-            optimizer.zero_grad()
-            squares(model(torch.randn(6, 4))).backward()
-            optimizer.step()
-            model.eval()
-            with torch.inference_mode():
-                model(torch.randn(2, 4))
-            model.train()
-        return [p.detach() for p in model.parameters()]
-
-    return Setup(model, loop=loop)
-
-
-@healthy
-def double_backward() -> Setup:
-    def forward(critic: nn.Module, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
-        return gradient.square().sum(-1).add(1e-8).sqrt().sub(1)
-
-    critic = nn.Sequential(nn.Linear(4, 8), nn.Softplus(), nn.Linear(8, 1))
-    return Setup(Call(forward, critic), (torch.randn(3, 4),), loss=squares, steps=2)

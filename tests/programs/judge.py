@@ -46,20 +46,17 @@ import nanwatch.capsule.capsule
 import nanwatch.diagnosis.rerun
 import programs.threads  # noqa: F401 - enters its programs
 from nanwatch.report.finding import Cure, Finding
-from programs import failing, reported, shapes  # noqa: F401 - enter their programs
+from programs import failing, reported, shapes, state, stateful  # noqa: F401 - enter their programs
 from programs.case import CASES, THREADS, Case, Setup, finite, follow
 from programs.healthy import HEALTHY
-from programs.stateful import case as stateful
+from programs.state import PROGRAMS
 
 COLUMNS = "sound", "module", "operation", "line", "cure", "state", "quiet", "audit"
 # A cure may move a result by this part of its norm from that of float64. Formats of 16 bits have 2 to 3 digits.
 _MOST_CHANGE = 0.01
 _LIMIT = 120  # seconds for a program that takes less than two
-SILENT = (
-    "zero_grad_missing", "decayed_twice", "eval_left_on", "freeze_undone", "tie_lost_on_meta",
-    "every_step_skipped", "bf16_small_rate", "adapter_not_in_optimizer", "encoder_without_gradient",
-    "optimizer_made_each_epoch", "forward_around_ddp", "sequence_parallel_norms", "reduced_over_one_rank",
-)  # fmt: skip
+# Of the trainings in benchmarks/silent, those of several ranks; `silent` has the like of the others.
+SILENT = "forward_around_ddp", "sequence_parallel_norms", "reduced_over_one_rank"
 Verdict = dict[str, Any]
 
 
@@ -221,48 +218,36 @@ def judge_healthy(name: str) -> Verdict:
 
 def judge_stateful(name: str) -> Verdict:
     """Judge a program that keeps state: run it unwatched, watched, and with the patch that is said to work."""
-    program = stateful.PROGRAMS[name]
-    plain, _, _ = _forked(program, watched=False)
-    watched, findings, _ = _forked(program, watched=True)
+    case = PROGRAMS[name]
+    plain, _, _ = _forked(case, watched=False)
+    watched, findings, _ = _forked(case, watched=True)
+    is_kept = plain == watched
     if not findings:
-        return {"module": False, "state": plain == watched, "text": "says nothing"}
+        return {"state": is_kept, "operation": False, "line": False, "cure": False, "text": "says nothing"}
     finding = findings[0]
-    verdict: Verdict = {"state": plain == watched, "text": str(finding)}
-    verdict["operation"] = program.operation in (finding.operation or "").lower()
-    verdict["line"] = finding.source in {f"{program.file}:{line}" for line in _marks(program)}
-    if program.cure:
-        patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
-        verdict["cure"] = bool(patch) and _forked(program, watched=False, patch=patch)[2] == 0
-    return verdict
+    patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
+    return {
+        "state": is_kept,
+        "operation": _aten(finding.operation or "") in case.operations,
+        "line": (finding.source or "").endswith(f"{case.file.name}:{case.line}"),
+        "cure": bool(patch) and _forked(case, watched=False, patch=patch)[2] == 0,
+        "text": str(finding),
+    }
 
 
-def _forked(program: stateful.Program, *, watched: bool, patch: str = "") -> tuple[str, list[Finding], int]:
+def _forked(case: Case, *, watched: bool, patch: str = "") -> tuple[str, list[Finding], int]:
     """Run a program in a fork. Return its state as JSON, the findings, and how often its own check has raised."""
 
     def run() -> tuple[str, list[Finding], int]:
-        chosen = program
         if patch:
-            _patched(program.file, patch)  # which enters the program anew
-            chosen = stateful.PROGRAMS[program.name]
-        state = stateful.run(chosen, watched=watched)
-        return json.dumps(state, default=str), stateful.Run.findings, stateful.Run.bad
+            _patched(case.file, patch)  # which enters the program anew
+        end = state.run(PROGRAMS[case.name], watched=watched)
+        return json.dumps(end, default=str), state.Run.findings, state.Run.bad
 
     (result,) = each_in_a_process([run], 1)
     if isinstance(result, str):
         raise AssertionError(result)
     return result
-
-
-def _marks(program: stateful.Program) -> list[int]:
-    """Return the lines marked `# FAULT` between the program before this one and its own end."""
-    firsts = sorted(
-        x.function.__code__.co_firstlineno for x in stateful.PROGRAMS.values() if x.file == program.file
-    )
-    code = program.function.__code__
-    begin = max((first for first in firsts if first < code.co_firstlineno), default=0)
-    end = min((first for first in firsts if first > code.co_firstlineno), default=10**6)
-    lines = enumerate(program.file.read_text().splitlines(), 1)
-    return [number for number, line in lines if begin < number < end and line.endswith("# FAULT")]
 
 
 def judge_silent(name: str) -> Verdict:
@@ -313,7 +298,7 @@ def tasks(are_threads: bool) -> dict[str, Callable[[], Verdict]]:
     judged: list[tuple[str, Callable[[], Verdict]]] = []
     for case in THREADS if are_threads else CASES:
         judged.append((case.name, partial(judge_failure, case)))
-    others = (judge_stateful, stateful.PROGRAMS), (judge_healthy, HEALTHY), (judge_silent, SILENT)
+    others = (judge_stateful, PROGRAMS), (judge_healthy, HEALTHY), (judge_silent, SILENT)
     for judge, names in () if are_threads else others:
         judged += [(name, partial(judge, name)) for name in names]
     assert len(dict(judged)) == len(judged), "two programs have one name"

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the judge forks
 
 # How many programs have the column. A program that goes takes its number along, and says why in its commit.
 COUNTS = {
-    "module": 69, "operation": 75, "line": 63, "cure": 66, "sound": 57, "state": 6, "quiet": 32, "audit": 13,
+    "module": 69, "operation": 75, "line": 63, "cure": 68, "sound": 57, "state": 6, "quiet": 13, "audit": 3,
 }  # fmt: skip
 MISSES = {
     "module": {
@@ -28,7 +28,7 @@ MISSES = {
     },
     "operation": {
         "entropy_bonus", "poisoned_running_mean", "scores_that_overflow", "causal_sign",
-        "function_of_autograd_keeps_a_tensor", "forward_counts_its_calls",
+        "forward_counts_its_calls",
     },
     "line": {
         "scores_that_overflow", "causal_sign", "forward_counts_its_calls", "loss_moves_its_own_threshold",
@@ -39,11 +39,7 @@ MISSES = {
         # Nothing works, or no statement of the program would.
         "cumprod", "weight_norm_of_zero", "recurrence", "own_input", "data_in_place",
         "negative_running_var", "learning_rate_quality",
-        "given_to_a_nested_container", "scores_that_overflow",
-    },
-    "audit": {
-        # None of the twelve rules is about weight decay, the steps that a scaler skips, or the optimizer's state.
-        "decayed_twice", "every_step_skipped", "optimizer_made_each_epoch",
+        "given_to_a_nested_container", "scores_that_overflow", "forward_writes_tensors_of_the_program",
     },
 }  # fmt: skip
 

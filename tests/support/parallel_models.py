@@ -68,22 +68,9 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: Any, **options: A
     """FSDP2: each block is a group of parameters, and what is left is one."""
     from torch.distributed.fsdp import fully_shard
 
-    return fully_shard(shard_blocks(model, blocks, mesh, **options), mesh=mesh, **options)
-
-
-def shard_blocks(model: nn.Module, blocks: Iterable[nn.Module], mesh: Any, **options: Any) -> nn.Module:
-    """FSDP2: each block is a group of parameters; what is left is on every rank, as it was."""
-    from torch.distributed.fsdp import fully_shard
-
     for block in blocks:
         fully_shard(block, mesh=mesh, **options)
-    return model
-
-
-def shard_each_layer(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
-    """Each module is a group, the innermost first."""
-    within = [module for module in model.modules() if not isinstance(module, nn.ModuleList)]
-    return shard(model, reversed(within[1:]), mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def split(blocks: Iterable[nn.Module], mesh: Any) -> None:

@@ -1,17 +1,17 @@
 """What a stateful program uses: its mark, the watch of either run, and its state at the end.
 
-A program is a function below `@case(...)`. It trains, goes on after a non-finite batch, and returns its state as a dict
-that JSON takes. Unwatched, `watch` stands for the check that a user writes: an output or a gradient that is not finite
-raises before the step. So both runs skip the same steps.
+A program is a function below `@keeps_state(...)`. It trains, goes on after a non-finite batch, and returns its state as
+a dict that JSON takes. Unwatched, `watch` stands for the check that a user writes: an output or a gradient that is not
+finite raises before the step. So both runs skip the same steps.
 """
 
 from __future__ import annotations
 
-import contextlib
+import inspect
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,37 +19,21 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import nanwatch
+from programs.case import Case
 
 State = Callable[[], dict[str, Any]]
+PROGRAMS: dict[str, Case] = {}
 
 
-class Program(NamedTuple):
-    """A program, and the operation that its report should name. `cure`: a patch that works applies."""
+def keeps_state(operation: str) -> Callable[[State], State]:
+    """Enter the function into PROGRAMS, with the operation that makes the value."""
 
-    function: State
-    operation: str
-    cure: bool
-
-    @property
-    def name(self) -> str:
-        return self.function.__name__
-
-    @property
-    def file(self) -> Path:
-        return Path(self.function.__code__.co_filename)
-
-
-PROGRAMS: dict[str, Program] = {}
-
-
-def case(operation: str, *, cure: bool = False) -> Callable[[State], State]:
-    """Add the function to PROGRAMS."""
-
-    def add(function: State) -> State:
-        PROGRAMS[function.__name__] = Program(function, operation, cure)
+    def enter(function: State) -> State:
+        name, file = function.__name__, Path(inspect.getfile(function))
+        PROGRAMS[name] = Case(name, function, file, "", operations=(operation,))  # type: ignore[arg-type]
         return function
 
-    return add
+    return enter
 
 
 class PlainNonFiniteError(ArithmeticError):
@@ -64,19 +48,18 @@ class Run:
     bad = 0
 
 
-def run(program: Program, *, watched: bool) -> dict[str, Any]:
+def run(case: Case, *, watched: bool) -> dict[str, Any]:
     """Run the program and return its state."""
     Run.watched, Run.bad = watched, 0
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
-    return program.function()
+    return case.build()  # type: ignore[return-value]
 
 
-def watch(model: nn.Module, **options: Any) -> None:
-    """Watch the model, or check it as a user without nanwatch does."""
+def watch(model: nn.Module) -> None:
+    """Watch the model and its gradients, or check them as a user without nanwatch does."""
     if Run.watched:
-        nanwatch.watch(model, **options)
+        nanwatch.watch(model, gradients=True)
         return
     for module in model.modules():
         module.register_forward_hook(lambda module, args, output: _check([*args, output]))
@@ -91,13 +74,18 @@ def _check(values: Iterable[Any]) -> None:
         raise PlainNonFiniteError
 
 
-@contextlib.contextmanager
-def skipped() -> Iterator[None]:
-    """Go on after a non-finite step and keep its finding, as a user writes it to a log."""
-    try:
-        yield
-    except (PlainNonFiniteError, nanwatch.NonFiniteError) as error:
-        if isinstance(error, nanwatch.NonFiniteError):
+def train(model: nn.Module, loss_of: Callable[[int], Tensor], steps: int = 5) -> None:
+    """Watch and train. Go on after a non-finite step and keep its finding, as a user writes it to a log."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        try:
+            loss_of(step).backward()
+            optimizer.step()
+        except PlainNonFiniteError:
+            pass
+        except nanwatch.NonFiniteError as error:
             Run.findings.append(error.report.finding)
 
 
