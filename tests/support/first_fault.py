@@ -1,12 +1,13 @@
-"""Oracle for a training that overflows: plain torch hooks that stop at the first non-finite output."""
+"""Oracles of a training, by plain torch hooks: its first non-finite output, and its least headroom."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf, log2
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 
@@ -33,3 +34,24 @@ def first_fault(model: nn.Module, train: Callable[[], Any]) -> str:
         for handle in handles:
             handle.remove()
     raise AssertionError("nothing overflowed")
+
+
+class LeastHeadroom:
+    """Least headroom of all weights and outputs of a model in bits, by plain torch in forward hooks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.bits = inf
+        for module in model.modules():
+            module.register_forward_hook(self._see)
+
+    def _see(self, module: nn.Module, args: Any, output: Any) -> None:
+        for x in [*module.parameters(recurse=False), *tree_leaves(output)]:
+            if isinstance(x, Tensor) and x.is_floating_point() and x.numel() and x.count_nonzero():
+                self.bits = min(
+                    self.bits, log2(torch.finfo(x.dtype).max) - log2(float(x.detach().abs().max()))
+                )
+
+    def take(self) -> float:
+        """Return it, and begin anew."""
+        bits, self.bits = self.bits, inf
+        return bits

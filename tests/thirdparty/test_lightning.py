@@ -6,7 +6,7 @@ import csv
 import logging
 import sys
 from importlib import import_module
-from math import inf, log2
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import nanwatch
-from support.first_fault import first_fault
+from support.first_fault import LeastHeadroom, first_fault
 
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -145,24 +145,14 @@ def test_every_stage_is_watched(stage, tmp_path):
 
 def test_the_least_headroom_of_each_interval_is_logged(tmp_path):
     """The loggers get the least headroom that torch finds in all weights and outputs since the last time."""
-    least, logged, steps = inf, [], 0
-    module = module_of(PACKAGES[0], 0.5)
-
-    def hook(one: nn.Module, args: Any, output: Any) -> None:
-        nonlocal least
-        for x in (*one.parameters(recurse=False), output):
-            least = min(least, log2(torch.finfo(x.dtype).max) - log2(x.detach().abs().max().item()))
+    module, logged = module_of(PACKAGES[0], 0.5), []
+    least = LeastHeadroom(module)
 
     class Oracle(import_module(PACKAGES[0]).Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, *rest: Any) -> None:
-            nonlocal least, steps
-            steps += 1
-            if steps % 3 == 0 or steps == 8:
-                logged.append(least)
-                least = inf
+        def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+            if trainer.global_step in (3, 6, 8):
+                logged.append(least.take())
 
-    for one in module.modules():
-        one.register_forward_hook(hook)
     logger = import_module("lightning.pytorch.loggers").CSVLogger(tmp_path)
     callback = callback_of(on_nonfinite="record")
     trainer_of(PACKAGES[0], tmp_path, callback, Oracle(), logger=logger, max_epochs=2).fit(module, loader())

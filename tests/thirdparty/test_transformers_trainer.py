@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from math import inf, log2
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import Trainer, TrainingArguments  # noqa: E402
 
 from nanwatch.integrations.transformers import HEADROOM, PLACE, NanWatchCallback  # noqa: E402
 from support.architectures import ARCHITECTURES  # noqa: E402
-from support.first_fault import first_fault  # noqa: E402
+from support.first_fault import LeastHeadroom, first_fault  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -179,29 +179,15 @@ def test_a_loss_function_of_the_user(tmp_path):
 
 
 class _Oracle(transformers.TrainerCallback):
-    """The least room of weights and outputs between two logs, by plain torch in forward hooks."""
+    """The least headroom between two logs."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.least, self.logged = inf, []
-        for module in model.modules():
-            module.register_forward_hook(self.hook)
-
-    def hook(self, module: nn.Module, args: Any, output: Any) -> None:
-        leaves, _ = torch.utils._pytree.tree_flatten(output)
-        for x in [*module.parameters(recurse=False), *leaves]:
-            if (
-                isinstance(x, torch.Tensor)
-                and x.is_floating_point()
-                and x.numel()
-                and (top := x.detach().abs().max()) > 0
-            ):
-                self.least = min(self.least, log2(torch.finfo(x.dtype).max) - log2(top.item()))
+        self.least, self.logged = LeastHeadroom(model), []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         # The callback's own entry causes a log too.
-        if HEADROOM not in logs and self.least < inf:
-            self.logged.append(self.least)
-            self.least = inf
+        if HEADROOM not in logs and self.least.bits < inf:
+            self.logged.append(self.least.take())
 
 
 def test_the_least_headroom_of_each_interval_is_logged(tmp_path):

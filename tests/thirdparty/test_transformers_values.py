@@ -1,0 +1,78 @@
+"""Values of transformers' models: their labels in records, their form in a capsule, and the replay of a block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch import replay, write_capsule
+from nanwatch.capsule.replay import _built
+from nanwatch.recording.walk import leaves
+from support.capsules import Batch, Pair, round_trip
+
+transformers = pytest.importorskip("transformers")
+outputs = pytest.importorskip("transformers.modeling_outputs")
+X, Y = torch.zeros(1), torch.ones(2)
+
+
+def test_model_outputs_are_mappings() -> None:
+    """A ModelOutput gives its keys, nested ones included, and not its empty fields."""
+    inner = outputs.BaseModelOutput(last_hidden_state=Y, hidden_states=(X, Y))
+    output = outputs.Seq2SeqLMOutput(logits=X, encoder_hidden_states=(inner,))
+    assert [label for label, _ in leaves(output, "output")] == [
+        "output[logits]",
+        "output[encoder_hidden_states][0][last_hidden_state]",
+        "output[encoder_hidden_states][0][hidden_states][0]",
+        "output[encoder_hidden_states][0][hidden_states][1]",
+    ]
+
+
+def test_a_cache_is_entered_where_the_call_made_it() -> None:
+    """A key-value cache gives its tensors, and is one leaf where it was an argument."""
+    cache = transformers.DynamicCache()
+    cache.update(torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 1, 1), 0)
+    labels = [label for label, x in leaves({"cache": cache}, "output") if isinstance(x, Tensor)]
+    assert labels == ["output[cache][layers][0][keys]", "output[cache][layers][0][values]"]
+    assert leaves({"cache": cache}, "output", True, [cache]) == [("output[cache]", cache)]
+
+
+def test_structures_are_built_from_classes_that_are_imported() -> None:
+    """Dataclass, named tuple and ModelOutput come as names and fields, and `build` makes the very class of them."""
+    values = outputs.BaseModelOutput(last_hidden_state=Y), Pair(1, [2]), Batch(ids=3, scale=None)
+    output, pair, batch = (
+        _built(structure["module"], structure["class"], structure["fields"])
+        for structure in round_trip(*values).args
+    )
+    assert type(output) is outputs.BaseModelOutput
+    assert torch.equal(output["last_hidden_state"], Y)
+    assert output.to_tuple()[0] is output.last_hidden_state
+    assert output.attentions is None
+    assert (type(pair), pair) == (Pair, (1, [2]))
+    assert (type(batch), batch) == (Batch, Batch(3, None))
+
+
+def test_a_block_of_a_transformer_comes_again(tmp_path) -> None:
+    """A GPT-2 block with its masks and caches gives the same bits when it is replayed in another model."""
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50, n_positions=16)
+    folders, blocks = [], []
+
+    def make() -> nn.Module:
+        model = transformers.GPT2Model(config).train()
+        model.h[1].register_forward_hook(lambda module, args, output: blocks.append(output))
+        return model
+
+    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        folders.append(write_capsule(tmp_path / "c", module, "h.1", args, kwargs))
+
+    model = make()
+    handle = model.h[1].register_forward_pre_hook(take, with_kwargs=True)
+    model(torch.arange(10)[None])
+    handle.remove()
+    with pytest.warns(RuntimeWarning, match=r"DynamicCache.*its default, None"):
+        report = replay(folders[0], make)
+    first, again = (block[0] if isinstance(block, tuple) else block for block in blocks)
+    assert torch.equal(first, again)
+    assert report.frames[-1].name == "h.1"
