@@ -56,12 +56,16 @@ class Refused(Exception):  # noqa: N818 - a reason, in words
 
 
 class Caller(NamedTuple):
-    """A function of the program that is under way at a line, and has called what leads to the backward."""
+    """A function of the program that is under way at a line, and has called what leads to the backward.
+
+    `deleted`: parameters that it has deleted, as Trainer does. Their `names` have what its own caller calls so.
+    """
 
     code: CodeType
     line: int
     names: dict[str, Any]
     globals: dict[str, Any]
+    deleted: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -99,10 +103,10 @@ class BackwardCall:
         for caller, above in zip(self.callers, [*self.callers[1:], None], strict=True):
             file = SourceFile.load(caller.code.co_filename)
             if above is not None:
-                # Parameters that the function has deleted, as Trainer does: those of the same names in its caller.
                 parameters = caller.code.co_varnames[: caller.code.co_argcount]
-                handed = {name: above.names[name] for name in parameters if name in above.names}
-                caller = caller._replace(names={**handed, **caller.names})
+                deleted = {*parameters} & above.names.keys() - caller.names.keys()
+                names = caller.names | {name: above.names[name] for name in deleted}
+                caller = caller._replace(names=names, deleted=frozenset(deleted))
             if file is not None and (part := slice_of(caller, file, self.is_behind)) is not None:
                 return LossStatements(model, caller, file, self.is_behind, part)
         raise Refused("the source of the loss was not found")
@@ -231,7 +235,10 @@ class _Slicer:
         """Return the names in the node that earlier statements have to make. Keep the values of the others."""
         values, needed = self._caller.names, set()
         for name in names_in(node, ast.Load):
-            is_gone = name not in values and name in self._caller.code.co_varnames
+            # A statement may have bound a deleted parameter anew, as Trainer's does that prepares the inputs.
+            is_gone = name in self._caller.deleted or (
+                name not in values and name in self._caller.code.co_varnames
+            )
             if name in self._bound or is_gone or self._is_made(values.get(name)):
                 needed.add(name)
             elif name in values:
