@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanwatch.numerics.block_fit import BLOCKS_BY_NAME, _pieces, converted
+from nanwatch.numerics.fit import BLOCKS_BY_NAME, _pieces, converted
 
 
 def values_in(x: Tensor, name: str) -> Tensor:

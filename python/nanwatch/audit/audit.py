@@ -26,8 +26,7 @@ from ..records.record import Frame
 from ..report.events import UpdateFinding, update_finding
 from ..report.finding import Place
 from ..util.visible import spell, suppressed, warn_user
-from .modes import Evaluations
-from .rules import Step, ends_of, suspects_of
+from .rules import Evaluations, Step, ends_of, suspects_of
 from .samples import WeightSample, each_weight, ids_of, sample_after, sample_step
 from .suspects import Suspect, Suspicions, gathered
 from .window import Window, held_by_optimizers, place_of

@@ -26,8 +26,7 @@ from ..recording.events import Event, PeakName, Recorder
 from ..report.spike import Cause, Curve, Departure, SpikeReport
 from ..util.job import rank
 from ..util.visible import spell, suppressed, warn_user
-from .peaks import LEAST, OF_CALL, Floats, PeakHistory
-from .signals import Signal
+from .peaks import LEAST, OF_CALL, Floats, PeakHistory, Signal
 
 _T = TypeVar("_T")
 

@@ -28,7 +28,7 @@ Kind = Literal["ieee", "fn", "fnuz", "finite", "powers", "unsigned", "signed", "
 
 ieee: the highest exponent is inf, and nan with a fraction. fn: only the word of all ones is nan, nothing is inf.
 fnuz: only the word of -0.0 is nan. finite: each word is a number, as in the elements of 4 and 6 bits that
-`block_fit.py` has. powers: an exponent alone, without sign or zero, and all ones is nan. complex: two parts of half
+`fit.py` has. powers: an exponent alone, without sign or zero, and all ones is nan. complex: two parts of half
 the bits.
 """
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import nanwatch
-from nanwatch.numerics import block_fit
-from nanwatch.numerics.block_fit import BLOCKS_BY_NAME, BlockFit
+from nanwatch.numerics import fit as formats
+from nanwatch.numerics.fit import BLOCKS_BY_NAME, BlockFit, block_fit
 from support.oracle import from_patterns
 
 INF, NAN = math.inf, math.nan
@@ -40,7 +40,7 @@ Floats = npt.NDArray[np.floating]
 @pytest.fixture(autouse=True)
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of 1,000 elements, so that small tensors are cut too."""
-    monkeypatch.setattr(block_fit, "_CHUNK", 1000)
+    monkeypatch.setattr(formats, "_CHUNK", 1000)
 
 
 def numbers_of(name: str) -> Floats:
@@ -111,7 +111,7 @@ def expected(x: torch.Tensor, name: str) -> dict[str, float]:
 
 def check(x: torch.Tensor, name: str) -> None:
     """Compare with `expected`: counts exactly, sums to 1e-6."""
-    fit = block_fit.block_fit(x, BLOCKS_BY_NAME[name])
+    fit = block_fit(x, BLOCKS_BY_NAME[name])
     for field, value in expected(x, name).items():
         got = getattr(fit, field)
         assert got == pytest.approx(value, rel=1e-6 if field in ("signal", "noise") else 0, abs=0), field
