@@ -32,7 +32,9 @@ from .trials import NO_CONDITIONS, Conditions
 _ADVICE = (
     "put the loss into a function below `@nanwatch.watched`: a report then has its line and its operands"
 )
-_NOT_KEPT = "the start of the batch was not kept. Run this batch alone, uncompiled and with one call of the model, to get it"
+_NOT_KEPT = (
+    "the start of the batch was not kept. Run it alone, uncompiled and with one call of the model, for that"
+)
 
 # Runs of a part of the batch. One of 64 samples takes 9.
 _MOST_RUNS = 24

@@ -12,7 +12,6 @@ import pytest
 
 import nanwatch
 from nanwatch import __main__ as command
-from nanwatch.cli.run import run_parser
 from support.paths import SCRIPTS
 from support.processes import environment, forked
 
@@ -146,13 +145,6 @@ def test_main_stays_until_the_process_ends(tmp_path):
 def _plain_hook(monkeypatch):
     """Without the hooks that process groups of other tests have left in this process."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-
-
-def test_all_behind_the_script_is_its_own():
-    """Also what looks like an option of the command."""
-    options = run_parser().parse_args(["--every", "3", "train.py", "--every", "5", "-m", "x"])
-    assert (options.target, options.every, options.m) == ("train.py", "3", False)
-    assert options.arguments == ["--every", "5", "-m", "x"]
 
 
 def test_in_a_process_group_the_report_is_shown_once(tmp_path, capsys):

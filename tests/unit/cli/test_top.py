@@ -15,16 +15,11 @@ import sys
 import termios
 import time
 from collections.abc import Sequence
-from math import log2
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-import nanwatch
 from support.commands import run
-from support.traces import until
 from support.written_traces import write_rows
 
 SPIKE = "spike in batch 39: loss 9.1, usually 2.4 (55 deviations); cause: module, first in `output` of whole"
@@ -51,25 +46,6 @@ def part(folder: Path, number: int, falling: str = "falling", told: Sequence[str
         rows.append({**place, **nothing, **note})
     whole = write_rows(folder.parent / "whole", rows)
     whole.replace(folder / f"part-{number:05}.parquet")
-
-
-def test_a_run_that_still_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The modules of a folder of parts; once it is one file the numbers are the same."""
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU()).half()
-    nn.init.ones_(model[0].weight)
-    path = tmp_path / "run.parquet"
-    with nanwatch.watch(model, trace=path):
-        for scale in (1.0, 2.0, 512.0):
-            model(torch.full((1, 2), scale, dtype=torch.float16))
-        until(lambda: path.is_dir() and list(path.iterdir()))
-        status, running, _ = run(capsys, "top", str(path), "--json")
-    assert path.is_file()
-    assert status == 0
-    assert run(capsys, "top", str(path), "--json") == (0, running, "")
-    document = json.loads(running)
-    assert document["batches"] == [0, 2]
-    modules = {row["module"]: row["bits"] for row in document["modules"]}
-    assert modules == pytest.approx(dict.fromkeys(("0", "1", ""), log2(65504 / 1024)))
 
 
 def test_what_comes_first_and_of_which_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
