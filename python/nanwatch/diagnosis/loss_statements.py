@@ -74,24 +74,29 @@ class BackwardCall:
 
     `since` is the autograd sequence number of the first node that is no part of the model's forward. Where the loss
     called the model several times, it is that of the first call, and `forwards` are the numbers of them up to the one
-    whose gradient failed.
+    whose gradient failed. `rngs` are random states from which the loss may have begun: that of the last step of an
+    optimizer, and the present one.
     """
 
     roots: Sequence[Tensor]
     since: int
     forwards: Sequence[tuple[int, int]]
     callers: list[Caller]
-    rng: RngState = field(default_factory=RngState.capture)
+    rngs: Sequence[RngState] = ()
     autocast: tuple[Autocast, ...] = field(default_factory=Autocast.capture)
 
     @classmethod
-    def capture(cls, since: int, forwards: Sequence[tuple[int, int]]) -> BackwardCall | None:
-        """Return the backward under way, None where it is not known."""
+    def capture(
+        cls, since: int, forwards: Sequence[tuple[int, int]], generator: Tensor | None
+    ) -> BackwardCall | None:
+        """Return the backward under way, None where it is not known. `generator`: the CPU's, at the last step."""
         frame = _engine_frame()
         if frame is None:
             return None
         callers = list(islice(_callers(frame), _MOST_FRAMES))
-        return cls(frame.f_locals["t_outputs"], since, forwards, callers)
+        now = RngState.capture()
+        rngs = [now] if generator is None else [replace(now, torch=generator), now]
+        return cls(frame.f_locals["t_outputs"], since, forwards, callers, rngs)
 
     def is_behind(self, node: Any) -> bool:
         """Return whether the node of the graph was made from the model's outputs, and by no forward of the model."""
@@ -178,18 +183,28 @@ def _callers(frame: FrameType) -> Iterator[Caller]:
 def slice_of(caller: Caller, file: SourceFile, is_behind: Callable[[Any], bool]) -> Slice | None:
     """Return the statements that computed the loss of the call under way; None where the frame was only handed it.
 
-    Statements that made a bad value without a graph, such as a target, are among them where they may run again.
+    Statements that made a bad value without a graph, such as a target, are among them where they may run again. So are
+    the model's calls where a statement differentiates their outputs: the graphs of these are gone.
     """
     top = node_of(file, caller.code)
-    paths = () if top is None else paths_to(top, caller.line)
-    slices = (_Slicer(caller, is_behind).cut(path) for path in paths)
-    return next((part for part in slices if part is not None), None)
+    for path in () if top is None else paths_to(top, caller.line):
+        slicer = _Slicer(caller, is_behind)
+        part = slicer.cut(path)
+        if part is not None and slicer.differentiates:
+            part = _Slicer(caller, lambda node: node is not None, may_differentiate=True).cut(path) or part
+        if part is not None:
+            return part
+    return None
 
 
 class _Slicer:
     """Goes back from the loss over the statements before it, with the names whose values they have to make."""
 
-    def __init__(self, caller: Caller, is_behind: Callable[[Any], bool]) -> None:
+    def __init__(
+        self, caller: Caller, is_behind: Callable[[Any], bool], *, may_differentiate: bool = False
+    ) -> None:
+        self.differentiates = False
+        self._may_differentiate = may_differentiate
         self._caller = caller
         self._is_behind = is_behind
         self._reads: dict[str, Any] = {}
@@ -322,7 +337,9 @@ class _Slicer:
     def _refuse_twice(self, *nodes: ast.AST) -> None:
         for node in (inner for top in nodes for inner in ast.walk(top)):
             is_once = isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom)
-            if is_once or (isinstance(node, ast.Call) and called_name(node) in _NOT_TWICE):
+            name = called_name(node) if isinstance(node, ast.Call) else ""
+            self.differentiates |= name == "grad"
+            if is_once or (name in _NOT_TWICE and not (name == "grad" and self._may_differentiate)):
                 raise self._refused(node)
 
     def _refused(self, node: ast.AST) -> Refused:

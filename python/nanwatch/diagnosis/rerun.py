@@ -174,14 +174,18 @@ class _Rerun:
     def _run_statements(
         self, statements: LossStatements, call: BackwardCall, value: Value | None
     ) -> tuple[Diagnosis, Cures]:
-        inputs, rng, autocast = statements.inputs, call.rng, call.autocast
-        snapshot = BatchSnapshot(statements, (), inputs, rng, autocast, inference=False, grad=True)
         # The finding of a call of the statements, that returns the loss.
         facts = {"module": "", "label": "output", "origin": "produced", "source_module": None}
         finding = replace(self._incident.finding, **facts, operation=None, place=None)  # type: ignore[arg-type]
         if value is not None:
             finding = replace(finding, phase="forward", value=value)
-        diagnosis = find_operation(snapshot, finding, model=statements)
+        for rng in call.rngs:
+            snapshot = BatchSnapshot(
+                statements, (), statements.inputs, rng, call.autocast, inference=False, grad=True
+            )
+            diagnosis = find_operation(snapshot, finding, model=statements)
+            if diagnosis.step is not None:
+                break
         if diagnosis.step is None:
             return diagnosis, ((), ())
         allows = self._conditions.allows

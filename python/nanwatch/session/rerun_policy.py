@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..diagnosis import rerun
 from ..diagnosis.batch_snapshot import BatchSnapshot, BufferHistory, draws_outside_torch
@@ -61,6 +61,8 @@ class RerunPolicy:
         self._failed: tuple[int, weakref.ref[nn.Module], BatchSnapshot] | None = None
         # By batch, the backward that has failed, until a step was checked.
         self._losses: dict[int, BackwardCall] = {}
+        # The CPU's random state at the last step: what a loss draws before it calls the model, it draws from there.
+        self._generator: Tensor | None = None
         self._scaler = options.scaler
         # A module that is not watched is not judged either.
         self._allows = lambda name, module: not options.observes(name) or options.excuses(name, module)
@@ -86,8 +88,9 @@ class RerunPolicy:
         return set() if start is None else {id(x) for x, version in start.versions if x._version != version}
 
     def let_go(self) -> None:
-        """Let go of all that was kept for a backward."""
+        """Let go of all that was kept for a backward, as a step takes its gradients."""
         self._recorder.forget_starts()
+        self._generator = torch.get_rng_state()
         self._losses.clear()
         self._failed = None
 
@@ -103,7 +106,7 @@ class RerunPolicy:
             # A later call is a part of what lies behind this one's outputs.
             calls = [x.nodes for x in starts if x.batch <= failed.batch and not x.is_function]
             since = failed.nodes[1] if failed.is_function else min(end for _, end in calls)
-            if (call := BackwardCall.capture(since, calls)) is not None:
+            if (call := BackwardCall.capture(since, calls, self._generator)) is not None:
                 self._losses[batch] = call
         except Exception:
             suppressed("the statements of the loss could not be kept")

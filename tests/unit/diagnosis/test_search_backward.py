@@ -336,3 +336,44 @@ def test_a_reentrant_checkpoint_is_looked_into() -> None:
     finding = caught.value.report.finding
     assert finding is not None
     assert (finding.operation, finding.source_module) == ("SqrtBackward0", "")
+
+
+def noisy(model: nn.Module, x: Tensor) -> Tensor:
+    """Draws before it calls the model, and divides by what it has drawn, one time in four by zero."""
+    times = torch.randint(0, 4, (1, 1)).float()
+    return ((model(x + times * torch.randn_like(x)) - x).square() / times).mean()  # aten.div.Tensor
+
+
+def of_noise(model: nn.Module) -> Tensor:
+    return noisy(model, torch.rand(1, 2))
+
+
+def of_a_derivative(model: nn.Module) -> Tensor:
+    x = torch.rand(8, 2).requires_grad_()
+    slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+    flux = (slope - slope.detach()).square().sum().sqrt()  # SqrtBackward0
+    at_the_edge = model(torch.zeros(1, 2))
+    loss = flux + at_the_edge.square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize(
+    ("loss", "operation"), [(of_noise, "aten.div.Tensor"), (of_a_derivative, "SqrtBackward0")]
+)
+def test_a_loss_runs_again_from_where_it_began(loss: Callable[[nn.Module], Tensor], operation: str) -> None:
+    """With the numbers that it drew before it called the model, and with the model's call that it differentiates."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with watch(model, gradients=True), pytest.raises(NonFiniteError) as error:  # noqa: PT012 - in one of the steps
+        for _ in range(300):
+            optimizer.zero_grad()
+            value = loss(model)
+            if value.requires_grad:
+                value.backward()
+            optimizer.step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.operation, line_of(finding)) == (operation, operation)
+    assert any(cure.works for cure in finding.cures)
