@@ -212,18 +212,9 @@ class _Formats:
         return self._judge(" and ".join(words), self._run(hold, _under_bfloat16, snapshot))
 
     def _larger(self, *, is_wide_enough: bool) -> None:
-        """Try the modules around the guilty one in float32, the smallest first, and its own result left in float32.
-
-        The whole in float32 is tried last, where bfloat16 is not enough.
-        """
+        """Try the modules around the guilty one in float32, the smallest first, and the whole if bfloat16 fails."""
         for name in self._around():
             if name != self._root and self._in_float32(name):
-                return
-        if any(call.name == self._guilty and call.autocast for call in self._seen.calls):
-            leaf = self._modules[self._guilty]
-            experiment = self._run(lambda: run_in_fp32(leaf, cast_output=False))
-            words = in_float32(self._trials.model, self._guilty, cast_output=False)
-            if self._judge(words, experiment):
                 return
         if not is_wide_enough and self._guilty != self._root:
             self._in_float32(self._root)
@@ -247,16 +238,14 @@ class _Formats:
     def _smaller_scale(self, start: BackwardStart) -> Cure | None:
         """Return the largest loss scale below the present one with which all gradients of the backward are finite.
 
-        None where no float16 takes part, whose range is the reason to scale, or where nothing was shown; a cure that
-        does not work where the scale is known and a scale of 1 does not help either. It takes 9 runs at most.
+        A backward is in proportion to what it is given: the run with the least scale tells how much more has room, and
+        runs with that show it. None where no float16 takes part, whose range is the reason to scale, or where nothing was
+        shown; a cure that does not work where the scale is known and a scale of 1 does not help either.
         """
-        given, scale = (
-            [gradient_record(x) for x in start.gradients.values()],
-            self._trials.conditions.loss_scale,
-        )
+        scale = self._trials.conditions.loss_scale
+        given = [gradient_record(x) for x in start.gradients.values()]
         if not any(record.dtype == "float16" for record in (*given, *self._seen.gradients)):
             return None
-        most = min(_LARGEST_DIVISOR if scale is None else scale, _largest_divisor(given))
 
         def room(divisor: float) -> float:
             gradients = {label: x / divisor for label, x in start.gradients.items()}
@@ -266,18 +255,20 @@ class _Formats:
             bits = least_bits(record for record in made if record.dtype == "float16")
             return inf if bits is None else bits
 
-        divisor = 1.0
-        while divisor < most:
-            divisor = min(max(2.0, divisor**2), most)
-            bits = room(divisor)
-            if bits >= _LEAST_ROOM or (divisor == most and bits > -inf):
-                # A backward is in proportion to what it is given, so what is to spare can be given back.
-                spare = bits - _LEAST_ROOM if isfinite(bits) else 0.0
-                least = max(2.0, 2.0 ** ceil(log2(divisor) - spare))
-                if least < divisor and (again := room(least)) >= _LEAST_ROOM:
-                    divisor, bits = least, again
-                return Cure(_words(divisor, scale), bits >= _LEAST_ROOM, bits if isfinite(bits) else None)
-        return Cure(_words(scale, scale), False) if scale is not None and most == scale > 1 else None
+        divisor = min(_LARGEST_DIVISOR if scale is None else scale, _largest_divisor(given))
+        if divisor <= 1:
+            return None
+        bits = room(divisor)
+        if bits == -inf:
+            return Cure(_words(divisor, scale), False) if divisor == scale else None
+        # What has room to spare can be given back. Small gradients are rounded, so the next run may tell of more.
+        while bits >= _LEAST_ROOM and divisor > 2:
+            spare = bits - _LEAST_ROOM if isfinite(bits) else log2(divisor) / 2
+            least = max(2.0, 2.0 ** ceil(log2(divisor) - spare))
+            if least >= divisor or (again := room(least)) < _LEAST_ROOM:
+                break
+            divisor, bits = least, again
+        return Cure(_words(divisor, scale), bits >= _LEAST_ROOM, bits if isfinite(bits) else None)
 
     # One trial and what it means
 
@@ -399,10 +390,9 @@ def module_words(name: str) -> str:
     return f"`{name}`" if name else "the model"
 
 
-def in_float32(model: nn.Module, name: str, *, cast_output: bool = True) -> str:
+def in_float32(model: nn.Module, name: str) -> str:
     """Return the words of the cure that runs this module of `model` in float32."""
-    option = "" if cast_output else ", cast_output=False"
-    return f"run {module_words(name)} in float32, nanwatch.run_in_fp32({code_of(model, name)}{option})"
+    return f"run {module_words(name)} in float32, nanwatch.run_in_fp32({code_of(model, name)})"
 
 
 def code_of(model: nn.Module, name: str) -> str:
