@@ -160,23 +160,10 @@ class Trials:
             self._truth, self._is_known = results, True
         return not experiment.has_bad_gradients
 
-    @property
-    def is_compared(self) -> bool:
-        """Whether float64 gives results that float32 can hold."""
-        return any(bool((x.abs() <= _LARGEST).any()) for x in self._truth or () if x.is_floating_point())
-
     def agreement(
-        self,
-        experiment: Experiment,
-        values: Sequence[Tensor] = (),
-        exact: Sequence[Tensor] = (),
-        *,
-        is_equal: bool = False,
+        self, experiment: Experiment, values: Sequence[Tensor] = (), exact: Sequence[Tensor] = ()
     ) -> Agreement:
         """Compare the results of a trial with those of float64, and tell what it moves.
-
-        `is_equal`: the change claims to compute the same. Then finite results contradict float64 where its own are
-        beyond float32: exp(x - max) without a quotient gives 1 in place of 1e+134.
 
         `values` are those of the changed expression, and `exact` what they are in float64. A guard that moves them by
         the epsilon of a textbook at most is right at a pole where the gradient of float64 fails too, whatever scale the
@@ -184,7 +171,7 @@ class Trials:
         """
         if not self._is_known:
             self.in_float64()
-        is_close, words = agreement(experiment.results, self._truth, inf if is_equal else _LARGEST)
+        is_close, words = agreement(experiment.results, self._truth)
         farthest, effect = _moved(values, exact)
         is_small = not is_close and 0 < farthest <= _MOST_BY_GUARD
         if is_small and self.snapshot.grad and not self.in_float64(backward=True):
@@ -192,8 +179,8 @@ class Trials:
         return Agreement(is_close, "; ".join(filter(None, [words, effect])))
 
 
-def agreement(values: Sequence[Tensor], truth: Sequence[Tensor] | None, most: float = _LARGEST) -> Agreement:
-    """Compare results with those of float64, at the elements that float64 gives as finite and at most `most`."""
+def agreement(values: Sequence[Tensor], truth: Sequence[Tensor] | None) -> Agreement:
+    """Compare results with those of float64, at the elements that float64 gives as finite, and float32 can hold."""
     if truth is None or [x.shape for x in values] != [x.shape for x in truth]:
         return Agreement(True, "not compared with float64")
     total = failing = 0
@@ -202,7 +189,7 @@ def agreement(values: Sequence[Tensor], truth: Sequence[Tensor] | None, most: fl
     for value, exact in zip(values, truth, strict=True):
         if not (value.is_floating_point() or value.is_complex()):
             continue
-        right, _, distance = _known(value, exact, most)
+        right, _, distance = _known(value, exact, _LARGEST)
         total, failing = total + right.numel(), failing + exact.numel() - right.numel()
         if right.numel():
             farthest = float(distance.max())

@@ -47,15 +47,11 @@ class Failure(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """A change of the source: its edits, the expression that it changes, and in words what it does.
-
-    `is_equal`: the results are to be the same where float64 gives any, also beyond float32.
-    """
+    """A change of the source: its edits, the expression that it changes, and in words what it does."""
 
     edits: tuple[Edit, ...]
     node: ast.AST
     words: str
-    is_equal: bool = False
 
 
 def failing_nodes(site: Site, failure: Failure) -> list[ast.AST]:
@@ -110,10 +106,7 @@ def narrowest(dtypes: Sequence[str]) -> str:
 
 
 class Proposer:
-    """Proposes changes of a site. `values` are those of operands in float64, as far as they are known.
-
-    `is_compared`: the results of a trial can be compared with those of float64.
-    """
+    """Proposes changes of a site. `values` are those of operands in float64, as far as they are known."""
 
     def __init__(
         self,
@@ -121,14 +114,11 @@ class Proposer:
         failure: Failure,
         failing: Sequence[ast.AST],
         values: Mapping[ast.AST, list[Any]],
-        *,
-        is_compared: bool = False,
     ) -> None:
         self._site = site
         self._failure = failure
         self._failing = list(failing)
         self._values = values
-        self._is_compared = is_compared
         self._numbers = numbers_of(failure.dtype)
         # Numbers of the source that are not 0, and are 0 in the format of the failing operation.
         self._vanished = [x for x in added_names(site, failing) if self._vanishes(x)]
@@ -214,8 +204,7 @@ class Proposer:
             r"\b[A-Z]{3,}\b", lambda name: {**self._numbers, "BOUND": bound}.get(name[0], name[0]), words
         )
         proposals = self._written(node, changed, form, binding, words, BOUND=bound)
-        single = next((proposal for proposal in proposals if len(proposal.edits) == 1), None)
-        return single and single._replace(is_equal=condition == "compared")
+        return next((proposal for proposal in proposals if len(proposal.edits) == 1), None)
 
     def _written(
         self, node: ast.AST, changed: ast.AST, form: str, binding: Binding, words: str, **numbers: str
@@ -226,8 +215,6 @@ class Proposer:
 
     def _holds(self, condition: str, binding: Binding) -> bool:
         """Return whether the condition of a guard holds for its operand."""
-        if condition == "compared":
-            return self._is_compared
         if condition == "bound":
             return self._bound(binding) != ""
         if condition == "pole":

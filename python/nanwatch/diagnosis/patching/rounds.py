@@ -113,7 +113,7 @@ class Rounds:
         failing = failing_nodes(site, failure)
         inside: tuple[Program, Failure | None] | None = None
         values = self._values(program, site, [*operands(site, failing), *failing])
-        proposer = Proposer(site, failure, failing, values, is_compared=self._trials.is_compared)
+        proposer = Proposer(site, failure, failing, values)
         self._trials.remarks += proposer.causes()
         for proposal in proposer.proposals():
             if self._trials.runs >= _MOST_RUNS or time.monotonic() > self._end:
@@ -132,7 +132,7 @@ class Rounds:
             self._tried.append(f"`{proposal.edits[-1].text}`")
             if experiment.error is not None or 0 not in probe.values:
                 continue
-            if self._works(experiment, probe, trial, values.get(proposal.node, []), proposal.is_equal):
+            if self._works(experiment, probe, trial, values.get(proposal.node, [])):
                 return trial, None
             later = _later(experiment, failure)
             if later is None:
@@ -150,9 +150,7 @@ class Rounds:
                 inside = inside or (trial, later)
         return inside or (program, None)
 
-    def _works(
-        self, experiment: Experiment, probe: Probe, trial: Program, exact: Sequence[Any], is_equal: bool
-    ) -> bool:
+    def _works(self, experiment: Experiment, probe: Probe, trial: Program, exact: Sequence[Any]) -> bool:
         """Judge a trial, and keep a change that works. `exact` is what the changed expression is in float64."""
         # Only the changed expression itself shows whether a value that no output has is gone.
         seen = probe.tensors(0)
@@ -160,7 +158,7 @@ class Rounds:
         if is_unseen or not self._trials.is_finite(experiment):
             return False
         wide = [x for x in exact if isinstance(x, Tensor)]
-        close = self._trials.agreement(experiment, seen, wide, is_equal=is_equal)
+        close = self._trials.agreement(experiment, seen, wide)
         if close.is_close:
             self._trials.cures.append(_cure(trial, close.words))
         elif not self._too_far:

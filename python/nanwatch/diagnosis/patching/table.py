@@ -84,6 +84,7 @@ STABLE = (
     ("exp(X) / sum(exp(X), dim=D, keepdim=True)", "torch.softmax(X, dim=D)"),
     ("exp(X) / unsqueeze(sum(exp(X), dim=D), ...)", "torch.softmax(X, dim=D)"),
     ("exp(X) / sum(exp(X))", "torch.softmax(X.flatten(), 0).view_as(X)"),
+    ("exp(X) * M / sum(exp(X) * M, dim=D, keepdim=True)", "torch.softmax(X + torch.log(M), dim=D)"),
     ("exp(A) / (exp(A) + exp(B))", "torch.sigmoid(A - B)"),
     ("X / (1 + exp(-X))", "F.silu(X)"),
     ("1 / (1 + exp(-X))", "torch.sigmoid(X)"),
@@ -130,7 +131,7 @@ _LOG = "keep what the logarithm is taken of away from 0"
 # Guards of the operation that failed: (pattern, the part of it that is written anew, its new form, condition, words);
 # "" is the whole of the pattern. Conditions: the operand is a Python `number`, an `int`, a `count` (whole numbers, and its
 # source says that they count), `positive` (float64 shows nothing below 0); the exponent has a `pole` at 0, or a `bound`
-# that float64 shows; the results can be `compared` with those of float64.
+# that float64 shows.
 GUARDS = (
     ("A / B", "B", "max(B, 1)", "int", "divide by at least 1"),
     ("A / B", "B", "max(B, EPS)", "number", "divide by at least EPS"),
@@ -160,7 +161,6 @@ GUARDS = (
     ("lgamma(X)", "X", "X.clamp(min=TINY)", "", "keep what lgamma is taken of away from 0"),
     ("xlogy(A, B)", "B", "B.clamp(min=TINY)", "", _LOG),
     ("exp(X)", "X", "X.clamp(max=BOUND)", "bound", "keep the exponent at BOUND or less, as it is in float64"),
-    ("exp(X)", "X", "X - X.amax(-1, keepdim=True)", "compared", "subtract the largest exponent of a row, which no quotient of exponentials shows"),
     ("exp(X)", "X", "X.clamp(max=MOST)", "", "keep the exponent at MOST or less"),
     ("exp(X)", "X", "X.clamp(max=SAFE)", "", "keep the exponent at SAFE or less"),
     ("acosh(X)", "X", "X.clamp(min=1 + NEAR)", "", "keep the operand of acosh above 1"),
