@@ -239,8 +239,8 @@ class _Formats:
         """Return the largest loss scale below the present one with which all gradients of the backward are finite.
 
         A backward is in proportion to what it is given: the run with the least scale tells how much more has room, and
-        runs with that show it. None where no float16 takes part, whose range is the reason to scale, or where nothing was
-        shown; a cure that does not work where the scale is known and a scale of 1 does not help either.
+        runs with that show it. None where no float16 takes part, whose range is the reason to scale, or where nothing
+        was shown; a cure that does not work where the scale is known and a scale of 1 does not help either.
         """
         scale = self._trials.conditions.loss_scale
         given = [gradient_record(x) for x in start.gradients.values()]
