@@ -34,7 +34,7 @@ from ..trace.tracer import Tracer, ring_size, start_tracer
 from ..util.visible import is_due
 from .failure_handler import FailureHandler
 from .optimizer_guard import OptimizerGuard
-from .optimizer_steps import BackwardWatch, OptimizerSteps
+from .optimizer_steps import OptimizerSteps
 from .options import Options
 from .reports import Reports
 from .rerun_policy import RerunPolicy
@@ -92,16 +92,15 @@ class Watch:
             self._recorder, options.named_sinks(), [*notes, Warnings()], every=options.every
         )
         self._monitor = Monitor(self._recorder, model, every=options.every, forecasts=options.forecast)
-        guard: OptimizerGuard | None = None
-        if options.gradients:
-            guard = OptimizerGuard(self._recorder, options, sinks.on_skipped_step)
+        self._guard = guard = (
+            OptimizerGuard(self._recorder, options, sinks.on_skipped_step) if options.gradients else None
+        )
         self._reports = Reports(model, self._recorder, options, self._monitor.suspicion)
         rerun = RerunPolicy(model, self._recorder, options)
         self._failures = FailureHandler(self._reports, self._monitor, sinks, rerun, guard)
         self._batch_ends = self._recorder.subscribe(Event.BATCH_END)
         self._batch_ends.active = sinks.takes_batches or self._tracer is not None or options.spikes
         self._spikes: SpikeWatch | None = None
-        self._backward: BackwardWatch | None = None
         if guard is not None and options.spikes:
             folder = options.output_dir
 
@@ -114,8 +113,6 @@ class Watch:
                 self._recorder, guard, is_due, rerun.backward_failed, writes, sinks.on_spike
             )
             self._monitor.follow(self._spikes.take)
-        if guard is not None:
-            self._backward = BackwardWatch(self._reports, self._failures, guard, self._spikes)
         timeout = options.peer_timeout or 30.0
         self._replicas: ReplicaWatch | None = None
         if options.replicas:
@@ -130,7 +127,7 @@ class Watch:
         self._steps: OptimizerSteps | None = None
         self._attachment: Attachment | None = None
         if options.enabled:
-            self._steps = OptimizerSteps(self._reports, self._failures, self._backward)
+            self._steps = OptimizerSteps(self._reports, self._failures, guard, self._spikes)
             if options.guard_checkpoints:
                 self._checkpoints = CheckpointGuard(self._reports, self._failures)
             self._attachment = Attachment(model, self._recorder, options.observes, options.excuses)
@@ -179,11 +176,8 @@ class Watch:
         if box is not None:
             box.num_watches -= 1
         self._reports.look_at_mesh()
-        parts = (
-            *(self._replicas, self._audit, self._steps, self._backward, self._attachment),
-            *(self._attention, self._spikes, self._checkpoints),
-        )
-        for part in parts:
+        watchers = (self._replicas, self._audit, self._steps, self._attachment, self._attention, self._spikes)
+        for part in (*watchers, self._checkpoints):
             if part is not None:
                 part.remove()
         if self._tracer is not None:
@@ -224,7 +218,7 @@ class Watch:
     def skipped_steps(self) -> tuple[SkippedStep, ...]:
         """The latest hundred steps that were skipped because gradients were not finite, oldest first."""
         self._settle()
-        return () if self._backward is None else tuple(self._backward.guard.skipped)
+        return () if self._guard is None else tuple(self._guard.skipped)
 
     @property
     def attention(self) -> dict[str, AttentionLogits]:
@@ -263,8 +257,9 @@ class Watch:
         With `gradients`: skipped_steps, and untaken_backwards: non-finite, though the step's gradients were finite.
         """
         self._settle()
-        guard = None if self._backward is None else self._backward.guard
-        skipped, untaken = (guard.num_skipped, guard.num_untaken) if guard is not None else (0, 0)
+        skipped, untaken = (
+            (0, 0) if self._guard is None else (self._guard.num_skipped, self._guard.num_untaken)
+        )
         return {**self._recorder.counters, "skipped_steps": skipped, "untaken_backwards": untaken}
 
     def report(self) -> Report:
@@ -285,8 +280,8 @@ class Watch:
 
     def _settle(self) -> None:
         self._failures.settle()
-        if self._backward is not None:
-            self._backward.settle()
+        if self._steps is not None:
+            self._steps.settle()
 
 
 class EventDispatch:
@@ -335,16 +330,13 @@ class EventDispatch:
 
     def on_backward_start(self) -> None:
         """Find out whether the gradients of the deferred backward are gone, and look at the loss of this one."""
-        if (backward := self.watch._backward) is not None:
-            backward.guard.settle()
-            if backward.spikes is not None:
-                backward.spikes.backward_started()
-            backward.started()
+        if self.watch._steps is not None:
+            self.watch._steps.backward_started()
 
     def on_backward_end(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
         """Defer the failure until a step is about to take it, unless the forward's failure caused it."""
-        if self.watch._backward is not None:
-            self.watch._backward.ended(calls, arrivals)
+        if self.watch._steps is not None:
+            self.watch._steps.backward_ended(calls, arrivals)
 
 
 class TraceNotes(Sink):
