@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 
-from nanwatch.numerics import ranges
+from nanwatch.numerics import _reference, ranges
 from nanwatch.numerics._fingerprint import BLOCK
 from support.implementations import Implementation
-from support.oracle import FLOATS, expected, from_patterns, same, values_of
+from support.oracle import DTYPES, FLOATS, expected, from_patterns, random_patterns, same, values_of
 from support.strategies import views
 
 INF, NAN = math.inf, math.nan
@@ -257,3 +257,74 @@ def test_parts_add_up(dtype, bad):
         parts.add_bits(part)
     assert str(parts.health(x.shape)) == str(ranges.tensor_health(x))
     assert parts.fingerprint(str(dtype).removeprefix("torch."), x.shape) == ranges.fingerprint(x)
+
+
+# Several tensors.
+
+
+def test_equals_one_by_one(implementation: Implementation) -> None:
+    """Many tensors of every dtype and of sizes from empty to above a block give what `abs_range` gives each."""
+    tensors = [
+        implementation.place(random_patterns(dtype, (numel,), seed=numel))
+        for numel in (0, 1, 33, 5000, 200_000)
+        for dtype in DTYPES
+    ]
+    for together, alone in zip(
+        implementation.abs_ranges(tensors), map(implementation.abs_range, tensors), strict=True
+    ):
+        assert same(together, alone)
+
+
+def test_mixed_layouts_keep_their_order(implementation: Implementation) -> None:
+    """Sparse, complex and subclassed tensors between plain ones stay in their places."""
+
+    class Named(torch.Tensor):
+        pass
+
+    tensors = [
+        torch.tensor([5.0]),
+        torch.tensor([[0.0, 4.0]]).to_sparse(),
+        torch.tensor([3.0]).as_subclass(Named),
+        torch.tensor([3 + 4j]),
+        torch.tensor([2], dtype=torch.uint16),
+    ]
+    got = implementation.abs_ranges([implementation.place(x) for x in tensors])
+    assert got == [(5, 5, True), (0, 4, True), (3, 3, True), (5, 5, True), (2, 2, True)]
+
+
+# The reference reads a large tensor in runs of a bounded size, each element once.
+
+X = torch.arange(240_000, dtype=torch.float64)
+# The second number says whether the runs lie in the tensor's own memory.
+VIEWS = {
+    "contiguous": (X, True),
+    "a matrix": (X.reshape(400, 600), True),
+    "transposed": (X.reshape(400, 600).T, True),
+    "permuted": (X.reshape(4, 20, 30, 100).permute(2, 0, 3, 1), True),
+    "every second": (X[::2], False),
+    "columns": (X.reshape(400, 600)[:, :500], False),
+    "transposed columns": (X.reshape(400, 600)[:, :500].T, False),
+    "with gaps in each dimension": (X.reshape(4, 20, 30, 100)[:, 1::2, :, ::3].permute(2, 0, 3, 1), False),
+    "rows longer than a run": (X.reshape(2, 120_000)[:, ::3], False),
+    "overlapping": (X.unfold(0, 1000, 500), False),
+    "a number": (X[7], True),
+    "nothing": (X.reshape(400, 600)[:0].T, True),
+}
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The length of a run grows with the threads."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_reference_reads_large_tensors_in_runs(view: str) -> None:
+    """The ends, and the place in C order of the first bad element, which lies in the last run."""
+    x = VIEWS[view][0]
+    if x.numel():
+        assert _reference.abs_range(x).tolist() == [x.min(), x.max(), 1.0]
+        bad = torch.where(x.max() == X, torch.nan, X).as_strided(x.shape, x.stride(), x.storage_offset())
+        assert _reference.abs_range(bad)[2] == 0.0
+        assert _reference.health(bad)[10] == bad.reshape(-1).isnan().nonzero()[0]
