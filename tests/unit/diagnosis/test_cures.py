@@ -34,9 +34,11 @@ from support.spy import Spy
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_the_cures_are_true(name: str) -> None:
-    """Each cure is what it says it is when a user applies it, and the cures are those expected."""
-    wrong = wrong_cures(name)
+    """Each cure is what it says it is when a user applies it, and the cures are those expected, in few runs."""
+    with mock.patch.object(trials, "run", wraps=trials.run) as runs:
+        wrong = wrong_cures(name)
     assert not wrong, wrong
+    assert runs.call_count <= MAX_RUNS
 
 
 def test_no_float32_for_what_is_float32() -> None:
@@ -178,24 +180,6 @@ def test_the_model_is_left_as_it_was(is_half: bool) -> None:
     assert dicts == dicts_of(model)
     assert hook.id in model[1]._forward_hooks
     assert not torch.is_autocast_enabled("cpu")
-
-
-def test_at_most_five_runs() -> None:
-    """However the trials end, the batch is run no more than MAX_RUNS times, and once in float64."""
-    calls = Spy()
-
-    def count(x: Tensor) -> Tensor:
-        calls.add()
-        return x
-
-    for name, (build, x, autocast, expected) in CASES.items():
-        model = build()
-        model.insert(0, Op(count))
-        start, finding = failed(model, x, autocast=autocast)
-        before = len(calls.values)
-        cures, _ = try_formats(start, finding, model)
-        assert len(cures) == len(expected), name
-        assert 1 <= len(calls.values) - before <= MAX_RUNS + 1
 
 
 def test_a_trial_that_raises_is_a_remark() -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import linecache
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import pytest
@@ -61,13 +60,13 @@ def outer(x):
         return y + 1  # local
     return local(x)
 
-async def later(x):
-    return x + 7  # coroutine
+existing = maker(1)
 '''
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Iterator[ModuleType]:
+def program(tmp_path: Path) -> Any:
+    """The source as a module of its own."""
     path = tmp_path / "program.py"
     path.write_text(SOURCE)
     spec = importlib.util.spec_from_file_location("program_under_test", path)
@@ -75,79 +74,46 @@ def program(tmp_path: Path) -> Iterator[ModuleType]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    yield module
-    sys.modules.pop("program_under_test", None)
+    return module
 
 
-def place_of(program: ModuleType, mark: str) -> Expression:
-    """The marked line, with the code of the function that ran it."""
-    line = next(i for i, text in enumerate(SOURCE.splitlines(), 1) if text.endswith(f"# {mark}"))
-    codes: list[CodeType] = []
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename == program.__file__ and event == "line" and frame.f_lineno == line:
-            codes.append(frame.f_code)
-        return trace
-
-    sys.settrace(trace)
-    try:
-        CALLS[mark](program)
-    finally:
-        sys.settrace(None)
-    program.total = 0  # type: ignore[attr-defined]
-    program.existing = program.maker(1)  # type: ignore[attr-defined]
-    return Expression(str(program.__file__), line, None, codes[0])
+# For each kind of function: its code, a call that runs it, and the results before and in the exchange.
+KINDS: dict[str, tuple[Callable[[Any], CodeType], Callable[[Any], object], object, object]] = {
+    "method": (lambda p: p.Kind.value.__wrapped__.__code__, lambda p: p.Kind().value(2), 7, 700),
+    "closure": (lambda p: p.existing.__code__, lambda p: p.existing(2), 3, 400),
+    "generator": (lambda p: p.numbers.__code__, lambda p: list(p.numbers(2)), [2, 3], [200, 300]),
+    "lambda": (lambda p: p.double.__code__, lambda p: p.double(2), 4, 400),
+    "local": (lambda p: p.outer.__code__.co_consts[1], lambda p: p.outer(2), 3, 300),
+}
 
 
-def target_of(program: ModuleType, mark: str) -> tuple[Target, Edit]:
-    """The function at the marked line, and the edit that doubles what its line computes."""
-    line = next(i for i, text in enumerate(SOURCE.splitlines(), 1) if text.endswith(f"# {mark}"))
-    target = find_target(place_of(program, mark))
+def place_of(program: ModuleType, kind: str) -> Expression:
+    line = next(i for i, text in enumerate(SOURCE.splitlines(), 1) if text.endswith(f"# {kind}"))
+    return Expression(str(program.__file__), line, None, KINDS[kind][0](program))
+
+
+def target_of(program: ModuleType, kind: str) -> tuple[Target, Edit]:
+    """Return the function at the marked line, and the edit that makes its line return a hundredfold."""
+    place = place_of(program, kind)
+    target = find_target(place)
     assert isinstance(target, Target), target
-    text = SOURCE.splitlines()[line - 1]
+    lines = SOURCE.splitlines()
+    text = lines[place.line - 1]
     start = text.index("super") if "super" in text else text.index(" + ") - 1
-    end = text.index("  #")
-    base = sum(len(one) + 1 for one in SOURCE.splitlines()[: line - 1])
+    end, base = text.index("  #"), sum(len(line) + 1 for line in lines[: place.line - 1])
     return target, Edit(Span(base + start, base + end), f"100 * ({text[start:end]})")
 
 
-def later_value(program: ModuleType, x: int) -> int:
-    coroutine = program.later(x)
-    with pytest.raises(StopIteration) as stopped:
-        coroutine.send(None)
-    value: int = stopped.value.value
-    return value
-
-
-CALLS: dict[str, Callable[[ModuleType], object]] = {
-    "method": lambda p: p.Kind().value(2),
-    "closure": lambda p: p.existing(2),
-    "generator": lambda p: list(p.numbers(2)),
-    "lambda": lambda p: p.double(2),
-    "local": lambda p: p.outer(2),
-    "coroutine": lambda p: later_value(p, 2),
-}
-EXPECTED = {
-    "method": (7, 700),
-    "closure": (3, 400),
-    "generator": ([2, 3], [200, 300]),
-    "lambda": (4, 400),
-    "local": (3, 300),
-    "coroutine": (9, 900),
-}
-
-
-@pytest.mark.parametrize("kind", list(CALLS))
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_each_kind_of_function_is_exchanged_and_put_back(program: ModuleType, kind: str) -> None:
     """Globals, free variables, super() and private names stay what they are in the edited body."""
-    program.existing = program.maker(1)  # type: ignore[attr-defined]
-    before, inside = EXPECTED[kind]
+    _, call, before, inside = KINDS[kind]
     target, edit = target_of(program, kind)
-    assert CALLS[kind](program) == before
-    codes = [one.__code__ for one in target.functions]
+    assert call(program) == before
+    codes = [function.__code__ for function in target.functions]
     with exchanged(target, target.file.edited([edit]), (), Probe()):
-        assert CALLS[kind](program) == inside
-    assert [one.__code__ for one in target.functions] == codes
+        assert call(program) == inside
+    assert [function.__code__ for function in target.functions] == codes
     if kind == "closure":
         assert program.existing(0) == 3  # its count went on in both
     if kind == "method":
@@ -155,7 +121,7 @@ def test_each_kind_of_function_is_exchanged_and_put_back(program: ModuleType, ki
 
 
 def test_other_threads_run_what_they_ran_before(program: ModuleType) -> None:
-    """A thread that calls the function meanwhile is no part of the trial, also in the midst of a call."""
+    """A thread that calls the function meanwhile is no part of the trial."""
     target, edit = target_of(program, "method")
     seen: list[object] = []
     with exchanged(target, target.file.edited([edit]), (), Probe()):
@@ -169,24 +135,18 @@ def test_other_threads_run_what_they_ran_before(program: ModuleType) -> None:
 def test_the_probe_sees_the_edited_expression(program: ModuleType) -> None:
     """Its values are those of the outermost expression in the span, each time it is evaluated."""
     target, edit = target_of(program, "generator")
-    file = target.file.edited([edit])
     probe = Probe()
-    with exchanged(target, file, [target.file.moved(edit.span, [edit])], probe):
+    with exchanged(target, target.file.edited([edit]), [target.file.moved(edit.span, [edit])], probe):
         list(program.numbers(1))
     assert probe.values == {0: [100, 200]}
 
 
 def test_a_file_that_has_changed_is_left_alone(program: ModuleType) -> None:
     """A patch of what is no longer there would be wrong; also where only a number differs."""
-    path, places = (
-        Path(str(program.__file__)),
-        {mark: place_of(program, mark) for mark in ("lambda", "local")},
-    )
-    path.write_text(SOURCE.replace("x + x", "x + 7").replace("y + 1", "y + 2"))
-    for mark in ("lambda", "local"):
-        found = find_target(places[mark])
-        assert isinstance(found, str)
-        assert "edited since" in found
+    places = [place_of(program, kind) for kind in ("lambda", "local")]
+    Path(str(program.__file__)).write_text(SOURCE.replace("x + x", "x + 7").replace("y + 1", "y + 2"))
+    for place in places:
+        assert "edited since" in str(find_target(place))
 
 
 def test_a_notebook_cell_is_what_runs() -> None:

@@ -31,11 +31,6 @@ def test_outside_git_the_path_is_from_the_current_folder(
     assert file.patch(after).startswith("--- a/program.py\n")
 
 
-def test_a_notebook_cell_has_no_patch() -> None:
-    file = SourceFile("<cell>", "a = 1\n", is_file=False)
-    assert file.patch(file.edited([edit_of(file, "1", "2")])) == ""
-
-
 def test_several_edits_keep_their_places() -> None:
     file = SourceFile("x.py", "value = (a / b) + c / d\n", is_file=False)
     edits = [edit_of(file, "b", "bb.clamp()"), edit_of(file, "c", "(c)")]
