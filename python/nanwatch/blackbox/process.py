@@ -59,7 +59,6 @@ class ProcessBox:
         self._pid = os.getpid()
         self._box = compiled.open_black_box(str(path), is_kept)
         self.step_begins = self._box.step_begins  # writes that an optimizer steps
-        self._is_kept = is_kept
         self._ranks: tuple[int, int] | None = None
         self._ended = threading.Event()
         self._note_facts()
@@ -136,10 +135,6 @@ class ProcessBox:
         if error is not None:
             self.note("exception", error="".join(traceback.format_exception_only(type(error), error))[:2000])
         self._box.exits(error is not None)
-        # The compiled part removes the file at exit(0). Forked processes of multiprocessing end without exit().
-        if error is None and not self._is_kept and multiprocessing.parent_process() is not None:
-            with suppressing("the black box could not be removed"):
-                self.path.unlink(missing_ok=True)
 
 
 _process: ProcessBox | None = None
