@@ -35,11 +35,10 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
-def changed(path: Path, **numbers: int) -> Path:
-    """Change fields of the state."""
+def change(path: Path, **numbers: int) -> None:
+    """Change words of the state."""
     for name, number in numbers.items():
         BoxFile(path).write_state(name, number)
-    return path
 
 
 def test_the_rank_that_died_is_first(source: Path, tmp_path: Path) -> None:
@@ -49,7 +48,7 @@ def test_the_rank_that_died_is_first(source: Path, tmp_path: Path) -> None:
     for rank in range(3):
         copy = other(source, folder / "blackbox" / f"{rank}.blackbox", rank=str(rank))
         if rank == 1:
-            changed(copy, signal=11, signal_ticks=BoxFile(copy).state["latest"], pid=1 << 30)
+            change(copy, signal=11, signal_ticks=BoxFile(copy).state["latest"], pid=1 << 30)
     os.truncate(other(source, folder / "blackbox" / "short.blackbox"), 5000)
     job = read_job(folder)
     assert [report.rank for report in job.reports] == [0, 1, 2]
@@ -68,7 +67,7 @@ def test_the_rank_that_is_behind_is_first_while_all_run(source: Path, tmp_path: 
     for rank in range(3):
         other(source, tmp_path / f"{rank}.blackbox", rank=str(rank))
     assert read_job(tmp_path).first is None
-    changed(tmp_path / "2.blackbox", calls=2)
+    change(tmp_path / "2.blackbox", calls=2)
     job = read_job(tmp_path)
     assert job.first is not None
     assert job.first.rank == 2
@@ -76,7 +75,6 @@ def test_the_rank_that_is_behind_is_first_while_all_run(source: Path, tmp_path: 
 
 
 def test_an_end_without_a_mark_may_be_later_than_its_sign_of_life(source: Path) -> None:
-    """A rank that was killed is not the first because it gave its latest sign of life before another's fault."""
     report = read_black_box(source)
     killed = replace(report, rank=0, end="unknown", latest=10.0)
     for latest, first in ((11.0, 1), (12.0, 0)):

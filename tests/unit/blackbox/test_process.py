@@ -24,7 +24,7 @@ from support.watching import watch
 pytestmark = needs_box
 
 
-def test_a_hang_is_told_once_with_all_stacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hang_is_noted_once_with_all_stacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In the file and in the log."""
     release = threading.Event()
 
@@ -40,25 +40,15 @@ def test_a_hang_is_told_once_with_all_stacks(tmp_path: Path, caplog: pytest.LogC
     ):
         helper.start()
 
-        def told() -> int:
-            return sum(note["kind"] == "stall" for note in read_black_box(box.path).notes)
-
         model(torch.ones(1, 2))
-        until(told)
-        box._ended.wait(1.5)  # it is not told again
-        assert told() == 1
+        until(lambda: read_black_box(box.path).notes)
+        box._ended.wait(1.5)  # no second note
         release.set()
         helper.join()
-        note = read_black_box(box.path).notes[0]
+        (note,) = read_black_box(box.path).notes
     assert any("in stands_still" in place for place in note["stacks"]["helper"])
     assert any("in test_a_hang" in place for place in note["stacks"]["MainThread"])
-    assert len([one for one in caplog.records if str(box.path) in one.getMessage()]) == 1
-
-
-def _train(folder: Path) -> None:
-    model = nn.Linear(2, 2)
-    watch(model, output_dir=folder)
-    model(torch.ones(1, 2))
+    assert sum(str(box.path) in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_forked_child_leaves_the_parents_file_alone(tmp_path: Path) -> None:
@@ -70,7 +60,8 @@ def test_a_forked_child_leaves_the_parents_file_alone(tmp_path: Path) -> None:
             try:
                 model(torch.ones(1, 2))
                 assert process_box() is None
-                _train(tmp_path)
+                watch(model, output_dir=tmp_path)
+                model(torch.ones(1, 2))
             finally:
                 os._exit(0)
         os.waitpid(pid, 0)
@@ -90,16 +81,14 @@ sys.exit(int(sys.argv[1]) if sys.argv[1] != "abort" else 0)
 """
 
 
-@pytest.mark.parametrize(("how", "told"), [("3", ("exit", 3)), ("abort", ("signal", None))])
-def test_the_status_of_the_process_decides_about_the_file(
-    how: str, told: tuple[str, int | None], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("how", "end"), [("3", ("exit", 3)), ("abort", ("signal", None))])
+def test_the_status_of_the_process_decides_about_the_file(how: str, end: object, tmp_path: Path) -> None:
     """Also what comes after Python's own end of it. Only a status of 0 removes the file."""
     # Not forked: that server's children end without the exit of C.
     env = environment(XDG_STATE_HOME=str(tmp_path))
     subprocess.run([sys.executable, "-c", _ENDS, how], env=env, stderr=subprocess.DEVNULL)
     reports = [read_black_box(path) for path in tmp_path.glob("nanwatch/*")]
-    assert [(one.end, one.exit_status) for one in reports] == [told]
+    assert [(report.end, report.exit_status) for report in reports] == [end]
 
 
 def test_a_folder_that_refuses_gives_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from nanwatch.instrumentation.execution_context import Autocast, RngState
 from support.toys import Scale
 
 
-class Told(nn.Module):
+class Heard(nn.Module):
     """Calls what it holds and keeps what came of it, for the test to see."""
 
     outputs: list[Any] = []  # noqa: RUF012 - shared by the copies that a replay makes
@@ -36,7 +36,7 @@ class Told(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
-    Told.outputs.clear()
+    Heard.outputs.clear()
 
 
 def overflowing() -> nn.Sequential:
@@ -53,23 +53,23 @@ def output_of(folder: Path, model: Any, **options: Any) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         replay(folder, model, **options)
-    return Told.outputs[-1]
+    return Heard.outputs[-1]
 
 
 def test_weights_inputs_and_random_numbers_are_those_of_the_call(tmp_path):
     """Dropout draws the same again and the output has the same bits, whatever weights and state the model has now."""
-    model = Told(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))).train()
+    model = Heard(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))).train()
     rng = RngState.capture()
     want = model(X).detach()
     folder = write_capsule(tmp_path / "c", model, "", (X,), rng=rng)
-    other = Told(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))).eval()
+    other = Heard(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))).eval()
     assert torch.equal(output_of(folder, other), want)
     assert not torch.equal(other.train()(X), want)
 
 
 def test_autocast_is_that_of_the_call(tmp_path):
     """A call under autocast gives bfloat16 again, also when the replay stands in an autocast of another kind."""
-    model = Told(nn.Linear(4, 3))
+    model = Heard(nn.Linear(4, 3))
     with torch.autocast("cpu", torch.bfloat16):
         want = model(X).detach()
         folder = write_capsule(tmp_path / "c", model, "", (X,))
@@ -84,7 +84,7 @@ def test_autocast_is_that_of_the_call(tmp_path):
 
 def test_training_flags_are_those_of_the_call(tmp_path):
     """BatchNorm in training uses the batch's statistics, and writes neither the capsule's buffers nor the model's."""
-    model = Told(nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.9))).train()
+    model = Heard(nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.9))).train()
     model.inner[1].eval()
     x = torch.randn(8, 4)
     want = copy.deepcopy(model)(x).detach()
@@ -93,7 +93,7 @@ def test_training_flags_are_those_of_the_call(tmp_path):
     before = copy.deepcopy(model.state_dict())
     for _ in range(2):
         replay(capsule, model)
-        assert torch.equal(Told.outputs[-1], want)
+        assert torch.equal(Heard.outputs[-1], want)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert not any(module.training for module in model.modules())
     assert not capsule.state["inner.0.running_mean"].any()
@@ -131,26 +131,19 @@ class Ratio(nn.Module):
         return x / x.sum(-1, keepdim=True)
 
 
-def test_a_failure_has_its_operation_and_its_cures(tmp_path):
-    """The line and a patch of it; float32, by its name in the whole model, for what float16 overflows in."""
+def test_a_failure_has_its_operation_its_cure_and_its_name_in_the_model(tmp_path):
     model = nn.Module()
-    model.parts = nn.ModuleList([Ratio(), overflowing().half()])
+    model.parts = nn.ModuleList([Ratio()])
     folder = write_capsule(tmp_path / "ratio", model.parts[0], "parts.0", (torch.zeros(2, 3),))
-    found = replay(folder, model).finding
-    assert found is not None
+    finding = replay(folder, model).finding
+    assert finding is not None
     line = Ratio.forward.__code__.co_firstlineno + 2
-    assert (found.operation, found.source) == ("aten.div.Tensor", f"{__file__}:{line}")
-    assert (found.operands[1].abs_max, found.cures[0].works) == (0.0, True)
-    assert "+        return x / " in found.cures[0].patch
+    assert (finding.module, finding.operation) == ("parts.0", "aten.div.Tensor")
+    assert (finding.source, finding.cures[0].works) == (f"{__file__}:{line}", True)
     assert not model.parts[0].calls.any()
     made: list[nn.Module] = []
     replay(folder, lambda: made.append(Ratio()) or made[0])
     assert made[0].calls == 1
-    folder = write_capsule(tmp_path / "c", model.parts[1], "parts.1", (X.half() * 1e-3,))
-    found = replay(folder, model).finding
-    assert found is not None
-    assert any("nanwatch.run_in_fp32(model.parts[1][2])" in cure.what for cure in found.cures), found.cures
-    assert found.module == "parts.1.2"
 
 
 def test_a_dtype_casts_weights_and_inputs(tmp_path):
@@ -161,9 +154,10 @@ def test_a_dtype_casts_weights_and_inputs(tmp_path):
     report = replay(folder, overflowing, dtype=torch.float16)
     assert report.finding is not None
     assert {record.dtype for frame in report.frames for record in frame.records} == {"float16"}
-    model = Told(nn.Embedding(5, 2))
+    model = Heard(nn.Embedding(5, 2))
     ids = write_capsule(tmp_path / "ids", model, "", (torch.tensor([1, 4]),))
     assert output_of(ids, model, dtype=torch.float64).dtype is torch.float64
+    assert report.finding is not None
     finding = dataclasses.replace(report.finding, batch=7)
     folder = write_capsule(tmp_path / "seventh", overflowing().half(), "", (X.half(),), finding=finding)
     report = replay(folder, overflowing)
@@ -173,26 +167,15 @@ def test_a_dtype_casts_weights_and_inputs(tmp_path):
         replay(ids, model, dtype=torch.int8)
 
 
-@pytest.mark.parametrize("way", ["module", "whole", "factory", "class", "wrapped"])
-def test_the_model_may_come_in_several_ways(tmp_path, way):
-    """The module itself, the model that has it, what makes one, and a wrapper with another prefix."""
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = overflowing().half()
-
-    folder = write_capsule(tmp_path / "c", Whole().layer, "layer", (X.half(),))
-    model = {
-        "module": Whole().layer,
-        "whole": Whole(),
-        "factory": lambda: Whole(),
-        "class": Whole,
-        "wrapped": nn.ModuleDict({"module": Whole()}),
-    }[way]
-    report = replay(str(folder), model)
-    assert report.finding is not None
-    assert report.finding.module == "layer.2"
+def test_the_model_may_come_in_several_ways(tmp_path):
+    """The module itself, what makes the model that has it, and a wrapper with another prefix."""
+    inner = overflowing().half()
+    whole = nn.ModuleDict({"layer": inner})
+    folder = write_capsule(tmp_path / "c", inner, "layer", (X.half(),))
+    for model in (inner, lambda: whole, nn.ModuleDict({"module": whole})):
+        finding = replay(str(folder), model).finding
+        assert finding is not None
+        assert finding.module == "layer.2"
 
 
 @pytest.mark.parametrize(
@@ -214,21 +197,21 @@ def test_a_model_that_does_not_fit_is_named(tmp_path, model, expected):
 
 def test_a_gpus_capsule_runs_where_there_is_none(tmp_path):
     """Recorded on a GPU that is not here: the CPU, its autocast the GPU's, and a remark."""
-    model = Told(nn.Linear(4, 3))
+    model = Heard(nn.Linear(4, 3))
     autocast = Autocast("cpu", torch.float16, False), Autocast("cuda", torch.bfloat16, True)
     folder = write_capsule(tmp_path / "c", model, "", (X,), autocast=autocast)
     document = torch.load(folder / "call.pt", weights_only=True)
     torch.save(document | {"device": "cuda:7"}, folder / "call.pt")
     with pytest.warns(RuntimeWarning, match="the recorded call ran on cuda:7, this one on cpu"):
         replay(folder, model, device="cpu")
-    assert Told.outputs[-1].dtype is torch.bfloat16
+    assert Heard.outputs[-1].dtype is torch.bfloat16
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu_random_numbers_come_again(tmp_path):
     """Dropout on a GPU draws the same, of its own generator; the capsule of it also runs on the CPU."""
-    model = Told(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))).train().cuda()
+    model = Heard(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))).train().cuda()
     rng = RngState.capture()
     with torch.autocast("cuda", torch.float16):
         want = model(X.cuda()).detach()

