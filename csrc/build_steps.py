@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent  # where includes begin
@@ -21,35 +19,21 @@ class BuildError(Exception):
     """Why the compiled part, or its CUDA part, cannot be built here, in words for the user."""
 
 
-@contextlib.contextmanager
-def step(name: str) -> Iterator[None]:
-    """Run a step with all of its output in LOG, also that of its processes; print its name and time, or its errors."""
+def run_step(name: str, command: list[str], failure: str) -> None:
+    """Run a command with its output in LOG, and print the name and the time; BuildError(failure) where it fails."""
     LOG.parent.mkdir(parents=True, exist_ok=True)
-    begin, started, failed = LOG.stat().st_size if LOG.exists() else 0, time.monotonic(), True
-    sys.stdout.flush()
-    sys.stderr.flush()
-    outside = os.dup(1), os.dup(2)
-    try:
-        with LOG.open("ab") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        yield
-        failed = False
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for saved, stream in zip(outside, (1, 2), strict=True):
-            os.dup2(saved, stream)
-            os.close(saved)
-        print(
-            f"nanwatch: {name} {'failed after' if failed else 'took'} {time.monotonic() - started:.0f} s",
-            flush=True,
-        )
-        if failed:
-            with LOG.open(errors="replace") as log:
-                log.seek(begin)
-                errors = [line for line in log if re.search(r"\berror\b", line, re.IGNORECASE)]
-            print("".join(errors[:10]) + f"nanwatch: all of it is in {LOG}", file=sys.stderr, flush=True)
+    started = time.monotonic()
+    with LOG.open("a+", errors="replace") as log:
+        begin = log.seek(0, os.SEEK_END)
+        print(shlex.join(command), file=log, flush=True)
+        failed = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT).returncode != 0
+        log.seek(begin)
+        errors = [line for line in log if failed and re.search(r"\berror\b", line, re.IGNORECASE)]
+    took = "failed after" if failed else "took"
+    print(f"nanwatch: {name} {took} {time.monotonic() - started:.0f} s", flush=True)
+    if failed:
+        print("".join(errors[:10]) + f"nanwatch: all of it is in {LOG}", file=sys.stderr, flush=True)
+        raise BuildError(failure)
 
 
 def output_of(command: list[str], seconds: int = 120) -> str:

@@ -11,14 +11,13 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from build_steps import CSRC, LOG, ROOT, BuildError, step
+from build_steps import CSRC, LOG, ROOT, BuildError, run_step
 from torch_headers import Torch
 
 # The folders whose sources make up a unit, "" for csrc/ itself. The call of a watched module stays within the first.
@@ -96,9 +95,7 @@ class Ninja:
         file.write_text("\n".join([*self.lines, ""]), encoding="utf-8")
         ninja = [path] if (path := shutil.which("ninja")) else [sys.executable, "-m", "ninja"]
         command = [*ninja, "-v", "-f", str(file), "-j", str(self.jobs), *map(str, outputs)]
-        with step(name):
-            if subprocess.run(command, cwd=ROOT).returncode != 0:
-                raise BuildError(f"{name} could not be built; the compiler's own message is in {LOG}")
+        run_step(name, command, f"{name} could not be built; the compiler's own message is in {LOG}")
 
 
 def escaped(path: Path) -> str:

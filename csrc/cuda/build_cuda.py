@@ -11,12 +11,11 @@ import platform
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from build_steps import CSRC, LOG, ROOT, BuildError, output_of, step
+from build_steps import CSRC, LOG, ROOT, BuildError, output_of, run_step
 
 # From Turing to Blackwell: one binary for every generation PyTorch still builds for, and PTX for what comes after.
 DEFAULT_ARCHS = ("75", "80", "86", "89", "90", "100", "120")
@@ -129,12 +128,8 @@ def compile_cuda(source: Path, folder: Path, toolkit: Toolkit, targets: list[str
         and max(path.stat().st_mtime for path in inputs) < out.stat().st_mtime
     ):
         folder.mkdir(parents=True, exist_ok=True)
-        with step(f"{source} ({len(targets)} targets)"):
-            print(shlex.join(command), flush=True)
-            if subprocess.run(command, cwd=ROOT).returncode != 0:
-                raise BuildError(
-                    f"nvcc {toolkit.version} could not compile {source}; its message is in {LOG}"
-                )
+        failure = f"nvcc {toolkit.version} could not compile {source}; its message is in {LOG}"
+        run_step(f"{source} ({len(targets)} targets)", command, failure)
         recipe.write_text(shlex.join(command))
     return str(out)
 
