@@ -8,7 +8,7 @@
 #include <map>
 
 #include "cpu/range_cpu.h"
-#include "ops/plain_view.h"
+#include "ops/tensor_view.h"
 #include "recorder/watched_call.h"
 
 namespace py = pybind11;

@@ -10,13 +10,12 @@ namespace nanwatch {
 void bind_recorder(py::module_& m) {
   m.def(
       "set_device_backend",
-      [](uintptr_t table) { RowTable::set_backend(reinterpret_cast<const NanwatchBackend*>(table)); }, py::arg("table"),
-      "Puts a NanwatchBackend (its address; see csrc/device/device_backend.h) in the place of the devices', for tests. "
-      "0: "
-      "none.");
-  m.def(
-      "device_backend", [] { return reinterpret_cast<uintptr_t>(RowTable::backend()); },
-      "The address of the one there is.");
+      [](uintptr_t table) {
+        return reinterpret_cast<uintptr_t>(RowTable::set_backend(reinterpret_cast<const NanwatchBackend*>(table)));
+      },
+      py::arg("table"),
+      "Puts a NanwatchBackend (its address; see csrc/device/device_backend.h) in the place of the devices', for tests, "
+      "and returns the one before. 0: none.");
   m.def(
       "tensor_at", [](uintptr_t address) { return *reinterpret_cast<const at::Tensor*>(address); }, py::arg("address"),
       "The tensor that such a backend is asked about.");

@@ -149,19 +149,11 @@ def formats() -> str:
     declared = runpy.run_path(str(SOURCE / "numerics" / "formats.py"))["NUMBER_FORMATS"]
     real = [form for form in declared if form.kind != "complex"]
     enumerators = [f"{short_name(form.name)}, {form.number}, {form.scalar_type}" for form in real]
-    return (
-        FORMATS_HEAD
-        + macro(
-            "NANWATCH_FORMATS",
-            "enumerator, number, PyTorch's ScalarType, Word, sign, is_float, has_inf, has_zero, mantissa_bits, bias, "
-            "max_finite,\n// min_normal",
-            [f"{known}, {codes(form)}" for known, form in zip(enumerators, real, strict=True)],
-        )
-        + macro(
-            "NANWATCH_COMPLEX_FORMATS",
-            "number, PyTorch's ScalarType",
-            [f"{form.number}, {form.scalar_type}" for form in declared if form.kind == "complex"],
-        )
+    return FORMATS_HEAD + macro(
+        "NANWATCH_FORMATS",
+        "enumerator, number, PyTorch's ScalarType, Word, sign, is_float, has_inf, has_zero, mantissa_bits, bias, "
+        "max_finite,\n// min_normal",
+        [f"{known}, {codes(form)}" for known, form in zip(enumerators, real, strict=True)],
     )
 
 

@@ -47,35 +47,28 @@ class BlackBox {
   static BlackBox* active() { return active_.load(std::memory_order_relaxed); }
   static void close() { active_ = nullptr; }
 
-  // The number of a module and its class, which the file has from now on; kUnnamed once there is no more room.
+  // The number of a module and its class, which the file has from now on; kUnnamed without a file, and once there is no
+  // more room.
+  static uint32_t number(const std::string& module, const std::string& class_name) {
+    return active() == nullptr ? kUnnamed : active()->number_of(module, class_name);
+  }
   uint32_t number_of(const std::string& module, const std::string& class_name);
 
   // The place of this thread. Null where more threads call modules than the file has places for.
   Slot* slot();
 
-  void begin(Slot* slot, uint32_t module, int64_t batch, bool recomputed) {
-    if (slot == nullptr) return;
-    const int64_t depth = slot->thread->depth, now = ticks();
-    if (depth == 0) note_time();
-    if (depth < int64_t(kStack)) slot->stack[depth] = {now, batch, module, recomputed};
-    state_->latest = now;
-    publish(&slot->thread->depth, depth + 1);
+  // Calls of the thread that has this place, which may be null.
+  static void begin(Slot* slot, uint32_t module, int64_t batch, bool recomputed) {
+    if (slot != nullptr && active() != nullptr) [[unlikely]]
+      active()->begin_call(slot, module, batch, recomputed);
   }
-
-  void end(Slot* slot, bool raised) {
-    if (slot == nullptr || slot->thread->depth == 0) return;
-    const int64_t depth = slot->thread->depth - 1;
-    if (depth < int64_t(kStack)) {
-      const UnderWay& call = slot->stack[depth];
-      // A recomputation ends by an exception of PyTorch's once it has all that the backward needs.
-      add_call({call.begun, ticks(), call.batch, call.module, raised && call.recomputed == 0});
-    }
-    publish(&slot->thread->depth, depth);
+  static void end(Slot* slot, bool raised) {
+    if (slot != nullptr && active() != nullptr) [[unlikely]]
+      active()->end_call(slot, raised);
   }
-
   // A call of compiled code, which is known when it has ended.
-  void ended(Slot* slot, uint32_t module, int64_t batch) {
-    if (slot != nullptr) add_call({0, ticks(), batch, module, false});
+  static void ended(Slot* slot, uint32_t module, int64_t batch) {
+    if (slot != nullptr && active() != nullptr) active()->add_call({0, ticks(), batch, module, false});
   }
 
   // Appends a text, which the file shows as a whole or not at all. False where there is no more room.
@@ -114,6 +107,23 @@ class BlackBox {
     state_->latest = call.ended;
     publish(&state_->calls, state_->calls + 1);
   }
+  void begin_call(Slot* slot, uint32_t module, int64_t batch, bool recomputed) {
+    const int64_t depth = slot->thread->depth, now = ticks();
+    if (depth == 0) note_time();
+    if (depth < int64_t(kStack)) slot->stack[depth] = {now, batch, module, recomputed};
+    state_->latest = now;
+    publish(&slot->thread->depth, depth + 1);
+  }
+  void end_call(Slot* slot, bool raised) {
+    if (slot->thread->depth == 0) return;
+    const int64_t depth = slot->thread->depth - 1;
+    if (depth < int64_t(kStack)) {
+      const UnderWay& call = slot->stack[depth];
+      // A recomputation ends by an exception of PyTorch's once it has all that the backward needs.
+      add_call({call.begun, ticks(), call.batch, call.module, raised && call.recomputed == 0});
+    }
+    publish(&slot->thread->depth, depth);
+  }
   bool append(char* section, size_t room, int64_t* used, std::string_view text);
   void begin_life();
   void note_time();
@@ -130,19 +140,6 @@ class BlackBox {
   std::unordered_map<std::string, uint32_t> numbers_;
   const std::string path_;
   const bool kept_;
-};
-
-// The black box as a recorder has it: null where nothing is to be written, as in a forked child.
-class Writer {
- public:
-  explicit Writer(BlackBox* box) : box_(box) {}
-  BlackBox* box() const { return box_ != nullptr && box_ == BlackBox::active() ? box_ : nullptr; }
-  uint32_t number_of(const std::string& module, const std::string& class_name) {
-    return box() == nullptr ? kUnnamed : box_->number_of(module, class_name);
-  }
-
- private:
-  BlackBox* const box_;
 };
 
 // Marks the black box at a fatal signal, before the handler that was there. That one, the exit status and the core dump

@@ -5,12 +5,24 @@
 #include <cstdlib>
 
 #include "cpu/host_walk.h"
-#include "cpu/range_dispatch.h"
 
 namespace nanwatch {
 namespace {
 
 // ---- dispatch -------------------------------------------------------------------------------------------------------
+
+// The kernels that this machine can run, the plainest first.
+std::vector<const KernelTable*> available_kernels() {
+  std::vector<const KernelTable*> tables{&baseline_kernels()};
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) tables.push_back(&avx2_kernels());
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
+    tables.push_back(&avx512_kernels());
+#endif
+  return tables;
+}
 
 const KernelTable* find_kernels(const std::string& name) {
   for (const KernelTable* table : available_kernels())

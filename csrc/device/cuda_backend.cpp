@@ -5,7 +5,7 @@
 
 #include "device/device_backend.h"
 #include "ops/cuda_launch.h"
-#include "ops/plain_view.h"
+#include "ops/tensor_view.h"
 
 namespace nanwatch {
 namespace {

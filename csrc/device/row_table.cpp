@@ -34,7 +34,7 @@ void Layout::apply(double* values) const {
   values[column::first_nonfinite] = double(position);
 }
 
-PendingRowPtr PendingRows::collect(const at::Tensor& x, Format format, const StreamSlot& stream_slot) {
+const PendingRowPtr& PendingRows::collect(const at::Tensor& x, Format format, const StreamSlot& stream_slot) {
   auto row = std::make_shared<PendingRow>();
   row->device = stream_slot.device;
   row->stream = stream_slot.stream;
@@ -43,9 +43,8 @@ PendingRowPtr PendingRows::collect(const at::Tensor& x, Format format, const Str
   const at::Tensor made = is_dense(x) ? at::Tensor() : dense(x);
   const at::Tensor& run = made.defined() ? made : x;
   row->layout = layout_of(x, run);
-  reads.push_back({row, run.storage()});
   runs.push_back({run.const_data_ptr(), run.numel(), int32_t(format)});
-  return row;
+  return reads.emplace_back(Read{std::move(row), run.storage()}).row;
 }
 
 const PendingRows::StreamSlot& PendingRows::stream_slot_of(int device, const NanwatchBackend& backend) {
@@ -62,8 +61,8 @@ const NanwatchBackend* RowTable::backend() {
   return installed;
 }
 
-void RowTable::set_backend(const NanwatchBackend* backend) {
-  installed = backend;
+const NanwatchBackend* RowTable::set_backend(const NanwatchBackend* backend) {
+  return std::exchange(installed, backend);
 }
 
 RowTable* RowTable::instance() {

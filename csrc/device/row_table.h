@@ -6,13 +6,117 @@
 // with it the frames that led to the error. Rows written before the error are in host memory.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include <algorithm>
+#include <cstdint>
 #include <deque>
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "device/pending_row.h"
+#include "device/device_backend.h"
+#include "numerics/range.h"
 
 namespace nanwatch {
+
+// From the run of memory that a device reads to the tensor that lies there, where that is not the run in C order.
+struct Layout {
+  std::vector<int64_t> sizes, strides;  // of the tensor; of its elements in the run, 0 where the tensor repeats them
+  int64_t repeats;                      // elements of the tensor for each that is read
+
+  // Turns counts and the first position of a run into those of the tensor.
+  void apply(double* values) const;
+};
+
+// One tensor's row, from the walk over a call's tensors until it is in host memory. Frames and caches that need it
+// share it: a tensor whose row is on the way is not read again.
+struct PendingRow {
+  enum class State : uint8_t {
+    unsent,   // only collected, for the frame that is being made
+    pending,  // enqueued
+    completed,
+    failed,  // it will never come
+  };
+
+  State state = State::unsent;
+  int device = -1, error = 0;
+  void* stream = nullptr;
+  const void* collector = nullptr;  // of an unsent row: the frame
+  const NanwatchRow* slot = nullptr;
+  uint64_t stamp = 0;
+  RangeRow range{};
+  std::vector<double> columns;           // kDeviceColumns of a tensor that the device has examined
+  std::unique_ptr<const Layout> layout;  // null: the run is the tensor
+
+  // Returns whether the row has completed or failed. Takes it out of its slot then, which may be used anew.
+  bool poll() {
+    if (state != State::pending) return state != State::unsent;
+    if (__atomic_load_n(&slot->stamp, __ATOMIC_ACQUIRE) != stamp) return false;
+    range = range_of_row(slot->values);
+    if (slot->examined != 0) [[unlikely]] {
+      columns.assign(slot->values, slot->values + kDeviceColumns);
+      if (layout != nullptr) layout->apply(columns.data());
+    }
+    state = State::completed;
+    return true;
+  }
+
+  void fail(int its_error) {
+    if (poll() && state == State::completed) return;
+    state = State::failed;
+    error = its_error;
+  }
+
+  // Returns whether a cache may give the row to the tensor in this frame. A non-finite tensor is read each time.
+  bool serves(const void* frame) const {
+    return state == State::pending || (state == State::unsent && collector == frame) ||
+           (state == State::completed && range.isfinite);
+  }
+};
+
+using PendingRowPtr = std::shared_ptr<PendingRow>;
+
+// The pending rows of one frame, and until they are sent all that is needed to read their tensors. Reused: clearing
+// keeps the capacity.
+struct PendingRows {
+  // A device and the stream that was current there when the frame's first tensor of it was met.
+  struct StreamSlot {
+    int device = -1;
+    void* stream = nullptr;
+    int error = 0, capturing = 0;  // whether the stream was being captured then
+  };
+  struct Read {
+    PendingRowPtr row;
+    c10::Storage storage;  // the walk may run Python code that drops the tensor
+  };
+
+  std::vector<PendingRowPtr> rows;
+  std::vector<Read> reads;
+  std::vector<NanwatchTensor> runs;  // of the reads
+  std::vector<StreamSlot> stream_slots;
+
+  // The stream on which the frame reads tensors of the device.
+  const StreamSlot& stream_slot_of(int device, const NanwatchBackend& backend);
+  // A row for the tensor, to be sent with the rest.
+  const PendingRowPtr& collect(const at::Tensor& x, Format format, const StreamSlot& stream_slot);
+
+  void clear() {
+    if (rows.empty() && stream_slots.empty()) return;
+    sent(0);
+    rows.clear();
+  }
+
+  // Forgets the reads. Those that were not sent have failed, with this error.
+  void sent(int error) {
+    for (const Read& read : reads)
+      if (read.row->state == PendingRow::State::unsent) read.row->fail(error);
+    reads.clear();
+    runs.clear();
+    stream_slots.clear();
+  }
+};
 
 class RowTable {
  public:
@@ -22,7 +126,7 @@ class RowTable {
   // Null where there has never been a backend.
   static RowTable* instance();
   static const NanwatchBackend* backend();
-  static void set_backend(const NanwatchBackend* backend);
+  static const NanwatchBackend* set_backend(const NanwatchBackend* backend);
 
   // Enqueues the reads of the frame on their streams, one launch for neighbours on a device; 0 or an error, and then
   // the rows that were not sent have failed. Waits where all slots hold rows that are still to come.

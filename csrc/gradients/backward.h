@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "ops/plain_view.h"
+#include "ops/tensor_view.h"
 #include "recorder/batch_start.h"
 #include "recorder/frame.h"
 #include "recorder/read_cache.h"

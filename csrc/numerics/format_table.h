@@ -24,9 +24,3 @@
   X(i32, 15, Int, uint32_t, Sign::twos, false, false, true, 0, 0, 0xffffffffu, 0x00000000u) \
   X(u64, 16, UInt64, uint64_t, Sign::none, false, false, true, 0, 0, 0xffffffffffffffffu, 0x0000000000000000u) \
   X(i64, 17, Long, uint64_t, Sign::twos, false, false, true, 0, 0, 0xffffffffffffffffu, 0x0000000000000000u)
-
-// number, PyTorch's ScalarType
-#define NANWATCH_COMPLEX_FORMATS(X) \
-  X(18, ComplexHalf) \
-  X(19, ComplexFloat) \
-  X(20, ComplexDouble)

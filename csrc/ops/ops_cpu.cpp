@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "cpu/parallel.h"
-#include "ops/readable.h"
+#include "cpu/host_walk.h"
+#include "ops/tensor_view.h"
 
 namespace nanwatch {
 

@@ -12,7 +12,7 @@
 
 #include "ops/cuda_launch.h"
 #include "ops/dense.h"
-#include "ops/readable.h"
+#include "ops/tensor_view.h"
 
 namespace nanwatch {
 namespace {

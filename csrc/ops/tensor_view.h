@@ -1,9 +1,14 @@
-// View of an at::Tensor for the reductions.
+// View of an at::Tensor for the reductions, and the gate of every raw read: may its memory be read as it is? What the
+// operators' kernels do not read, the reference in Python serves (python/nanwatch/numerics/_reference.py).
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <optional>
+#include <vector>
 
 #include "cpu/range_cpu.h"
 
@@ -45,6 +50,92 @@ inline bool covered_view(const at::Tensor& x, Format format, View* view) {
 inline bool negation_changes_magnitude(const at::Tensor& x, Format format) {
   return x.is_neg() &&
          (format == Format::u8 || format == Format::u16 || format == Format::u32 || format == Format::u64);
+}
+
+// ---- plain tensors ----
+
+// A plain tensor has only these dispatch keys. Sparse, quantized, meta, fake, functorch-wrapped, zero and subclass
+// tensors each carry another.
+inline const c10::DispatchKeySet kPlainKeys({c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView,
+                                             c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutocastCPU,
+                                             c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+
+// The same keys on CUDA.
+inline const c10::DispatchKeySet kPlainCudaKeys({c10::DispatchKey::CUDA, c10::DispatchKey::ADInplaceOrView,
+                                                 c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCUDA,
+                                                 c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+
+inline bool has_only(const at::Tensor& x, c10::DispatchKeySet keys) {
+  return (x.key_set().raw_repr() & ~keys.raw_repr()) == 0;
+}
+
+// Returns whether it is a plain strided CUDA tensor.
+inline bool is_plain_cuda(const at::Tensor& x) {
+  return x.defined() && x.is_cuda() && has_only(x, kPlainCudaKeys);
+}
+
+// Fills `view` for a plain strided CPU tensor; false for all else, which goes through the dispatcher. Active dispatch
+// modes do not matter: reading a tensor is no part of the program that they observe.
+inline bool plain_view(const at::Tensor& x, View* view) {
+  if (!x.defined() || !has_only(x, kPlainKeys)) return false;
+  const std::optional<Format> format = format_of(x.scalar_type());
+  return format.has_value() && !negation_changes_magnitude(x, *format) && covered_view(x, *format, view);
+}
+
+inline bool plain_view(PyObject* object, View* view) {
+  // No tensor, or a subclass with a word of its own in this.
+  return THPVariable_CheckExact(object) && plain_view(THPVariable_Unpack(object), view);
+}
+
+// Reading without the interpreter lock pays once the read is longer than taking the lock again.
+constexpr int64_t kReleaseLockBytes = 1 << 20;
+
+// Calls read(view), without the interpreter lock if that takes long. Meanwhile another thread may give the tensor other
+// sizes or another storage: what the view refers to is kept or copied.
+template <typename Read>
+auto read_released(const at::Tensor& x, View view, int64_t bytes, const Read& read) {
+  if (bytes < kReleaseLockBytes) return read(view);
+  const c10::Storage storage = x.storage();
+  const std::vector<int64_t> sizes(view.sizes, view.sizes + view.dims);
+  const std::vector<int64_t> strides(view.strides, view.strides + view.dims);
+  view.sizes = sizes.data();
+  view.strides = strides.data();
+  const pybind11::gil_scoped_release release;
+  return read(view);
+}
+
+// By its class alone: asking the object for its `__class__` may run user code, and its answer does not make the
+// object's memory a tensor's.
+inline bool is_tensor(PyObject* object) {
+  return THPVariable_CheckExact(object) ||
+         PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass));
+}
+
+// ---- for operators ----
+
+// Calls the CompositeExplicitAutograd kernel of an operator. That is an alias and has no entry of its own in the
+// dispatch table, but the entry for "no key at all" is filled from it and no backend's kernel can take that place.
+template <class Function, class... Arguments>
+decltype(auto) call_reference(const char* name, const Arguments&... arguments) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Function>().redispatch(
+      c10::DispatchKeySet(), arguments...);
+}
+
+// The tensor's memory, where the kernels can read its words in place. Nothing where the reference serves it: complex
+// numbers, and dtypes that it refuses in words of its own. Conjugate and negative views do not come here, see `define`
+// in python/nanwatch/numerics/_extension.py.
+inline std::optional<View> readable(const at::Tensor& x, const char* op) {
+  const std::optional<Format> format = format_of(x.scalar_type());
+  if (!format.has_value()) return std::nullopt;
+  View view;
+  TORCH_CHECK_VALUE(covered_view(x, *format, &view), "nanwatch.", op, ": the tensor's storage holds ",
+                    x.storage().nbytes(), " bytes, fewer than its shape ", x.sizes(), " and strides ", x.strides(),
+                    " need; it was freed or resized.");
+  return view;
+}
+
+inline at::Tensor reference(const char* op, const at::Tensor& x) {
+  return call_reference<at::Tensor(const at::Tensor&)>(op, x);
 }
 
 }  // namespace nanwatch

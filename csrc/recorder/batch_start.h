@@ -20,7 +20,7 @@
 #include <vector>
 #include <cstdint>
 
-#include "ops/plain_view.h"
+#include "ops/tensor_view.h"
 #include "blackbox/layout.h"
 
 namespace nanwatch {

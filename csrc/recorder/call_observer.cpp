@@ -68,7 +68,7 @@ Reading CallObserver::read(const Source& source) {
   counters.bytes_read += bytes;
   if (source.is_on_device()) {
     table_ = RowTable::instance();
-    return {{}, source.frame->pending.collect(source.x, source.view.format, source.stream_slot)};
+    return {{}, &source.frame->pending.collect(source.x, source.view.format, source.stream_slot)};
   }
   return {read_released(source.x, source.view, bytes, [](const View& held) { return range_cpu(held); })};
 }
@@ -94,7 +94,7 @@ Reading CallObserver::weight_range(const Source& source, bool moves, Node::Slot*
     return is_known ? hit(source, known) : Reading{{}, nullptr, true};
   // While the lock is released for the read, another thread may drop the slot's entry, or the slot.
   const std::shared_ptr<WeightEntry> cached = slot->cached;
-  Reading reading = read(source);
+  const Reading reading = read(source);
   if (reading.may_be_kept()) {
     // Each weight starts at another age, so that no batch comes in which all are read again.
     const int64_t age = unchanged ? 0 : first_entries_++ % kAge;
@@ -130,7 +130,7 @@ Reading CallObserver::range_of(const Source& source, Memory memory, Node::Slot* 
       source.is_served_by(*known))
     return hit(source, *known);
   budget_.earn(source.bytes());
-  Reading reading = read(source);
+  const Reading reading = read(source);
   if (reading.may_be_kept()) activations_.remember(source.object, content, reading, source.batch);
   return reading;
 }
@@ -177,8 +177,8 @@ bool CallObserver::excuse(Labels::Id label, Role role, OpenFrame* frame) {
   return reason.has_value();
 }
 
-bool CallObserver::record_from_python(PyObject* value, Labels::Id label, Role role, const Node& node,
-                                      OpenFrame* frame) {
+[[gnu::noinline]] bool CallObserver::record_from_python(PyObject* value, Labels::Id label, Role role, const Node& node,
+                                                        OpenFrame* frame) {
   const OutsideCompiler outside;
   const py::object text = from_utf8(labels_.text(label)), role_text = from_utf8(role_name(role));
   PyObject* record = PyObject_CallFunctionObjArgs(helpers_.observe.ptr(), value, text.ptr(), role_text.ptr(),
@@ -209,36 +209,44 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
       label,       role, NoteKind::none, int8_t(x.scalar_type()), uint8_t(view.dims), uint32_t(frame->shapes.size()),
       kNotPending, {},   nullptr};
   for (int64_t d = 0; d < view.dims; ++d) frame->shapes.push_back(view.sizes[d]);
-  Reading reading = range_of(source, memory, slot);
-  if (reading.is_refused) [[unlikely]] {
-    frame->shapes.resize(record.shape_at);
+  const Reading reading = range_of(source, memory, slot);
+  record.range = reading.range;
+  if (reading.pending == nullptr && !reading.is_refused && record.range.isfinite &&
+      !may_be_mask(record.range, role, view.format)) [[likely]] {
+    frame->add(record);
+    return true;
+  }
+  return unusual(source, reading, node, &record);
+}
+
+// Adds the record of a tensor that was not read here and now, or that Python has to look at.
+[[gnu::noinline]] bool CallObserver::unusual(const Source& source, const Reading& reading, const Node& node,
+                                             RecordData* record) {
+  OpenFrame* const frame = source.frame;
+  const Labels::Id label = record->label;
+  const Role role = record->role;
+  if (reading.pending != nullptr) {
+    const PendingRow& row = **reading.pending;
+    if (row.state == PendingRow::State::completed && !may_be_mask(row.range, role, source.view.format)) {
+      record->range = row.range;  // of an earlier batch, as a weight has
+    } else {
+      record->pending = int32_t(frame->pending.rows.size());
+      frame->pending.rows.push_back(*reading.pending);
+    }
+    frame->add(*record);
+    return true;
+  }
+  frame->shapes.resize(record->shape_at);
+  if (reading.is_refused) {
     note(label, role, NoteKind::not_checked, frame);
     return true;
   }
-  record.range = reading.range;
-  // A row of an earlier batch, of a weight.
-  if (reading.pending != nullptr && reading.pending->state == PendingRow::State::completed &&
-      !may_be_mask(reading.pending->range, role, view.format)) {
-    record.range = reading.pending->range;
-    frame->add(record);
-    return true;
-  }
-  if (reading.pending != nullptr) [[unlikely]] {
-    record.pending = int32_t(frame->pending.rows.size());
-    frame->pending.rows.push_back(std::move(reading.pending));
-    frame->add(record);
-    return true;
-  }
-  if (record.range.isfinite && !may_be_mask(record.range, role, view.format)) [[likely]] {
-    frame->add(record);
-    return true;
-  }
-  frame->shapes.resize(record.shape_at);
+  const at::Tensor& x = source.x;
   const std::optional<Content> content =
       can_be_remembered(x) ? std::optional<Content>(Content(x, epoch_)) : std::nullopt;
   // A copy to the host that nobody has waited for yet leaves in the output what was there before.
-  if (!record.range.isfinite && table_ != nullptr && role == Role::output) table_->drain();
-  if (!record_from_python(object, label, role, node, frame)) return false;
+  if (!record->range.isfinite && table_ != nullptr && role == Role::output) table_->drain();
+  if (!record_from_python(source.object, label, role, node, frame)) return false;
   if (content.has_value() && frame->records.back().python != nullptr) remember_mask(x, *content, frame->records.back());
   return true;
 }
@@ -246,7 +254,7 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
 // ---- masks ----------------------------------------------------------------------------------------------------------
 
 // Adds the record of a tensor that is known to be a mask, and has not changed since.
-bool CallObserver::known_mask(const at::Tensor& x, Labels::Id label, Role role, OpenFrame* frame) {
+[[gnu::noinline]] bool CallObserver::known_mask(const at::Tensor& x, Labels::Id label, Role role, OpenFrame* frame) {
   if ((role != Role::input && role != Role::buffer) || !can_be_remembered(x)) return false;
   const Content content(x, epoch_);
   const auto known = masks_.find(content.key());

@@ -16,7 +16,7 @@
 #include "blackbox/layout.h"
 #include "cpu/range_cpu.h"
 #include "device/row_table.h"
-#include "ops/plain_view.h"
+#include "ops/tensor_view.h"
 #include "recorder/frame.h"
 #include "recorder/python_error.h"
 #include "recorder/read_cache.h"
@@ -226,6 +226,7 @@ class CallObserver {
   void unread(Labels::Id label, Role role, const std::string& reason, OpenFrame* frame);
   bool excuse(Labels::Id label, Role role, OpenFrame* frame);
   bool record_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, OpenFrame* frame);
+  bool unusual(const Source& source, const Reading& reading, const Node& node, RecordData* record);
   Reading read(const Source& source);
   Reading hit(const Source& source, const CacheEntry& entry);
   Reading range_of(const Source& source, Memory memory, Node::Slot* slot);

@@ -70,7 +70,7 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object e
       frame_type_(std::move(frame_type)),
       start_type_(std::move(start_type)),
       ring_(options.max_frames),
-      box_(options.black_box ? box::BlackBox::active() : nullptr),
+      writes_box_(options.black_box && box::BlackBox::active() != nullptr),
       every_(options.every),
       traced_(options.traced),
       id_(next_id++) {
@@ -89,7 +89,7 @@ void CallRecorder::meet(Node& node, PyObject* module) {
   if (type == node.type) return;
   node.type = type;
   node.class_name = class_name_of(type);
-  node.box = box_.number_of(node.name, node.class_name);
+  if (writes_box_) node.box = box::BlackBox::number(node.name, node.class_name);
   gathers_weights |= is_sharded(type);
 }
 
@@ -145,7 +145,7 @@ bool CallRecorder::begin_batch(Thread& thread, int32_t index, PyObject* module, 
   thread.batch = latest_batch_;
   thread.active = thread.batch % every_ == 0;
   if (!thread.recomputed && !start_batch(thread, index, module, args, kwargs)) return false;
-  if (box_.box() != nullptr) thread.slot = box_.box()->slot();
+  if (writes_box_ && box::BlackBox::active() != nullptr) thread.slot = box::BlackBox::active()->slot();
   thread.args = args;
   thread.kwargs = kwargs;
   return true;
@@ -253,14 +253,12 @@ PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* inner, Py
   if (outermost && !begin_batch(thread, index, module, args, kwargs)) return nullptr;
   thread.nodes.push_back(index);
   Node& node = *nodes_[size_t(index)];
-  if (box_.box() != nullptr) [[unlikely]]
-    box_.box()->begin(thread.slot, node.box, thread.batch, thread.recomputed);
+  box::BlackBox::begin(thread.slot, node.box, thread.batch, thread.recomputed);
   ++observer_.counters.calls;
   py::object output = py::reinterpret_steal<py::object>(call_past_wrappers(inner, module, args, kwargs));
   const Stopwatch stopwatch(*subscriptions);
   thread.nodes.pop_back();
-  if (box_.box() != nullptr) [[unlikely]]
-    box_.box()->end(thread.slot, !output);
+  box::BlackBox::end(thread.slot, !output);
   meet(node, module);
   if (output && thread.active && !paused && node.observed) [[likely]] {
     const ModuleCall call{module, args, kwargs, output.ptr(), outermost};

@@ -169,7 +169,7 @@ class CallRecorder {
   int64_t num_inside_ = 0;  // threads
   FrameRing ring_;
   PeakMagnitudes peaks_, gradient_peaks_;
-  box::Writer box_;
+  const bool writes_box_;                        // there is a black box, and it is wanted
   std::shared_ptr<GradientRecorder> gradients_;  // null when nobody asked for gradients
   int64_t every_;
   std::vector<int64_t> traced_;  // sorted

@@ -13,7 +13,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#include "ops/readable.h"
+#include "ops/tensor_view.h"
 #include "recorder/call_recorder.h"
 #include "recorder/watched_call.h"
 
@@ -52,7 +52,7 @@ void record_(const at::Tensor& sequence, const at::Tensor& site, const std::opti
 
 // Ends the batch of an outermost call in compiled code. Returns false with an exception set if a callback raised.
 bool CallRecorder::end_compiled(Thread& thread, bool completed) {
-  for (size_t i = thread.nodes.size(); i > 0 && box_.box() != nullptr; --i) box_.box()->end(thread.slot, !completed);
+  for (size_t i = thread.nodes.size(); i > 0; --i) box::BlackBox::end(thread.slot, !completed);
   thread.nodes.clear();
   thread.call_ids.clear();
   thread.compiled = false;
@@ -81,8 +81,7 @@ void CallRecorder::begin_compiled(int64_t index, std::string_view plan, at::Tens
   });
   if (!begin_batch(thread, int32_t(index), nullptr, nullptr, nullptr)) throw py::error_already_set();
   thread.nodes.push_back(int32_t(index));
-  if (box_.box() != nullptr)
-    box_.box()->begin(thread.slot, nodes_[size_t(index)]->box, thread.batch, thread.recomputed);
+  box::BlackBox::begin(thread.slot, nodes_[size_t(index)]->box, thread.batch, thread.recomputed);
   thread.compiled = true;
   thread.given = std::move(given);
 }
@@ -102,11 +101,11 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
   }
   ++observer_.counters.calls;
   Node& node = *nodes_[size_t(index)];
-  if (box_.box() != nullptr && ends) box_.box()->end(thread.slot, false);
-  if (box_.box() != nullptr && !ends) box_.box()->ended(thread.slot, node.box, thread.batch);
+  if (ends) box::BlackBox::end(thread.slot, false);
+  if (!ends) box::BlackBox::ended(thread.slot, node.box, thread.batch);
   if (const std::string_view class_name = plan.substr(0, plan.find(kPlanSeparator)); node.class_name != class_name) {
     node.class_name = class_name;
-    node.box = box_.number_of(node.name, node.class_name);
+    if (writes_box_) node.box = box::BlackBox::number(node.name, node.class_name);
     node.type = nullptr;
   }
   bool done = !thread.active || paused || !node.observed || survived([&] {

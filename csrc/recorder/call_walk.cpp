@@ -73,8 +73,9 @@ bool CallObserver::each_own(Node& node, const Attributes& module, Role role, con
       const at::Tensor& x = THPVariable_Unpack(value);
       if (!x.is_floating_point() && !x.is_complex()) continue;
     }
-    const auto is_value = [value](const Node::Slot& slot) { return slot.value == value; };
-    if (std::any_of(slots.begin(), slots.begin() + std::ptrdiff_t(count), is_value)) continue;
+    size_t known = 0;
+    while (known < count && slots[known].value != value) ++known;
+    if (known < count) continue;
     if (count == slots.size()) slots.emplace_back();
     Node::Slot& slot = slots[count++];
     slot.value = value;

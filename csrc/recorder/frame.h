@@ -5,14 +5,14 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <optional>
 #include <utility>
 #include <vector>
 
-#include "device/pending_row.h"
+#include "device/row_table.h"
 #include "numerics/columns.h"
 #include "numerics/range.h"
 #include "recorder/labels.h"
@@ -148,15 +148,14 @@ class FrameRing {
   }
   // Counts a frame that would be overwritten before anybody could see it.
   void skip(int64_t batch) {
-    if (counts_[current_].batch != batch && !turn_to(batch)) return;
-    ++counts_[current_].frames;
+    if (batch != current_batch_) turn_to(batch);
+    ++*current_;
   }
   int64_t pushed() const { return pushed_; }  // ever
   // Number of frames of a batch, including those that were overwritten. Nothing once 16 later batches have had some:
   // more than one batch is under way where several threads call the model.
   std::optional<int64_t> frames_of(int64_t batch) const {
-    for (const Count& count : counts_)
-      if (count.batch == batch) return count.frames;
+    if (const auto count = counts_.find(batch); count != counts_.end()) return count->second;
     return batch > forgotten_ ? std::optional<int64_t>(0) : std::nullopt;
   }
   size_t size() const { return held_; }
@@ -169,28 +168,26 @@ class FrameRing {
 
  private:
   static constexpr int64_t kNone = std::numeric_limits<int64_t>::min();
-  struct Count {
-    int64_t batch = kNone, frames = 0;
-  };
 
-  // Makes the count of a batch the current one, in place of the oldest; false for one that was forgotten.
-  bool turn_to(int64_t batch) {
-    auto count = std::find_if(counts_.begin(), counts_.end(), [&](const Count& known) { return known.batch == batch; });
-    if (count == counts_.end()) {
-      if (batch <= forgotten_) return false;
-      const auto is_older = [](const Count& a, const Count& b) { return a.batch < b.batch; };
-      count = std::min_element(counts_.begin(), counts_.end(), is_older);
-      forgotten_ = std::max(forgotten_, count->batch);
-      *count = {batch, 0};
+  // Makes the count of a batch the current one, in place of the oldest.
+  void turn_to(int64_t batch) {
+    current_batch_ = batch;
+    if (batch <= forgotten_ && !counts_.contains(batch)) {
+      current_ = &uncounted_;
+      return;
     }
-    current_ = size_t(count - counts_.begin());
-    return true;
+    if (counts_.size() == 16 && !counts_.contains(batch)) {
+      forgotten_ = std::max(forgotten_, counts_.begin()->first);
+      counts_.erase(counts_.begin());
+    }
+    current_ = &counts_[batch];
   }
 
   std::vector<FrameData> frames_;
-  size_t next_ = 0, held_ = 0, current_ = 0;
-  int64_t pushed_ = 0, forgotten_ = kNone;
-  std::array<Count, 16> counts_;
+  size_t next_ = 0, held_ = 0;
+  int64_t pushed_ = 0, forgotten_ = kNone, current_batch_ = kNone, uncounted_ = 0;
+  int64_t* current_ = nullptr;  // the count of the current batch
+  std::map<int64_t, int64_t> counts_;
 };
 
 }  // namespace nanwatch

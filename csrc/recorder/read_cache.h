@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-#include "device/pending_row.h"
+#include "device/row_table.h"
 #include "numerics/range.h"
 
 namespace nanwatch {
@@ -131,9 +131,10 @@ struct Content {
 };
 
 // The range of a tensor; or the row in which a device will put it; or neither, where the budget had no room for it.
+// Used before the interpreter lock is let go, as others own the row.
 struct Reading {
   RangeRow range{};
-  PendingRowPtr pending = nullptr;
+  const PendingRowPtr* pending = nullptr;
   bool is_refused = false;
 
   // A non-finite tensor is read each time.
@@ -150,7 +151,7 @@ struct alignas(64) CacheEntry {
   PyObject* weak = nullptr;         // owned by the ActivationCache; to the tensor object that was read
   PendingRowPtr pending;            // in place of the range where a device was asked for it
 
-  Reading reading() const { return {{abs_min, abs_max, true}, is_pending ? pending : nullptr}; }
+  Reading reading() const { return {{abs_min, abs_max, true}, is_pending ? &pending : nullptr}; }
 
   void take(const Content& its_content, const Reading& reading, int64_t at_batch) {
     content = its_content;
@@ -158,7 +159,7 @@ struct alignas(64) CacheEntry {
     abs_min = reading.range.abs_min;
     abs_max = reading.range.abs_max;
     const bool was_pending = std::exchange(is_pending, reading.pending != nullptr);
-    if (was_pending || is_pending) pending = reading.pending;
+    if (was_pending || is_pending) pending = is_pending ? *reading.pending : nullptr;
   }
 
   void forget() { content.epoch = -1; }

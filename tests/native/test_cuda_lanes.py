@@ -17,14 +17,14 @@ dtypes = pytest.mark.parametrize(
 RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-def fold(dtype: torch.dtype, raw: np.ndarray, function: str) -> np.ndarray:
-    """Rows (n, 3) of the n vectors or elements in `raw`."""
+def fold(dtype: torch.dtype, raw: np.ndarray) -> np.ndarray:
+    """Rows (n, 3) of the n vectors in `raw`."""
     memory = torch.empty(raw.nbytes, dtype=torch.uint8)  # torch aligns to 64 bytes, numpy to less
     memory.numpy()[:] = raw.reshape(-1).view(np.uint8)
     rows = np.empty((len(raw), 3))
     data, out = ctypes.c_void_p(memory.data_ptr()), ctypes.c_void_p(rows.ctypes.data)
     library = cuda_emulation.build("lanes.cpp")
-    getattr(library, function)(cuda_emulation.FORMATS[dtype], data, ctypes.c_int64(len(raw)), out)
+    library.lanes_fold(cuda_emulation.FORMATS[dtype], data, ctypes.c_int64(len(raw)), out)
     return rows
 
 
@@ -37,9 +37,9 @@ def values(dtype: torch.dtype, raw: np.ndarray) -> np.ndarray:
     return raw.view(f"i{raw.itemsize}" if signed else f"u{raw.itemsize}").astype(np.float64)
 
 
-def assert_folded(dtype: torch.dtype, elements: np.ndarray, function: str) -> None:
-    """`elements` has one vector, or one element, a row."""
-    rows = fold(dtype, elements, function)
+def assert_folded(dtype: torch.dtype, elements: np.ndarray) -> None:
+    """`elements` has one vector a row."""
+    rows = fold(dtype, elements)
     sizes = np.abs(values(dtype, elements.reshape(-1)).reshape(elements.shape))
     # Of numpy's too one nan makes the minimum nan.
     np.testing.assert_array_equal(rows[:, 0], sizes.min(axis=1))
@@ -65,7 +65,7 @@ def test_every_half_and_every_pair_of_bytes(dtype: torch.dtype) -> None:
     if dtype.itemsize > 2:
         pytest.skip("a word of 32 bits or more is one element: the test of random bits has it")
     vectors = every_pair(dtype.itemsize)
-    assert_folded(dtype, vectors & np.uint8(1) if dtype is torch.bool else vectors, "lanes_fold")
+    assert_folded(dtype, vectors & np.uint8(1) if dtype is torch.bool else vectors)
 
 
 @dtypes
@@ -87,16 +87,4 @@ def test_random_bits_and_the_ends_of_the_format(dtype: torch.dtype) -> None:
     ]
     drawn = generator.choice(np.array(edges, dtype=np.uint64), (4096, 16 // width)).astype(RAW[width])
     both = np.concatenate([patterns, drawn])
-    assert_folded(dtype, both & np.uint8(1) if dtype is torch.bool else both, "lanes_fold")
-
-
-@dtypes
-def test_an_element_alone(dtype: torch.dtype) -> None:
-    """An element of a head, a tail or a gather counts once, however many lanes it fills."""
-    width = dtype.itemsize
-    count = 1 << 16
-    raw = np.arange(count, dtype=np.uint64)
-    if width > 2:  # the ends of the word instead of all of it
-        raw = np.concatenate([raw, raw << np.uint64(8 * width - 16)])
-    raw = raw % 2 if dtype is torch.bool else raw
-    assert_folded(dtype, raw.astype(RAW[width])[:, None], "lanes_fold_singly")
+    assert_folded(dtype, both & np.uint8(1) if dtype is torch.bool else both)

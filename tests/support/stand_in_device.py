@@ -226,8 +226,7 @@ def stand_in(**settings: Any) -> Iterator[StandIn]:
     assert _extension.C is not None
     device = StandIn(**settings)
     table = device.table()
-    before = _extension.C.device_backend()
-    _extension.C.set_device_backend(ctypes.addressof(table))
+    before = _extension.C.set_device_backend(ctypes.addressof(table))
     try:
         yield device
     finally:

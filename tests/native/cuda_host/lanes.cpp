@@ -14,15 +14,6 @@ void fold(const Vector* vectors, int64_t count, double* rows) {
   }
 }
 
-template <Format F>
-void fold_singly(const typename Codes<F>::Word* words, int64_t count, double* rows) {
-  for (int64_t i = 0; i < count; ++i) {
-    RangeLanes<F> lanes;
-    lanes.take_one(words[i]);
-    lanes.range().write(rows + 3 * i);
-  }
-}
-
 }  // namespace
 
 extern "C" {
@@ -31,14 +22,6 @@ extern "C" {
 void lanes_fold(int format, const void* vectors, int64_t count, double* rows) {
   with_format(Format(format),
               [&](auto tag) { fold<decltype(tag)::format>(static_cast<const Vector*>(vectors), count, rows); });
-}
-
-// The same for each of `count` elements.
-void lanes_fold_singly(int format, const void* words, int64_t count, double* rows) {
-  with_format(Format(format), [&](auto tag) {
-    constexpr Format F = decltype(tag)::format;
-    fold_singly<F>(static_cast<const typename Codes<F>::Word*>(words), count, rows);
-  });
 }
 
 }  // extern "C"

@@ -13,7 +13,7 @@
 #include <mutex>
 #include <vector>
 
-#include "ops/readable.h"
+#include "ops/tensor_view.h"
 #include "host.cpp"
 
 #define CUDA CPU

@@ -1,0 +1,51 @@
+"""The CPU kernels read nothing outside of a tensor: its neighbours are pages that nobody may read."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import random
+
+import pytest
+import torch
+
+from support.cuda_emulation import FORMATS
+from support.implementations import Implementation
+from support.oracle import expected, same
+
+PAGE = mmap.PAGESIZE
+LENGTHS = [*range(1, 70), 127, 128, 129, 255, 256, 257, 511, 600]
+
+
+@pytest.fixture(scope="module")
+def island() -> mmap.mmap:
+    """Two pages between two that end the process when they are read."""
+    memory = mmap.mmap(-1, 4 * PAGE)
+    memory[:] = bytes(random.Random(0).choices(range(0x30, 0x40), k=4 * PAGE))  # finite in every format
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    protect = ctypes.CDLL(None).mprotect
+    for page in (0, 3):
+        assert protect(ctypes.c_void_p(address + page * PAGE), ctypes.c_size_t(PAGE), 0) == 0
+    return memory
+
+
+@pytest.mark.parametrize(
+    "dtype", sorted(set(FORMATS) - {torch.bool}, key=str), ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
+def test_each_read_ends_where_the_tensor_ends(
+    implementation: Implementation, island: mmap.mmap, dtype: torch.dtype
+) -> None:
+    """Runs and strided views that begin or end at the edge, every length up to a few vectors."""
+    if not implementation.is_native:
+        pytest.skip("torch's own loops")
+    for stride in (1, 2, 3, 9):
+        for length in LENGTHS:
+            span = ((length - 1) * stride + 1) * dtype.itemsize
+            if span > 2 * PAGE:
+                continue
+            for start in (PAGE, 3 * PAGE - span):
+                run = torch.frombuffer(island, dtype=dtype, count=span // dtype.itemsize, offset=start)
+                x = run[::stride]
+                want = expected(x)
+                assert same(implementation.abs_range(x), want[:3])
+                assert same(implementation.tensor_health(x), want)
