@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import CodeType, FrameType, MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,6 @@ from ..recording.events import Start
 from ..recording.walk import Unwalked, call_leaves
 from ..report.finding import Finding
 from ..util.modules import each_module, each_parameter
-from ..util.program_code import is_library, names_of
 from . import isolation
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -316,23 +315,6 @@ class _NoCheckpoint:
         return function(*args)
 
 
-def draws_outside_torch(root: nn.Module) -> bool:
-    """Return whether code beside the model's forwards mentions `random`: Python's or NumPy's generator.
-
-    Noting the states of both takes 40 µs a batch.
-    """
-    names = {type(module).__module__ for _, module in each_module(root)}
-    for module in [sys.modules[name] for name in names if name in sys.modules]:
-        if is_library(getattr(module, "__file__", None) or "<program>"):
-            continue
-        for value in list(vars(module).values()):
-            inner = vars(value).values() if isinstance(value, type) else (value,)
-            codes = [getattr(each, "__code__", None) for each in inner]
-            if any("random" in names_of(code) for code in codes if isinstance(code, CodeType)):
-                return True
-    return False
-
-
 def is_narrow(dtype: str) -> bool:
     """Return whether the format has fewer bits than float32."""
     name = dtype.removeprefix("torch.")
@@ -340,15 +322,9 @@ def is_narrow(dtype: str) -> bool:
 
 
 def may_be_narrow(snapshot: BatchSnapshot, finding: Finding) -> bool:
-    """Return whether a format narrower than float32 may take part, as far as can be told before any run."""
-    root = snapshot.module
-    tensors = [*root.parameters(), *root.buffers()]
-    tensors += [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]
-    return (
-        any(mode.enabled and mode.dtype in NARROW for mode in snapshot.autocast)
-        or any(is_narrow(str(x.dtype)) for x in tensors)
-        or any(is_narrow(record.dtype) for record in finding.operands)
-    )
+    """Return whether a format narrower than float32 takes part, as autocast and the operands tell."""
+    is_cast = any(mode.enabled and mode.dtype in NARROW for mode in snapshot.autocast)
+    return is_cast or any(is_narrow(record.dtype) for record in finding.operands)
 
 
 # The methods of PyTorch's that run a watched module's wrapper, and its hooks and forward.
