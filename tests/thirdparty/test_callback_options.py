@@ -20,7 +20,7 @@ def test_a_callback_has_the_options_of_a_watch(package: str, tmp_path: Path) -> 
     given: dict[str, Any] = {
         "read": "weights outputs",
         "gradients": True,
-        "modules": ("0", ""),
+        "modules": ("0", "(root)"),
         "every": 2,
         "on_nonfinite": "record",
         "output_dir": tmp_path,

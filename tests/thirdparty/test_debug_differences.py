@@ -79,7 +79,7 @@ def test_dtensor_is_its_local_shard(one_process_mesh: Any, capsys: pytest.Captur
     from torch.distributed.tensor import Shard, distribute_tensor
 
     x = distribute_tensor(torch.tensor([2.0, -8.0]), one_process_mesh, [Shard(0)])
-    shard = "local shard: Shard(0) at mesh[0]=0 of 1, from [0]"
+    shard = "local shard: Shard(dim=0) at mesh[0]=0 of 1"
     assert traced(x, capsys)[0] == f"2.00e+00 8.00e+00 input[0] ({shard})"
 
 
