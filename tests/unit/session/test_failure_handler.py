@@ -39,24 +39,6 @@ class InThread(Parts):
             return executor.submit(self.second, self.bad(x)).result()
 
 
-class InBackward(Parts):
-    def forward(self, x: Tensor) -> Tensor:
-        second = self.second
-
-        class Recompute(torch.autograd.Function):
-            @staticmethod
-            def forward(context: Any, x: Tensor) -> Tensor:
-                context.save_for_backward(x)
-                return x.clone()
-
-            @staticmethod
-            def backward(context: Any, gradient: Tensor) -> Tensor:
-                second((context.saved_tensors[0] - 9).log())
-                return gradient
-
-        return Recompute.apply(self.first(x))
-
-
 class NeverCalled(Parts):
     def fit(self, x: Tensor) -> Tensor:
         return self.second(x)
@@ -66,14 +48,13 @@ class NeverCalled(Parts):
     ("kind", "run", "origin"),
     [
         (InThread, lambda model: model(torch.ones(2)), "received"),
-        (InBackward, lambda model: model(torch.ones(2)).sum().backward(), "received"),
         (NeverCalled, lambda model: model.fit(torch.tensor([INF, 1.0])), "data"),
     ],
 )
 def test_the_data_is_blamed_only_where_the_batch_came_with_it(
     kind: type[Parts], run: Callable[[Any], object], origin: str
 ) -> None:
-    """A layer that is called from a thread, a coroutine, a generator or a backward got no data from a loader."""
+    """A layer that the model calls from a thread got no data from a loader."""
     model = kind()
     watch(model, rerun=False)
     with pytest.raises(NonFiniteError) as error:
