@@ -68,7 +68,7 @@ def test_diff_tells_whether_traces_differ(place: Path, capsys: pytest.CaptureFix
         (("show", "words.txt"), "words.txt is neither a report nor a trace"),
         (("show", "bad.json"), "not a nanwatch report"),
         (("fits", "none"), "there is no trace"),
-        (("show", "--box", "words.txt"), "words.txt is no black box of this version"),
+        (("show", "--box", "words.txt"), "words.txt cannot be read as a black box"),
         (("show", "--box", "."), "has no black box that can be read"),
         (("fits", "a.parquet", "--margin-bits", "-1"), "margin_bits"),
     ],
