@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
+from ..instrumentation.execution_context import RngState
 from ..instrumentation.wrapped_names import module_names
 from ..numerics._reference import _to_arithmetic
 from ..precision.casting import cast, first_float
@@ -45,21 +46,6 @@ _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
 _MOST_ELEMENTS = 1 << 26
 # Methods of a tensor that make it narrower.
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})
-# Functions that draw, beside those with "rand" in their names; in place, they fill a tensor.
-_DRAWN = frozenset({"normal", "bernoulli", "multinomial", "poisson", "binomial"})
-_DRAWN_IN_PLACE = frozenset(
-    {
-        "normal_",
-        "uniform_",
-        "bernoulli_",
-        "exponential_",
-        "cauchy_",
-        "log_normal_",
-        "geometric_",
-        "trunc_normal_",
-    }
-)
-
 Hold = Callable[[], AbstractContextManager[Any]]
 
 
@@ -111,22 +97,13 @@ class Trials:
         make: MakeCall = make_call,
         snapshot: BatchSnapshot | None = None,
         start: BackwardStart | None = None,
-        *,
-        follows: bool = False,
-        squares: bool = False,
+        **options: bool,
     ) -> Experiment:
-        """Run the batch under a change, forward and backward."""
+        """Run the batch under a change, forward and backward, with the options of `experiment.run`."""
         self.runs += 1
+        start, allows = start or self.start, self.conditions.allows
         with hold():
-            return run(
-                snapshot or self.snapshot,
-                self.names,
-                make,
-                self.conditions.allows,
-                start=start or self.start,
-                follows=follows,
-                squares=squares,
-            )
+            return run(snapshot or self.snapshot, self.names, make, allows, start=start, **options)
 
     def is_finite(self, experiment: Experiment) -> bool:
         """Return whether all is finite. Bad data stays bad: then the outputs and the gradients have to be."""
@@ -284,7 +261,7 @@ def _wide(x: Any) -> Any:
 class Float64(TorchFunctionMode):
     """Runs each operation on float64 copies of its operands; a cast to a narrower format does nothing.
 
-    Random numbers are drawn in the format of the batch, so that they are those of the batch.
+    What moves the random state runs once more in the format of the batch, so that the numbers are those of the batch.
     """
 
     def __init__(self, drawn: torch.dtype = torch.float32) -> None:
@@ -306,14 +283,16 @@ class Float64(TorchFunctionMode):
         if "dropout" in name and args and isinstance(args[0], Tensor):
             ones = torch.ones_like(args[0], dtype=self._drawn)
             return _wide(args[0]) * _wide(func(ones, *args[1:], **kwargs))
-        if "rand" in name or name in _DRAWN:
-            args, kwargs = _pytree.tree_map(self._narrow, (args, kwargs))
-            return _pytree.tree_map(_wide, func(*args, **kwargs))
-        if name in _DRAWN_IN_PLACE:
-            narrow = self._narrow(args[0].detach())
-            func(narrow, *_pytree.tree_map(self._narrow, args[1:]), **kwargs)
-            with torch.no_grad():
-                args[0].copy_(narrow)
-            return args[0]
-        args, kwargs = _pytree.tree_map(_wide, (args, kwargs))
-        return _pytree.tree_map(_wide, func(*args, **kwargs))
+        before = RngState.capture()
+        wide, options = _pytree.tree_map(_wide, (args, kwargs))
+        result = func(*wide, **options)
+        after = RngState.capture()
+        if all(map(torch.equal, (before.torch, *before.cuda), (after.torch, *after.cuda))):
+            return _pytree.tree_map(_wide, result)
+        before.restore()
+        narrow, options = _pytree.tree_map(self._narrow, (args, kwargs))
+        drawn = _pytree.tree_map(_wide, func(*narrow, **options))
+        if not (wide and result is wide[0]):
+            return drawn
+        with torch.no_grad():  # it filled its operand
+            return args[0].copy_(drawn)
