@@ -27,23 +27,6 @@ class Log(nn.Module):
         return x.log()
 
 
-class Locked(nn.Module):
-    """A forward that holds a lock that can be taken once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log = Log()
-        self.lock = threading.Lock()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The log, under the lock."""
-        assert self.lock.acquire(timeout=5), "the re-run waits for the first"
-        try:
-            return self.log(x)
-        finally:
-            self.lock.release()
-
-
 class InfLater(nn.Module):
     """Finite at its first call only."""
 
@@ -53,22 +36,6 @@ class InfLater(nn.Module):
         """Return the input, or inf."""
         self.calls += 1
         return x * (float("inf") if self.calls > 1 else 1.0)
-
-
-def failed(model: nn.Module, **options: Any) -> Report:
-    """The report of the error that the model's call with zeros raises."""
-    with watch(model, **options), pytest.raises(NonFiniteError) as error:
-        model(torch.zeros(2))
-    return error.value.report
-
-
-@pytest.mark.parametrize("check", ["module", "batch"])
-def test_the_second_run_comes_after_the_forward_has_been_left(check: Any) -> None:
-    """A lock that the forward holds is free again, and the error that was raised has the whole report."""
-    finding = failed(Locked(), act_at=check).finding
-    assert finding is not None
-    assert finding.operation == "aten.log.default"
-    assert finding.transient is False
 
 
 @pytest.mark.parametrize("how", ["record", "warn", "call"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -29,12 +28,6 @@ def in_place(x: Tensor) -> Tensor:
     return y
 
 
-def with_out(x: Tensor) -> Tensor:
-    result = torch.empty(2, 3)
-    torch.exp(x * 100, out=result)  # culprit
-    return result.clone()
-
-
 def column_by_column(x: Tensor) -> Tensor:
     y = torch.zeros(2, 4)
     y[:, 0] = torch.exp(x[:, 0] * 100)
@@ -47,36 +40,11 @@ def made_of_python(x: Tensor) -> Tensor:
     return x * factor
 
 
-def for_each(x: Tensor) -> Tensor:
-    parts = [x.clone(), x * 1e38, x.clone()]
-    torch._foreach_mul_(parts, 1e3)  # culprit
-    return sum(parts)
-
-
-class Doubled(torch.autograd.Function):
-    """A function with a backward of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.mul(1e38).mul(1e3)  # culprit
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
-def by_a_function(x: Tensor) -> Tensor:
-    return Doubled.apply(x).neg()
-
-
 KNOWN: dict[Callable[[Tensor], Tensor], str] = {
     exponential: "aten.exp.default",
     in_place: "aten.mul_.Tensor",
-    with_out: "aten.exp.out",
     column_by_column: "aten.log.default",
     made_of_python: "aten.lift_fresh.default",
-    for_each: "aten._foreach_mul_.Scalar",
-    by_a_function: "aten.mul.Tensor",
 }
 
 
@@ -86,7 +54,7 @@ def test_a_known_culprit(function: Callable[[Tensor], Tensor]) -> None:
     finding, seen = look(Does(function), torch.ones(2, 3))
     assert (seen.step.operation, str(seen.step.place)) == (
         KNOWN[function],
-        culprit(Doubled if function is by_a_function else function),
+        culprit(function),
     )
     assert (seen.transient, finding.origin) == (False, "produced")
     assert all(record.isfinite for record in seen.step.operands)
@@ -101,15 +69,14 @@ def test_operands_are_what_the_operation_was_given() -> None:
     assert "aten.mul_.Tensor was given the number other = 1e+20" in seen.remarks
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_zeros_and_subnormals_of_the_operands_are_counted(dtype: torch.dtype) -> None:
+def test_zeros_and_subnormals_of_the_operands_are_counted() -> None:
     """A divisor tells how many of its elements are zero and how many subnormal, and the text says so."""
-    tiny = torch.finfo(dtype).smallest_normal
+    tiny = torch.finfo(torch.float32).smallest_normal
 
     def forward(x: Tensor) -> Tensor:
-        return x / torch.tensor([0.0, 0.0, 1.0, tiny / 4], dtype=dtype)
+        return x / torch.tensor([0.0, 0.0, 1.0, tiny / 4])
 
-    finding, seen = look(Does(forward), torch.ones(4, dtype=dtype))
+    finding, seen = look(Does(forward), torch.ones(4))
     above, below = (one.health for one in seen.step.operands)
     assert above is None
     assert below is not None
@@ -232,25 +199,15 @@ def test_a_nan_among_infinities_that_are_allowed() -> None:
 # A re-run that proves nothing
 
 
-def test_a_generator_that_was_consumed() -> None:
-    """An iterator among the arguments is empty the second time: nothing is concluded, and it is said why."""
-    model = Does(lambda batches: sum(x / 0 for x in batches) + torch.ones(2))
-    _, seen = look(model, (x for x in [torch.ones(2)]))
-    assert seen.transient is None
-    assert any("iterator" in one for one in seen.remarks)
+def test_a_nested_input_that_was_changed_in_place() -> None:
+    """A write in place is noticed in a container too, and nothing is concluded then."""
 
-
-@pytest.mark.parametrize("container", [lambda x: [x], lambda x: {"x": x}])
-def test_a_nested_input_that_was_changed_in_place(container: Callable[[Tensor], Any]) -> None:
-    """A write in place is noticed in a list, a tuple and a dict too."""
-
-    def forward(nested: Any) -> Tensor:
-        x = nested["x"] if isinstance(nested, dict) else nested[0]
-        x.sub_(1)
-        return 1 / x
+    def forward(nested: dict[str, Tensor]) -> Tensor:
+        nested["x"].sub_(1)
+        return 1 / nested["x"]
 
     x = torch.ones(2)
-    _, seen = look(Does(forward), container(x))
+    _, seen = look(Does(forward), {"x": x})
     assert x.tolist() == [0, 0]
     assert seen.transient is None
     assert any("] was written to, in place" in one for one in seen.remarks)
