@@ -1,6 +1,7 @@
 """Known causes of runs that part, and trials: changes of a run's surroundings that take one source of chance away each.
 
 A run that becomes repeatable under a trial has shown its cause. Trials that replace a function note who called it.
+A run has a process of its own, so replaced functions alone are put back: clocks that stand still may hang an exit.
 """
 
 from __future__ import annotations
@@ -10,10 +11,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -37,45 +36,22 @@ class Trial:
     """Change of a run's surroundings.
 
     `change` is what to write into the program, as code where that is possible. `cause` is what it shows when the runs
-    become equal, with the noted calls behind it. `patch(note)` is the context of the run, and `environment` that of its
-    process.
+    become equal, with the noted calls behind it. `patch(note)` changes the process of the run, and may return what puts
+    functions back. `environment` is that of the process.
     """
 
     change: str
     cause: str
-    patch: Callable[[Note], AbstractContextManager[Any]] = lambda note: nullcontext()
+    patch: Callable[[Note], Callable[[], object] | None] = lambda note: None
     environment: dict[str, str] = field(default_factory=dict)
 
 
-@contextmanager
-def temporarily(setter: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
-    """Set a value for the block, and after it the one from before."""
-    setter(value)
-    try:
-        yield
-    finally:
-        setter(before)
-
-
-@contextmanager
-def _deterministic(note: Note) -> Iterator[None]:
-    mode = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    cudnn = torch.backends.cudnn
-    # cuBLAS reads it when it is first used. Without it, torch refuses matrix products on CUDA.
-    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+def _be_deterministic(note: Note) -> None:
     torch.use_deterministic_algorithms(True)
-    try:
-        with cudnn.flags(cudnn.enabled, benchmark=False, deterministic=True):
-            yield
-    finally:
-        torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
-        if workspace is None:
-            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
 
 
-@contextmanager
-def _seeded(note: Note) -> Iterator[None]:
+def _seed(note: Note) -> Callable[[], object]:
     """Seed the global generators, give fixed bytes for the operating system's random ones, and 0 where no seed is."""
     random.seed(0)
     torch.manual_seed(0)
@@ -100,12 +76,11 @@ def _seeded(note: Note) -> Iterator[None]:
         numpy.seed(0)
         for name in ("default_rng", "seed"):
             functions[f"numpy.random.{name}()"] = getattr(numpy, name), with_seed(getattr(numpy, name))
-    with temporarily(partial(setattr, random.Random, "seed"), seed, python_seed), _replaced(functions, note):
-        yield
+    setattr(random.Random, "seed", seed)  # noqa: B010 - a method, for mypy
+    return _replace(functions, note)
 
 
-@contextmanager
-def _stopped_clock(note: Note) -> Iterator[None]:
+def _stop_clocks(note: Note) -> Callable[[], object]:
     """Let each clock of the module time advance by 1 ms a call, from the same moment in each run."""
     functions: dict[str, tuple[Any, Any]] = {}
     for name in _CLOCKS:
@@ -113,12 +88,10 @@ def _stopped_clock(note: Note) -> Iterator[None]:
         now = itertools.count(_START, 1_000_000).__next__
         functions[f"time.{name}()"] = getattr(time, name), lambda now=now: now() / 1e9
         functions[f"time.{name}_ns()"] = getattr(time, f"{name}_ns"), now
-    with _replaced(functions, note):
-        yield
+    return _replace(functions, note)
 
 
-@contextmanager
-def _ordered(note: Note) -> Iterator[None]:
+def _order_data(note: Note) -> None:
     """Make data loaders without workers, whose samplers have generators with the seed 0."""
     before = DataLoader.__init__
     parameters = signature(before)
@@ -134,8 +107,7 @@ def _ordered(note: Note) -> Iterator[None]:
         _note_call("a DataLoader", note)
         before(**{**options, "generator": torch.Generator().manual_seed(0)})
 
-    with temporarily(partial(setattr, DataLoader, "__init__"), init, before):
-        yield
+    setattr(DataLoader, "__init__", init)  # noqa: B010 - a method, for mypy
 
 
 def _note_call(name: str, note: Note) -> None:
@@ -147,11 +119,10 @@ def _note_call(name: str, note: Note) -> None:
         note(f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}")
 
 
-@contextmanager
-def _replaced(functions: dict[str, tuple[Any, Any]], note: Note) -> Iterator[None]:
+def _replace(functions: dict[str, tuple[Any, Any]], note: Note) -> Callable[[], object]:
     """Replace functions, (old, new) by name, in their own modules and where the program has imported them by name.
 
-    Calls that give no seed, or take no argument, are noted.
+    Calls that give no seed, or take no argument, are noted. Return a function that puts them back.
     """
 
     def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,47 +134,52 @@ def _replaced(functions: dict[str, tuple[Any, Any]], note: Note) -> Iterator[Non
         return call
 
     new = {id(old): noting(name, function) for name, (old, function) in functions.items()}
-    with ExitStack() as after:
-        for key, module in list(sys.modules.items()):
-            file = getattr(module, "__file__", None) or ""
-            # Programs ask for torch.seed in torch, whose other modules are left alone.
-            if (file.startswith(SKIPPED_FILES) and module is not torch) or key in _KEEP_TIME:
-                continue
-            for name, value in list(getattr(module, "__dict__", {}).items()):
-                if id(value) in new:
-                    after.callback(setattr, module, name, value)
-                    setattr(module, name, new[id(value)])
-        yield
+    replaced: list[tuple[Any, str, Any]] = []
+    for key, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        # Programs ask for torch.seed in torch, whose other modules are left alone.
+        if (file.startswith(SKIPPED_FILES) and module is not torch) or key in _KEEP_TIME:
+            continue
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in new:
+                replaced.append((module, name, value))
+                setattr(module, name, new[id(value)])
+
+    def undo() -> None:
+        for place in replaced:
+            setattr(*place)
+
+    return undo
 
 
 TRIALS = {
     "seeds": Trial(
         "torch.manual_seed(0), random.seed(0), numpy.random.seed(0) at the start, and seeds for all other generators",
         "random numbers that the program does not seed",
-        _seeded,
+        _seed,
     ),
     "order": Trial(
         "DataLoader(generator=torch.Generator().manual_seed(0), num_workers=0) and PYTHONHASHSEED=0",
         "the order of the data: a data loader, its workers, or a set, which Python orders anew in each process",
-        _ordered,
+        _order_data,
         {"PYTHONHASHSEED": "0"},
     ),
     "time": Trial(
         "the clocks of the module time moved on by 1 ms a call",
         "a time that the program reads",
-        _stopped_clock,
+        _stop_clocks,
     ),
     "threads": Trial(
         "torch.set_num_threads(1)",
         "a sum that threads split in another way in each run",
-        lambda note: temporarily(torch.set_num_threads, 1, torch.get_num_threads()),
+        lambda note: torch.set_num_threads(1),
         {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
     ),
     "atomics": Trial(
         "torch.use_deterministic_algorithms(True)",
         "an operation for which PyTorch has a deterministic kernel, as for atomic additions on CUDA, or memory that"
         " torch.empty leaves unwritten",
-        _deterministic,
+        _be_deterministic,
         {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     ),
 }

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from itertools import zip_longest
 from pathlib import Path
 
@@ -213,20 +212,20 @@ def record(request: str, run_script: Callable[[], object]) -> int:
     """Run the script in this process, as the request of VARIABLE says, write its recording and return a status."""
     wanted, process, status = json.loads(request), os.getpid(), 0
     recorder = Recorder(wanted["most_batches"])
-    with ExitStack() as trials:
-        for name in wanted["trials"]:
-            trials.enter_context(TRIALS[name].patch(recorder.recording.notes.append))
-        with recorder.running() as recording:
-            try:
-                run_script()
-            except EnoughError:
-                pass
-            except SystemExit as error:
-                if error.code not in (None, 0):
-                    recording.error = f"exit status {error.code}"
-            except BaseException as error:
-                traceback.print_exc()
-                recording.error, status = spell(error), 1
+    undoes = [TRIALS[name].patch(recorder.recording.notes.append) for name in wanted["trials"]]
+    with recorder.running() as recording:
+        try:
+            run_script()
+        except EnoughError:
+            pass
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                recording.error = f"exit status {error.code}"
+        except BaseException as error:
+            traceback.print_exc()
+            recording.error, status = spell(error), 1
+    for undo in filter(None, undoes):
+        undo()
     if recording.error:
         batch = max(recording.batches - 1, 0)
         recording.tensors.append(TensorPrint(batch, "end", "", "", "exception", recording.error, bits=0))
