@@ -44,95 +44,66 @@ def main(arguments: list[str], name: str = "doctor") -> int:
     options = parser.parse_args(arguments)
     if not name and options.command:
         parser.error(f"the command goes first: {parser.prog} {options.command} ...")
-    document = facts()
+    lines: dict[str, Any] = dict(facts())
     differences = []
     if options.selfcheck:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
-            document["differences"] = differences = list(_differences())
-    print(json.dumps(document, indent=2) if options.json else "\n".join(_lines(document)))
+            lines["self-check"] = differences = list(_differences())
+    if options.json:
+        print(json.dumps(lines, indent=2))
+        return int(bool(differences))
+    for label, words in lines.items():
+        for line in (
+            [words] if isinstance(words, str) else words or ["every implementation equals the reference"]
+        ):
+            print(f"{label:<16}{line}")
     return int(bool(differences))
 
 
-def facts() -> dict[str, Any]:
-    """Return the document of `--json`, without the self-check."""
+def facts() -> dict[str, str]:
+    """Return the lines of the answer by their labels, which are the members of the JSON document."""
     module: Any = _extension.C
-    return {
-        "nanwatch": {"version": __version__, "path": _extension.__file__.rpartition("/numerics")[0]},
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "torch": {
-            "version": str(torch.__version__),
-            "cuda": torch.version.cuda,
-            "hip": torch.version.hip,
-            "threads": torch.get_num_threads(),
-        },
-        "compiled": {
-            "loaded": module is not None,
-            "reason": _extension.reason,
-            "cuda": bool(module is not None and module.cuda_compiled()),
-            "build": _extension.build,
-            "info": dict(module.build_info()) if module is not None else {},
-        },
-        "cpu": {
-            "capability": str(module.cpu_capability()) if module is not None else None,
-            "capabilities": [str(level) for level in module.cpu_capabilities()] if module is not None else [],
-            "warning": str(module.cpu_capability_warning()) if module is not None else "",
-        },
-        "devices": [_device_facts(device) for device in _devices()],
+    build, info = _extension.build, dict(module.build_info()) if module is not None else {}
+    gpu = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda or 'none'}"
+    lines = {
+        "nanwatch": f"{__version__}, {_extension.__file__.rpartition('/numerics')[0]}",
+        "python": f"{platform.python_version()}, {platform.platform()}",
+        "torch": f"{torch.__version__}, {gpu}, {torch.get_num_threads()} threads",
+        "compiled part": "loaded" if module is not None else f"MISSING: {_extension.reason}",
     }
-
-
-def _device_facts(device: torch.device) -> dict[str, str]:
-    native: Any = _extension.C
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    implementation, reason = "torch operations", _extension.reason
-    if native is not None and device.type == "cpu":
-        implementation = f"native ({native.cpu_capability()})"
-    elif native is not None and device.type == "cuda" and native.cuda_compiled():
-        implementation = "native"
-    elif native is not None and device.type == "cuda":
-        reason = _extension.build.get("cuda_reason", "the compiled part has no CUDA kernels")
-    elif native is not None:
-        reason = f"there are no native kernels for {device.type}"
-    return {"device": str(device), "name": name, "implementation": implementation, "reason": reason}
-
-
-def _lines(document: dict[str, Any]) -> list[str]:
-    compiled, cpu, torch_facts = document["compiled"], document["cpu"], document["torch"]
-    build, info = compiled["build"], compiled["info"]
-    gpu = f"ROCm {torch_facts['hip']}" if torch_facts["hip"] else f"CUDA {torch_facts['cuda'] or 'none'}"
-    rows = [
-        ("nanwatch", f"{document['nanwatch']['version']}, {document['nanwatch']['path']}"),
-        ("python", f"{document['python']}, {document['platform']}"),
-        ("torch", f"{torch_facts['version']}, {gpu}, {torch_facts['threads']} threads"),
-        ("compiled part", "loaded" if compiled["loaded"] else f"MISSING: {compiled['reason']}"),
-    ]
-    if compiled["loaded"]:
+    if module is not None:
         # A wheel's build names all the versions that it has a module for; the module knows its own.
-        rows.append(
-            ("  built with", f"torch {info.get('torch')}, {build.get('compiler') or info.get('compiler')}")
-        )
+        lines["built with"] = f"torch {info.get('torch')}, {build.get('compiler') or info.get('compiler')}"
         if " " in build.get("torch", ""):
-            rows.append(("  also for", f"torch {build['torch'].replace(' ', ', ')}"))
-        kernels = f"CUDA {build.get('cuda')}, {build.get('cuda_archs')}"
-        if not compiled["cuda"]:
-            kernels = f"no: {build.get('cuda_reason', 'it was built without nvcc')}"
-        rows.append(("  CUDA kernels", kernels))
-        levels = ", ".join(cpu["capabilities"])
-        rows.append(("  CPU level", f"{cpu['capability']} (this machine can run {levels})"))
-        if cpu["warning"]:
-            rows.append(("  WARNING", cpu["warning"]))
-    elif not compiled["reason"].startswith("switched off"):
-        rows.append(("  without it", "every answer is the same, each takes 10 to 100 times longer"))
-        rows.append(("  to get it", f"{_extension.REBUILD}   (in the source tree, after curing the reason)"))
-    for device in document["devices"]:
-        words = [device["implementation"], device["reason"], device["name"]]
-        rows.append((device["device"], ": ".join(filter(None, words))))
-    if "differences" in document:
-        differences = document["differences"] or ["every implementation gives the numbers of the reference"]
-        rows += [("self-check", words) for words in differences]
-    return [f"{label:<16}{value}" for label, value in rows]
+            lines["also for"] = f"torch {build['torch'].replace(' ', ', ')}"
+        lines["CUDA kernels"] = f"CUDA {build.get('cuda')}, {build.get('cuda_archs')}"
+        if not module.cuda_compiled():
+            lines["CUDA kernels"] = f"no: {build.get('cuda_reason', 'it was built without nvcc')}"
+        levels = ", ".join(map(str, module.cpu_capabilities()))
+        lines["CPU level"] = f"{module.cpu_capability()} (this machine can run {levels})"
+        if warning := str(module.cpu_capability_warning()):
+            lines["WARNING"] = warning
+    elif not _extension.reason.startswith("switched off"):
+        lines["without it"] = "every answer is the same, each takes 10 to 100 times longer"
+        lines["to get it"] = f"{_extension.REBUILD}   (in the source tree, after curing the reason)"
+    return lines | {str(device): _implementation(device) for device in _devices()}
+
+
+def _implementation(device: torch.device) -> str:
+    """Return what serves the device, and why it is not native."""
+    native: Any = _extension.C
+    if native is not None and device.type == "cpu":
+        return f"native ({native.cpu_capability()})"
+    name = f": {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
+    if native is not None and device.type == "cuda" and native.cuda_compiled():
+        return f"native{name}"
+    reason = _extension.reason
+    if native is not None:
+        reason = f"there are no native kernels for {device.type}"
+        if device.type == "cuda":
+            reason = _extension.build.get("cuda_reason", "the compiled part has no CUDA kernels")
+    return f"torch operations: {reason}{name}"
 
 
 def _devices() -> list[torch.device]:

@@ -43,9 +43,9 @@ def copied(tmp_path: Path) -> Path:
 def reason_in(place: Path) -> str:
     done = run("-m", "nanwatch", "--json", place=place)
     assert done.returncode == 0, done.stderr
-    compiled = json.loads(done.stdout)["compiled"]
-    assert not compiled["loaded"]
-    return compiled["reason"]
+    compiled = json.loads(done.stdout)["compiled part"]
+    assert compiled.startswith("MISSING: ")
+    return compiled
 
 
 @pytest.mark.parametrize("name", [["doctor"], []])
@@ -53,15 +53,12 @@ def test_the_text_names_versions_and_devices(name, capsys):
     """One fact each in lines for a person, the same as JSON; the command's name may be left out."""
     assert main(name) == 0
     out = capsys.readouterr().out
-    labels = [line.split("  ")[0].strip() for line in out.splitlines()]
-    for label in ("nanwatch", "python", "torch", "compiled part", "cpu"):
-        assert label in labels
     assert main([*name, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert torch.__version__ in out
-    assert document["torch"]["version"] == torch.__version__
-    assert document["compiled"]["loaded"] == (_extension.C is not None)
-    assert document["devices"][0]["device"] == "cpu"
+    assert [line[:16].strip() for line in out.splitlines()] == [*document]
+    assert document["torch"].startswith(f"{torch.__version__}, ")
+    assert (document["compiled part"] == "loaded") == (_extension.C is not None)
+    assert document["cpu"].startswith("native" if _extension.C is not None else "torch operations")
 
 
 def test_switched_off_is_reported_as_the_users_wish():
@@ -95,7 +92,7 @@ def test_a_wheel_loads_the_module_of_this_torch_and_no_other(copied):
     (copied / "nanwatch" / "_build.json").write_text(json.dumps({"torch": f"2.1.2+cu1 {minor}.99"}))
     done = run("-m", "nanwatch", place=copied)
     assert "compiled part   loaded" in done.stdout, done.stdout
-    assert f"built with    torch {_extension.C.build_info()['torch']}," in done.stdout
+    assert f"built with      torch {_extension.C.build_info()['torch']}," in done.stdout
     assert f"2.1.2+cu1, {minor}.99" in done.stdout
 
 
@@ -133,7 +130,7 @@ def test_a_missing_module_is_said_to_be_missing(copied):
 def test_selfcheck_sees_a_wrong_number(monkeypatch, capsys, column):
     """Every implementation of this machine equals the reference; one column off by one gives a line and status 1."""
     assert main(["--selfcheck", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["differences"] == []
+    assert json.loads(capsys.readouterr().out)["self-check"] == []
     right = _extension.health
 
     def wrong(x: torch.Tensor) -> torch.Tensor:
