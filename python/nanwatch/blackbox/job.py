@@ -182,8 +182,6 @@ def _where_words(report: BlackBoxReport) -> str:
     """Return what the process was doing."""
     if (call := report.under_way) is not None:
         return _under_way(call)
-    if (call := report.raised) is not None:
-        return f"batch {call.batch:,}, forward: {_name(call)} raised"
     if report.batch is None:
         return "before the first call of a watched module"
     if report.phase == "backward":

@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,9 @@ import numpy as np
 from ..util.job import started_at
 from ..util.visible import spell
 
-SCHEMA, VERSION = "nanwatch.blackbox", 2
+SCHEMA, VERSION = "nanwatch.blackbox", 3
 SUFFIX = ".blackbox"
+_Clock: TypeAlias = Callable[[int, int], "float | None"]  # None where the seconds are not known
 End: TypeAlias = Literal["runs", "exit", "exception", "signal", "unknown"]
 _MAGIC = b"nanwatch black box 3\n"
 _PAGE = 4096
@@ -63,10 +64,10 @@ class BlackBoxReport:
     `end` is "runs" for a process that is alive, "signal" with the number in `signal` (and the address of a fault),
     "exit" and "exception" where Python ended, with the `exit_status` that the process gave, else "unknown": os._exit, a
     lost machine, and SIGKILL without a parent that says so leave no mark. A `signal` of an unknown end came before, and
-    the program went on. `raised` is the call that an exception ended.
-    `phase` is "forward", "backward", "step", or "" between them. `seconds_after` is the time from the end of the latest
-    call to the end. `python` is where the main thread was, `python_ago` seconds before the end. Times are in seconds,
-    moments in seconds since 1970. `facts` are of the process, `notes` what it wrote about a hang or an error.
+    the program went on. `phase` is "forward", "backward", "step", or "" between them. `seconds_after` is the time from
+    the end of the latest call to the end. `python` is where the main thread was, `python_ago` seconds before the end.
+    Times are in seconds, moments in seconds since 1970. `facts` are of the process, `notes` what it wrote about a hang
+    or an error.
     """
 
     path: str
@@ -84,7 +85,6 @@ class BlackBoxReport:
     num_calls: int
     seconds_after: float | None
     threads: tuple[BoxThread, ...]
-    raised: BoxCall | None
     gradient: tuple[str, str] | None
     python: tuple[str, ...]
     python_ago: float | None
@@ -206,7 +206,7 @@ def _report(file: BoxFile) -> BlackBoxReport:
     for note in file.notes:
         if note.get("kind") == "facts":
             facts |= note
-    clock = _Clock(state)
+    clock = _clock(state)
     end = _end(state, facts, clock)
     kinds = ("sample", "step", "gradient", "signal", "exit")
     latest = max(state["latest"], state["ticks"], *(state[f"{kind}_ticks"] for kind in kinds))
@@ -227,7 +227,7 @@ def _report(file: BoxFile) -> BlackBoxReport:
         rank=_whole(facts.get("rank"), 0),
         world_size=_whole(facts.get("world_size"), 1),
         begun=state["begun"] / 1e9,
-        latest=state["time"] / 1e9 + (clock.seconds(state["ticks"], now) or 0.0),
+        latest=state["time"] / 1e9 + (clock(state["ticks"], now) or 0.0),
         end=end,
         signal=(state["killed_by"] or state["signal"]) if end in ("signal", "unknown") else 0,
         signal_address=state["signal_address"] if is_marked and state["signal_address"] >= 0 else None,
@@ -237,10 +237,9 @@ def _report(file: BoxFile) -> BlackBoxReport:
         num_calls=state["calls"],
         seconds_after=calls[-1].ago if calls else None,
         threads=threads,
-        raised=_raised(calls) if not threads and end != "runs" else None,
         gradient=gradient if phase == "backward" else None,
         python=tuple(file.sample.splitlines()),
-        python_ago=clock.seconds(state["sample_ticks"], now),
+        python_ago=clock(state["sample_ticks"], now),
         memory=state["memory"],
         calls=calls,
         facts=facts,
@@ -248,24 +247,23 @@ def _report(file: BoxFile) -> BlackBoxReport:
     )
 
 
-class _Clock:
-    """Ticks of the process in seconds, by its first and its latest sign of life."""
+def _clock(state: dict[str, int]) -> _Clock:
+    """Return what tells the seconds between two moments in ticks, by the first and the latest sign of life."""
+    ticks, nanoseconds = state["ticks"] - state["begun_ticks"], state["time"] - state["begun"]
+    per_tick = nanoseconds / 1e9 / ticks if ticks > 0 and nanoseconds > 0 else None
 
-    def __init__(self, state: dict[str, int]) -> None:
-        ticks, nanoseconds = state["ticks"] - state["begun_ticks"], state["time"] - state["begun"]
-        self._per_tick = nanoseconds / 1e9 / ticks if ticks > 0 and nanoseconds > 0 else None
+    def seconds(begin: int, end: int) -> float | None:
+        passed = None if per_tick is None or not begin else (end - begin) * per_tick
+        return passed if passed is not None and abs(passed) < 1e10 else None
 
-    def seconds(self, begin: int, end: int) -> float | None:
-        """Return the seconds from one moment to another; None where they are not known."""
-        seconds = None if self._per_tick is None or not begin else (end - begin) * self._per_tick
-        return seconds if seconds is not None and abs(seconds) < 1e10 else None
+    return seconds
 
 
 def _end(state: dict[str, int], facts: dict[str, Any], clock: _Clock) -> End:
     is_here = facts.get("host") == socket.gethostname()
     if is_here and started_at(state["pid"]) == facts.get("started"):
         return "runs"
-    lived = clock.seconds(state["signal_ticks"], max(state["latest"], state["ticks"]))
+    lived = clock(state["signal_ticks"], max(state["latest"], state["ticks"]))
     is_last = state["exit_ticks"] <= state["signal_ticks"] and (lived is None or lived < _LIFE)
     if state["killed_by"] or (state["signal"] > 0 and is_last):  # else the program has handled it
         return "signal"
@@ -291,19 +289,9 @@ def _call(file: BoxFile, call: dict[str, int], clock: _Clock, now: int) -> BoxCa
     """Return a call that has ended, or that is under way."""
     names, ended = file.module(call["module"]), call.get("ended")
     if ended is None:
-        return BoxCall(*names, call["batch"], clock.seconds(call["begun"], now))
-    seconds, ago = clock.seconds(call["begun"], ended), clock.seconds(ended, now) or 0.0
+        return BoxCall(*names, call["batch"], clock(call["begun"], now))
+    seconds, ago = clock(call["begun"], ended), clock(ended, now) or 0.0
     return BoxCall(*names, call["batch"], seconds, ago, bool(call["raised"]))
-
-
-def _raised(calls: tuple[BoxCall, ...]) -> BoxCall | None:
-    """Return the innermost of the latest calls that an exception ended, as far as none came after them."""
-    raised = None
-    for call in reversed(calls):
-        if not call.raised:
-            break
-        raised = call
-    return raised
 
 
 def _whole(value: Any, default: int) -> int:
