@@ -101,13 +101,8 @@ class Capsule:
                 document = torch.load(path, map_location="cpu", weights_only=True)
             return cls(Path(folder), **_fields(document))
         except Exception as error:
-            reason = f"torch.load(weights_only=True) cannot read it ({type(error).__name__})"
-            if type(error) is ValueError:
-                reason = str(error)
-            elif isinstance(error, OSError) and error.strerror:
-                reason = error.strerror
             advice = f"a capsule is a folder with the file {FILE}, as nanwatch wrote it"
-            raise CapsuleError(visible(f"{path}: {reason}; {advice}")) from error
+            raise CapsuleError(visible(f"{path}: {spell(error)}; {advice}")) from error
 
 
 _EXPECTED: dict[str, type] = {

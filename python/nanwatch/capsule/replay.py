@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..instrumentation.calls import check_model
 from ..instrumentation.execution_context import RngState
 from ..report.report import Report
-from ..util.visible import close_names, spell, suppressing, visible, without_wrappers
+from ..util.visible import close_names, first_few, spell, suppressing, visible, without_wrappers
 from .capsule import MARK, Capsule
 
 _DEEPEST = 64  # parts of a module's name: a capsule may hold any text
@@ -99,15 +99,12 @@ def _find(capsule: Capsule, model: nn.Module) -> nn.Module:
     for candidate in (named, model):
         if candidate is not None and type(candidate).__name__ == capsule.class_name:
             return candidate
+    if named is None:
+        fault = f"has no such module and is none; {close_names(capsule.module, modules)}"
+    else:
+        fault = f"has a {type(named).__name__} of that name"
     name, kind = capsule.module or "the root module", visible(capsule.class_name)
-    if named is not None:
-        raise ValueError(
-            f"the capsule is of a {kind}, {name!r}; in this model {name!r} is a {type(named).__name__}"
-        )
-    raise ValueError(
-        f"the capsule is of {name!r}, a {kind}; this model ({type(model).__name__}) has no such"
-        f" module and is none; {close_names(capsule.module, modules)}"
-    )
+    raise ValueError(f"the capsule is of {name!r}, a {kind}; this model ({type(model).__name__}) {fault}")
 
 
 def _whole(module: nn.Module, name: str) -> nn.Module:
@@ -166,9 +163,8 @@ class _Call:
                         places[f"{path}.{name}".removeprefix(".")] = (tensors, name, x)
         if unknown := sorted(self.capsule.state.keys() - places.keys()):
             raise ValueError(
-                f"this {visible(self.capsule.class_name)} has no weight or buffer {unknown[0]!r}, which the capsule has"
-                + (f", nor {len(unknown) - 1} more" if unknown[1:] else "")
-                + "; build the model as the recorded one was built"
+                f"this {visible(self.capsule.class_name)} has no weight or buffer {first_few(unknown, 1)}, which the"
+                " capsule has; build the model as the recorded one was built"
             )
         loaded: dict[int, Tensor] = {}  # a tied weight stays one
         for path, (tensors, name, x) in places.items():
