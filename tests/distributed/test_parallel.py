@@ -20,7 +20,7 @@ pytestmark = [
 _SECONDS = 480  # on a machine that does ten other things; alone two cores take one
 # What each rank of a job of that size does, one after the other; the asserts are in the script.
 SCENARIOS = {
-    2: ["ddp", "fsdp2", "tensor_parallel", "pipeline", "fsdp2_written"],
+    2: ["ddp", "pipeline", "fsdp2_written"],
     4: ["both"],
 }
 

@@ -12,29 +12,6 @@ from programs.threads import encoder
 BASE = "https://github.com/"
 
 
-class TripletMargin(nn.Module):
-    def __init__(self, margin: float = 0.1) -> None:
-        super().__init__()
-        self.margin = margin
-
-    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        gap = F.pairwise_distance(anchor, positive) - F.pairwise_distance(anchor, negative)
-        relued = F.relu(gap + self.margin)
-        num_non_zero_triplets = (relued > 0).sum()
-        return relued.sum() / num_non_zero_triplets  # culprit: satisfied_triplets
-
-
-@thread(BASE + "KevinMusgrave/pytorch-metric-learning/issues/107")
-def satisfied_triplets():
-    criterion = TripletMargin()
-
-    def loss(model, a, p, n):
-        return criterion(model(a), model(p), model(n))
-
-    a = torch.randn(4, 6)
-    return encoder(gain=20.0), (a, a + 1e-3, -a), loss
-
-
 def improved_contrastive(queries: Tensor, docs: Tensor, temperature: float = 0.01) -> Tensor:
     sim_q_d = F.normalize(queries, dim=-1) @ F.normalize(docs, dim=-1).T
     exp_sim_q_d = torch.exp(sim_q_d / temperature)  # culprit: low_temperature

@@ -57,30 +57,6 @@ def pointer_network():
     return Pointer(), (torch.randn(3, 6), torch.tensor([0, 1, 2])), loss
 
 
-@thread(BASE + "Zhen-Dong/Magic-Me/issues/14")
-def masked_region():
-    def loss(model: nn.Module, x: Tensor, y: Tensor, masks: Tensor) -> Tensor:
-        error = F.mse_loss(model(x), y, reduction="none") * masks
-        per_sample = error.sum([1, 2, 3]) / masks.sum([1, 2, 3])  # culprit: masked_region
-        return per_sample.mean()
-
-    masks = torch.ones(2, 1, 4, 4)
-    masks[1] = 0
-    return nn.Conv2d(1, 1, 3, padding=1), (torch.randn(2, 1, 4, 4), torch.randn(2, 1, 4, 4), masks), loss
-
-
-@thread(BASE + "WongKinYiu/yolov9/pull/662")
-def detector_without_targets():
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        scores = model(x)
-        objectness = F.binary_cross_entropy_with_logits(scores[:, 0], y.float())
-        positive = y > 0
-        classes = F.softplus(-scores[positive]).mean()  # culprit: detector_without_targets
-        return objectness + classes
-
-    return encoder(), (torch.randn(5, 6), torch.zeros(5, dtype=torch.long)), loss
-
-
 @thread(BASE + "MakazhanAlpamys/Soup/issues/719")
 def reverse_divergence():
     def loss(model: nn.Module, x: Tensor, teacher: Tensor) -> Tensor:

@@ -68,28 +68,6 @@ def blank_image():
     )
 
 
-class Distances(nn.Module):
-    def forward(self, positions: Tensor) -> Tensor:
-        vectors = positions[:, None] - positions[None]
-        return torch.sqrt(vectors.pow(2).sum(-1))  # culprit: padded_atoms
-
-
-class Energy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.distances, self.filter = Distances(), nn.Linear(1, 4)
-        self.embed = nn.Parameter(torch.randn(3, 3))
-
-    def forward(self, positions: Tensor) -> Tensor:
-        distances = self.distances(positions @ self.embed)
-        return torch.tanh(self.filter(distances[..., None])).sum()
-
-
-@thread(BASE + "atomistic-machine-learning/schnetpack/pull/6")
-def padded_atoms():
-    return Energy(), (torch.randn(4, 3),), lambda model, x: model(x) ** 2
-
-
 @thread(BASE + "prateekbhustali/Physics-Informed-Neural-Networks/issues/1")
 def nonlinear_diffusion():
     def loss(model: nn.Module, points: Tensor) -> Tensor:

@@ -79,16 +79,6 @@ def softplus_by_hand():
     return net, (torch.randn(4, 6),), lambda model, x: model(x).pow(2).mean()
 
 
-@thread(BASE + "pytorch/pytorch/issues/68425")
-def exponential_unit():
-    class Unit(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.where(x <= 0, torch.exp(x), 1 + x)  # culprit: exponential_unit
-
-    net = nn.Sequential(encoder(gain=300.0), Unit())
-    return net, (torch.randn(4, 6),), lambda model, x: model(x).mean()
-
-
 @thread(BASE + "OmicsML/dance/issues/166")
 def gene_counts():
     def negative_binomial(mu: Tensor, theta: Tensor, counts: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -32,37 +31,12 @@ from support.parallel_models import (
     shard,
     split,
 )
-
-INF = float("inf")
-
-
-class Counted:
-    """Traffic of a block: the backend's own count of collectives, and the profiler, which sees what is behind it.
-
-    The sequence number of a gloo group goes up with each collective, whoever issues it, also the reducer in C++. The
-    profiler names them, and the sends and receives between two ranks.
-    """
-
-    def __init__(self) -> None:
-        self.collectives: list[int] = []
-        self.events: Counter[str] = Counter()
+from support.training import assert_same_bits
 
 
 def sequence_numbers() -> list[int]:
-    groups = dist.distributed_c10d._world.pg_map
-    return [group._get_sequence_number_for_group() for group in groups]
-
-
-@contextmanager
-def counting() -> Iterator[Counted]:
-    counted = Counted()
-    before = sequence_numbers()
-    with torch.profiler.profile() as profile:
-        yield counted
-    counted.collectives = [now - then for now, then in zip(sequence_numbers(), before, strict=True)]
-    for event in profile.events():
-        if event.name.startswith(("gloo:", "c10d::")):
-            counted.events[event.name] += 1
+    """Return how many collectives each group has issued, those of the reducer in C++ among them."""
+    return [group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map]
 
 
 Parallelize = Callable[[nn.Module], nn.Module]
@@ -73,10 +47,6 @@ def data(step: int) -> Tensor:
     return torch.randn(4, 8, generator=generator)
 
 
-def same_data(step: int) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-
-
 def start_watch(model: nn.Module, **options: Any) -> nanwatch.Watch:
     return watching.watch(model, max_frames=10_000, on_nonfinite="record", verify_hits=True, **options)
 
@@ -85,36 +55,33 @@ def local(x: Any) -> Tensor:
     return (x.to_local() if hasattr(x, "to_local") else x).detach().clone()
 
 
-def bits(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)
-
-
-def equal_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return list(a) == list(b) and all(
-        a[name].shape == b[name].shape and torch.equal(bits(a[name]), bits(b[name])) for name in a
-    )
-
-
 class Trained(NamedTuple):
-    """The weights and buffers at the end, what was sent, and the watch, if there was one."""
+    """The weights and buffers at the end, what was sent, and the watch, if there was one.
+
+    `events` are the profiler's, which names collectives, and the sends and receives between two ranks.
+    """
 
     weights: dict[str, Tensor]
-    counted: Counted
+    collectives: list[int]
+    events: Counter[str]
     watch: nanwatch.Watch | None
 
 
 def train(model: nn.Module, step: Callable[[int], object], watch: nanwatch.Watch | None) -> Trained:
     """Three steps, of which `step` makes the forward and the backward."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    with counting() as counted:
+    before = sequence_numbers()
+    with torch.profiler.profile() as profile:
         for number in range(3):
             step(number)
             optimizer.step()
             optimizer.zero_grad()
+    collectives = [now - then for now, then in zip(sequence_numbers(), before, strict=True)]
+    events = Counter(e.name for e in profile.events() if e.name.startswith(("gloo:", "c10d::")))
     if watch is not None:
         watch.stop()
     kept = {name: local(x) for name, x in (*model.named_parameters(), *model.named_buffers())}
-    return Trained(kept, counted, watch)
+    return Trained(kept, collectives, events, watch)
 
 
 def check(
@@ -130,9 +97,8 @@ def check(
     watch = watched.watch
     assert watch is not None
     report = watch.report()
-    assert equal_bits(plain.weights, watched.weights)
-    assert watched.counted.collectives == plain.counted.collectives
-    assert watched.counted.events == plain.counted.events
+    assert_same_bits(plain.weights, watched.weights)
+    assert (watched.collectives, watched.events) == (plain.collectives, plain.events)
     assert watch.batch == batches - 1
     assert watch.counters.get("stale_hits", 0) == 0
     assert report.finding is None
@@ -168,8 +134,8 @@ def compare(
         return train(model, lambda number: model(give(number)).square().sum().backward(), watch)
 
     plain = run("never")
-    assert sum(plain.counted.collectives) > 0  # or the counting would see nothing
-    assert sum(plain.counted.events.values()) > 0
+    assert sum(plain.collectives) > 0  # or the counting would see nothing
+    assert sum(plain.events.values()) > 0
     for when, gradients in product(("before", "after"), (False, True)):
         watched = run(when, gradients=gradients, replicas=gradients)
         check(plain, watched, batches=3, names=names, has_gradients=gradients, mesh=mesh)
@@ -183,9 +149,6 @@ def scenario(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-# Data parallel
-
-
 @scenario
 def ddp() -> None:
     """It has no mesh of its own."""
@@ -195,11 +158,6 @@ def ddp() -> None:
 
 def sharded(model: nn.Module, **options: Any) -> nn.Module:
     return shard(model, model.blocks, mesh_of("dp"), **options)
-
-
-@scenario
-def fsdp2() -> None:
-    compare(Net, sharded, [f"dp={dist.get_rank()} of 2"])
 
 
 @scenario
@@ -238,18 +196,6 @@ def fsdp2_written() -> None:
     assert watch.counters["stale_hits"] == 0
 
 
-# Tensor parallel
-
-
-@scenario
-def tensor_parallel() -> None:
-    def parallelize(model: nn.Module) -> nn.Module:
-        split(model.blocks, mesh_of("tp"))
-        return model
-
-    compare(Net, parallelize, [f"tp={dist.get_rank()} of 2"], same_data)
-
-
 @scenario
 def both() -> None:
     """Sharded over one dimension of a mesh and tensor parallel over the other."""
@@ -264,9 +210,6 @@ def both() -> None:
         return torch.randn(4, 8, generator=generator)
 
     compare(Net, parallelize, [f"dp={dist.get_rank() // 2} of 2", f"tp={dist.get_rank() % 2} of 2"], give)
-
-
-# Pipeline parallel
 
 
 @scenario
@@ -306,7 +249,7 @@ def pipeline() -> None:
         return trained
 
     plain = run("never")
-    assert plain.counted.events["gloo:send"] == plain.counted.events["gloo:recv"] > 0
+    assert plain.events["gloo:send"] == plain.events["gloo:recv"] > 0
     names = ["", "0", "0.down", "0.norm", "0.up"] + ["1"] * number
     for when, gradients in product(("before", "after"), (False, True)):
         watched = run(when, gradients=gradients)
