@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import nanwatch
 from nanwatch.numerics import _extension
+from nanwatch.recording.events import Settings
+from nanwatch.recording.recorder import PythonRecorder
 
 STUB = ast.parse(Path(nanwatch.__file__).with_name("_C.pyi").read_text(encoding="utf-8"))
 PYTHONS = {*dir(object), "__doc__", "__module__", "__dict__", "__weakref__", "__init__"}
@@ -22,13 +25,22 @@ def declared(body: list[ast.stmt]) -> set[str]:
     }
 
 
+def attributes(kind: type) -> set[str]:
+    return {name for name in vars(kind) if name not in PYTHONS and not name.startswith("_pybind")}
+
+
 @pytest.mark.skipif(_extension.C is None, reason="without the compiled part")
 def test_the_stub_declares_what_the_compiled_part_has() -> None:
-    """Each function, class and attribute, neither more nor fewer: mypy sees calls of the compiled part through it."""
+    """Each function, class and attribute, neither more nor fewer: mypy sees calls of the compiled part through it.
+
+    The recorder has those of the recorder in Python, but for what the wrapper in Python and its gradients call.
+    """
     assert declared(STUB.body) == {name for name in vars(_extension.C) if not name.startswith("_")}
     for one in STUB.body:
-        if isinstance(one, ast.ClassDef):
-            kind = getattr(_extension.C, one.name)
-            assert declared(one.body) - {"__init__"} == {
-                name for name in vars(kind) if name not in PYTHONS and not name.startswith("_pybind")
-            }, one.name
+        if isinstance(one, ast.ClassDef) and one.name != "CallRecorder":
+            assert declared(one.body) - {"__init__"} == attributes(getattr(_extension.C, one.name)), one.name
+    recorder = PythonRecorder(Settings(), mock.Mock())
+    own = {"begin_compiled", "record_compiled"}
+    inner = {"enter", "leave", "left_by", "keep_backward", "has_subscription", "events", "lock", "observe"}
+    public = {name for name in dir(recorder) if not name.startswith("_")}
+    assert public - inner == attributes(_extension.C.CallRecorder) - own
