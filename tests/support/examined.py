@@ -32,11 +32,11 @@ class Does(nn.Module):
 
 
 def snapshot_of(
-    module: nn.Module, args: Any, kwargs: Any, buffers: Any = MappingProxyType({})
+    module: nn.Module, args: Any, kwargs: Any, buffers: Any = MappingProxyType({}), *, draws: bool = False
 ) -> BatchSnapshot:
-    """The start of a batch, as a recorder keeps it."""
+    """The start of a batch, as a recorder keeps it, with the states of random and numpy.random for `draws`."""
     start = start_of(0, module, args, kwargs, None)
-    return BatchSnapshot.of(start, buffers, RngState.capture())
+    return BatchSnapshot.of(start, buffers, RngState.capture(others=draws))
 
 
 def look(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Finding, Diagnosis]:

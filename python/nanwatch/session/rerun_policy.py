@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ..diagnosis import rerun
-from ..diagnosis.batch_snapshot import BatchSnapshot, BufferHistory
+from ..diagnosis.batch_snapshot import BatchSnapshot, BufferHistory, draws_outside_torch
 from ..diagnosis.incident import Incident, write_frames
 from ..diagnosis.isolation import ChildEndedError, can_fork, clock, run_in_child, why_endless
 from ..diagnosis.loss_statements import BackwardCall
 from ..diagnosis.trials import Conditions
 from ..instrumentation.execution_context import RngState
 from ..instrumentation.slot import unwatched
-from ..recording.events import Recorder, Start
+from ..recording.events import Event, Recorder, Start
 from ..report.finding import Finding
 from ..report.report import Report
 from ..util.visible import MANY, is_due, spell, suppressed, warn_user
@@ -46,12 +46,16 @@ class RerunPolicy:
         acts = options.on_nonfinite == "raise" or callable(options.on_nonfinite)
         self.keeps_start = recorder.keeps_starts = self._may_keep and (options.rerun is True or acts)
         self._recorder = recorder
+        # For each batch of a model whose code may draw from random or numpy.random.
+        self._entries = recorder.subscribe(Event.BATCH_START)
+        self._entries.active = False
         if self.keeps_start:
             recorder.watch_name(vars(torch.cuda), "_initialized")
         self._output_dir = options.output_dir
         self._model = ModelRef(model)
         self._num_failures = 0
         self._buffers = BufferHistory()
+        self._draws: bool | None = None
         # The start of the batch whose backward has failed, until a step was checked: its graph may be gone. It refers
         # to `_NO_MODULE`, as a model that keeps this would keep itself.
         self._failed: tuple[int, weakref.ref[nn.Module], BatchSnapshot] | None = None
@@ -68,9 +72,12 @@ class RerunPolicy:
         try:
             watched = self._model()
             model = module if watched is None else watched  # a module's truth is its own
+            if self._draws is None:
+                self._draws = self._entries.active = draws_outside_torch(model)
+            random = RngState.capture(others=self._draws)
             buffers = self._buffers.note(model)
             self._recorder.watch_buffers(self._buffers.names())
-            return buffers, RngState.capture().cuda
+            return buffers, random.cuda, random.others
         except Exception:
             suppressed("the values of buffers could not be kept for a re-run")
             return None
@@ -222,5 +229,5 @@ def _snapshot(start: Start) -> BatchSnapshot | None:
     """Return the start as a re-run takes it; None once its module is gone or it is not kept."""
     if start.module is None:
         return None
-    buffers, cuda = start.extra or ({}, ())
-    return BatchSnapshot.of(start, buffers, RngState(start.generator, cuda))
+    buffers, cuda, others = start.extra or ({}, (), ())
+    return BatchSnapshot.of(start, buffers, RngState(start.generator, cuda, others))

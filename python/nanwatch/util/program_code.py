@@ -10,7 +10,7 @@ import sys
 import sysconfig
 from inspect import CO_OPTIMIZED
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -25,6 +25,13 @@ SKIPPED_FILES = (
 
 # References to a frame's copy of its locals where nobody else has it. Before Python 3.13 `f_locals` returns that copy.
 _OF_FRAME = 3
+
+
+@functools.lru_cache(4096)
+def names_of(code: CodeType) -> frozenset[str]:
+    """Return the globals and attributes that this code and the functions defined inside it mention."""
+    inner = (names_of(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 
 def frame_values(frame: FrameType) -> dict[str, Any]:

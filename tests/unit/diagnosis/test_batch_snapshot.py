@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from nanwatch.diagnosis.batch_snapshot import (
     BatchSnapshot,
     BufferHistory,
+    draws_outside_torch,
     no_second_run,
 )
 from support.examined import snapshot_of
@@ -39,7 +40,7 @@ class Does(nn.Module):
 
 def started(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> BatchSnapshot:
     """The start of a batch of a module that does this."""
-    return snapshot_of(Does(forward), args, kwargs)
+    return snapshot_of(Does(forward), args, kwargs, draws=True)
 
 
 def rerun(start: BatchSnapshot) -> Any:
@@ -316,6 +317,18 @@ def test_nothing_is_kept_alive() -> None:
     del model
     gc.collect()
     assert alive[1]() is None
+
+
+def test_generators_beside_torch_are_noted_where_code_of_the_program_mentions_them() -> None:
+    def drawing(x: Tensor) -> Tensor:
+        return x * random.random()
+
+    class Draws(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return drawing(x)
+
+    assert draws_outside_torch(Draws())
+    assert not draws_outside_torch(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
 
 
 def test_weights_that_other_processes_share_are_left_alone() -> None:

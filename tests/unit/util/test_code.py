@@ -13,7 +13,7 @@ from torch import nn
 
 from nanwatch.util.imports import when_imported
 from nanwatch.util.modules import WeakIdentityDict, each_module, each_parameter
-from nanwatch.util.program_code import frame_values, is_library
+from nanwatch.util.program_code import frame_values, is_library, names_of
 
 
 def test_the_order_is_that_of_pytorch() -> None:
@@ -88,6 +88,21 @@ def test_it_is_done_at_once_or_called_off(module):
     assert seen == []
     assert when_imported(module, lambda: seen.append(1)) is None
     assert seen == [1]
+
+
+SOURCE = """
+def outer(self, x):
+    global total
+    total = self.step + helper(x)
+    def inner():
+        return deeper
+    return inner
+"""
+
+
+def test_names_are_those_of_the_code_and_of_functions_inside() -> None:
+    """Globals and attributes, mentioned or assigned."""
+    assert {"total", "step", "helper", "deeper"} <= names_of(compile(SOURCE, "train.py", "exec"))
 
 
 def test_values_of_a_frame_are_its_locals() -> None:
