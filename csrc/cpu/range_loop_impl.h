@@ -150,6 +150,27 @@ struct RangeLoop {
     take(2, S::load(last));
   }
 
+  // True if a vector spans two of every `stride` elements or more: then whole vectors are read, and the lanes between
+  // are overwritten with an element that counts. Wider strides go one by one.
+  static bool vectors_pay(int64_t stride) { return stride <= L::count / 2; }
+
+  // The lanes of a vector that count.
+  static V lanes_of(int64_t stride) {
+    alignas(64) Word pattern[L::count];
+    for (int k = 0; k < L::count; ++k) pattern[k] = k % stride == 0 ? Word(~Word(0)) : Word(0);
+    return S::load(reinterpret_cast<const char*>(pattern));
+  }
+
+  void run_lanes(const char* p, int64_t columns, int64_t stride, V lanes) {
+    const V first = S::template fill<L::width>(load_word<Word>(p));
+    const int64_t per_vector = L::count / stride;
+    // Stop while a whole vector still lies inside the run: what is behind its last element is not ours to read.
+    for (; (columns - 1) * stride + 1 >= L::count; columns -= per_vector, p += per_vector * stride * L::width)
+      take(0, S::select(lanes, S::load(p), first));
+    if (columns > 0)
+      take(1, S::select(lanes, S::load_partial(p, ((columns - 1) * stride + 1) * L::width, first), first));
+  }
+
   void run_singly(const char* p, int64_t columns, int64_t stride) {
     Range<F> range;
     for (; columns > 0; --columns, p += stride * L::width) range.update(load_word<Word>(p));
@@ -182,6 +203,9 @@ void range_plane(const Plane& plane, RangeBits* out) {
   };
   if (stride == 1) {
     each_row([&](const char* p) { loop.run(p, plane.columns); });
+  } else if (Loop::vectors_pay(stride)) {
+    const typename S::V lanes = Loop::lanes_of(stride);
+    each_row([&](const char* p) { loop.run_lanes(p, plane.columns, stride, lanes); });
   } else {
     each_row([&](const char* p) { loop.run_singly(p, plane.columns, stride); });
   }

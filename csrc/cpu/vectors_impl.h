@@ -46,6 +46,7 @@ struct Vectors {
     return V(U<width>{} + word);
   }
   static V bit_and(V a, V b) { return a & b; }
+  static V select(V mask, V a, V b) { return (a & mask) | (b & ~mask); }
   // `a` where the bytes of x and y are equal, else `b`.
   static V if_equal8(V x, V y, V a, V b) { return x == y ? a : b; }
   template <int width>
