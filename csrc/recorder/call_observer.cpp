@@ -149,7 +149,8 @@ bool CallObserver::forget_weights(const at::Tensor& x) {
 }
 
 PendingRowPtr CallObserver::enqueue_read(const at::Tensor& x) {
-  PendingRows pending;
+  // Taken, as another thread may come in where the table is full.
+  PendingRows pending = std::exchange(gradient_rows_, {});
   View view;
   PendingRows::StreamSlot stream_slot;
   if (!find_device(x, &pending, &view, &stream_slot)) return nullptr;
@@ -159,6 +160,7 @@ PendingRowPtr CallObserver::enqueue_read(const at::Tensor& x) {
     devices_off_ = RowTable::backend()->cannot_run(error) != 0;
     return nullptr;
   }
+  gradient_rows_ = std::move(pending);
   return row;
 }
 

@@ -247,6 +247,7 @@ class CallObserver {
   int32_t epoch_ = 0;
   int64_t first_entries_ = 0;   // of weights
   RowTable* table_ = nullptr;   // once a tensor of a device was met
+  PendingRows gradient_rows_;   // empty: the memory for the next gradient
   bool devices_first_ = false;  // a device reads the host's memory too
   bool devices_off_ = false;    // their tensors are read like any that is not plain
 };
