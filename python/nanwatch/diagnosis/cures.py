@@ -57,8 +57,8 @@ def try_patches(
     trials = Trials(snapshot, finding, model, diagnosis.start, conditions, diagnosis.is_unseen)
     try:
         _try_option(trials)
-        if not trials.cures and diagnosis.place is not None:
-            Rounds(trials, at).go(diagnosis.place)
+        if not trials.cures and diagnosis.step is not None and diagnosis.place is not None:
+            Rounds(trials, at).go(diagnosis.step)
     except Exception as error:
         trials.remarks.append(f"the search for a change of the source ended early: {spell(error)}")
     return tuple(trials.cures), tuple(trials.remarks)

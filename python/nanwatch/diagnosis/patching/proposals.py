@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..diagnosis import Expression
+from ..diagnosis import Step
 from .matching import Binding, Site, match, written
 from .source import Edit
-from .table import CALLS, GUARDS, MASK, POLES, STABLE, names_that_run, numbers_of
+from .table import CALLS, GUARDS, MASK, POLES, STABLE, names_that_run, numbers_of, operation_name
 
 _MOST_STABLE = 5
 # Whole words in the name of a value that counts something, without the `s` of a plural, and what counts are computed
@@ -33,19 +33,6 @@ def says_count(text: str) -> bool:
     return any(_COUNTS.fullmatch(word.lower()) for word in words) or re.search("==|!=|[<>]", text) is not None
 
 
-class Failure(NamedTuple):
-    """The operation that failed: its name in the table, its place, its narrowest format, and whether its gradient did.
-
-    `is_finite`: no operand held nan or inf.
-    """
-
-    operation: str
-    place: Expression
-    dtype: str = "float32"
-    is_backward: bool = False
-    is_finite: bool = True
-
-
 class Proposal(NamedTuple):
     """A change of the source: its edits, the expression that it changes, and in words what it does."""
 
@@ -54,9 +41,10 @@ class Proposal(NamedTuple):
     words: str
 
 
-def failing_nodes(site: Site, failure: Failure) -> list[ast.AST]:
+def failing_nodes(site: Site, step: Step) -> list[ast.AST]:
     """Return the nodes of the source that may be the failing operation, the likeliest first."""
-    line, position = failure.place.line, site.file.at(failure.place.positions)
+    assert step.place is not None
+    line, position = step.place.line, site.file.at(step.place.positions)
     nodes = [
         (node, operation.name, site.file.span(node))
         for node in ast.walk(site.node)
@@ -64,7 +52,7 @@ def failing_nodes(site: Site, failure: Failure) -> list[ast.AST]:
         and node.lineno <= line <= (node.end_lineno or node.lineno)
         and (operation := site.operation(node)) is not None
     ]
-    names = names_that_run(failure.operation)
+    names = names_that_run(operation_name(step.operation))
     at_position = [node for node, _, span in nodes if span == position]
     by_name = [(node, span) for node, name, span in nodes if name in names]
     inside = [node for node, span in by_name if position is not None and span.covers(position)]
@@ -99,39 +87,36 @@ def added_names(site: Site, failing: Sequence[ast.AST]) -> list[ast.expr]:
     ]
 
 
-def narrowest(dtypes: Sequence[str]) -> str:
-    """Return the narrowest of these formats, that of float32 where there is none."""
-    names = {dtype.removeprefix("torch.") for dtype in dtypes}
-    return next((name for name in _FORMATS if name in names), "float32")
-
-
 class Proposer:
-    """Proposes changes of a site. `values` are those of operands in float64, as far as they are known."""
+    """Proposes changes of a site for a step that failed. `values` are those of operands in float64, where known."""
 
     def __init__(
         self,
         site: Site,
-        failure: Failure,
+        step: Step,
         failing: Sequence[ast.AST],
         values: Mapping[ast.AST, list[Any]],
     ) -> None:
         self._site = site
-        self._failure = failure
+        self._operation = operation_name(step.operation)
+        dtypes = {record.dtype.removeprefix("torch.") for record in step.operands}
+        self._dtype = next((name for name in _FORMATS if name in dtypes), "float32")  # the narrowest
+        self._is_finite = not any(record.isfinite is False for record in step.operands)
         self._failing = list(failing)
         self._values = values
-        self._numbers = numbers_of(failure.dtype)
+        self._numbers = numbers_of(self._dtype)
         # Numbers of the source that are not 0, and are 0 in the format of the failing operation.
         self._vanished = [x for x in added_names(site, failing) if self._vanishes(x)]
 
     def _vanishes(self, node: ast.expr) -> bool:
         """Return whether the format of the failing operation rounds a number to 0, as float16 does 1e-8."""
         number = self._number(node) or 0
-        return number > 0 and float(torch.tensor(number, dtype=getattr(torch, self._failure.dtype))) == 0
+        return number > 0 and float(torch.tensor(number, dtype=getattr(torch, self._dtype))) == 0
 
     def causes(self) -> list[str]:
         """Return a sentence for each number of the source that is 0 in the format of the failing operation."""
         names = dict.fromkeys(self._site.file.part(self._site.file.span(node)) for node in self._vanished)
-        return [f"`{name}` is 0 in {self._failure.dtype}, so it keeps nothing away from 0" for name in names]
+        return [f"`{name}` is 0 in {self._dtype}, so it keeps nothing away from 0" for name in names]
 
     def proposals(self) -> Iterator[Proposal]:
         """Yield the changes, stable forms before guards, each once."""
@@ -160,7 +145,7 @@ class Proposer:
 
     def _sources(self) -> list[ast.AST]:
         """Return the operations that made the operands of the likeliest node, where one of these was not finite."""
-        nodes = [] if self._failure.is_finite else parts(self._site, self._failing)
+        nodes = [] if self._is_finite else parts(self._site, self._failing)
         return [x for x in nodes if (operation := self._site.operation(x)) and operation.name in POLES]
 
     def _stable(self, sources: Sequence[ast.AST]) -> Iterator[Proposal]:
@@ -246,7 +231,7 @@ class Proposer:
         if not values or any(x.is_complex() or not bool(x.isfinite().all()) for x in values):
             return ""
         largest = max((float(x.max()) for x in values if x.numel()), default=math.inf)
-        end = _ENDS.get(self._failure.dtype, 88.0)
+        end = _ENDS.get(self._dtype, 88.0)
         return f"{max(0, math.ceil(largest))}" if largest < 0.9 * end else ""
 
     def _calls(self, node: ast.AST) -> Iterator[Proposal]:
@@ -255,12 +240,12 @@ class Proposer:
             return
         args = node.args or [node]
         letters = {"W": node, "X": args[0], "Y": args[-1]}
-        if len(args) == 1 and isinstance(node.func, ast.Attribute) and self._failure.operation == "mean":
+        if len(args) == 1 and isinstance(node.func, ast.Attribute) and self._operation == "mean":
             letters["X"] = node.func.value
-        for operations, form, words in CALLS if self._failure.is_finite or not node.args else ():
-            if self._failure.operation.removesuffix("_forward") in operations.split():
+        for operations, form, words in CALLS if self._is_finite or not node.args else ():
+            if self._operation.removesuffix("_forward") in operations.split():
                 yield from self._written(node, node, form, Binding(letters), words)
-        for keyword in node.keywords if "softmax" in self._failure.operation else ():
+        for keyword in node.keywords if "softmax" in self._operation else ():
             if (keyword.arg or "").endswith("mask"):
                 form, words = MASK
                 yield from self._written(node, keyword.value, form, Binding({"M": keyword.value}), words)
@@ -312,7 +297,7 @@ class Proposer:
             is_negated = isinstance(above, ast.UnaryOp) and self._site.constant(above) is not None
             if not isinstance(value, float) or not math.isinf(value) or is_negated:
                 continue
-            is_mask = "softmax" in self._failure.operation
+            is_mask = "softmax" in self._operation
             numbers = [lowest] * (value < 0 or is_mask) + [lowest.lstrip("-")] * (value > 0)
             for number in dict.fromkeys(numbers):
                 edit = Edit(self._site.file.span(node), number)

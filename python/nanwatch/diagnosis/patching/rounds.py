@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...report.finding import Cure
-from ..diagnosis import Expression
+from ..diagnosis import Expression, Step
 from ..experiment import Experiment
 from ..trials import Trials
 from .code_swap import Probe, TargetFinder, exchanged, node_in
 from .matching import Site
-from .proposals import Failure, Proposal, Proposer, failing_nodes, narrowest, operands
+from .proposals import Proposal, Proposer, failing_nodes, operands
 from .source import SourceFile, Span, Target, first_line
 from .table import operation_name
 
@@ -29,6 +29,8 @@ _MOST_ROUNDS = 4
 # Runs of the batch, each perhaps of a large model, and seconds for all of them.
 _MOST_RUNS = 24
 _MOST_SECONDS = 25.0
+# The step that failed, and whether its gradient did.
+Failure = tuple[Step, bool]
 
 
 class Program(NamedTuple):
@@ -82,17 +84,15 @@ class Rounds:
         self._tried: list[str] = []
         self._too_far = ""
 
-    def go(self, place: Expression) -> None:
-        """Make the rounds."""
-        finding, remarks = self._trials.finding, self._trials.remarks
-        failure: Failure | None = _failure(
-            finding.operation or "", place, finding.operands, is_backward=finding.phase == "backward"
-        )
+    def go(self, step: Step) -> None:
+        """Make the rounds, from the step that failed."""
+        remarks = self._trials.remarks
+        failure: Failure | None = step, self._trials.finding.phase == "backward"
         program = Program()
         for number in range(_MOST_ROUNDS):
-            if failure is None:
+            if failure is None or failure[0].place is None:
                 break
-            target = program.find(failure.place, self._at)
+            target = program.find(failure[0].place, self._at)
             if isinstance(target, str):
                 if number == 0:
                     remarks.append(f"no change of the source was tried: {target}")
@@ -110,10 +110,11 @@ class Rounds:
 
     def _round(self, program: Program, site: Site, failure: Failure) -> tuple[Program, Failure | None]:
         """Try the proposals for the failure. Return the program and the failure that the next round begins with."""
-        failing = failing_nodes(site, failure)
+        step, is_backward = failure
+        failing = failing_nodes(site, step)
         inside: tuple[Program, Failure | None] | None = None
         values = self._values(program, site, [*operands(site, failing), *failing])
-        proposer = Proposer(site, failure, failing, values)
+        proposer = Proposer(site, step, failing, values)
         self._trials.remarks += proposer.causes()
         for proposal in proposer.proposals():
             if self._trials.runs >= _MOST_RUNS or time.monotonic() > self._end:
@@ -134,19 +135,20 @@ class Rounds:
                 continue
             if self._works(experiment, probe, trial, values.get(proposal.node, [])):
                 return trial, None
-            later = _later(experiment, failure)
-            if later is None:
+            later = _later(experiment, is_backward)
+            if later is None or (place := later[0].place) is None:
                 continue
             spans = [
                 changed,
                 *(site.file.moved(site.file.span(node), proposal.edits) for node in failing[:1]),
             ]
             file = trial.files[site.file.name]
-            position = file.at(later.place.positions) if later.place.filename == file.name else None
+            position = file.at(place.positions) if place.filename == file.name else None
             if position is None or not any(span.covers(position) for span in spans):
                 return trial, later
             # Behind the operation that failed lies another one of the same expression, in the backward.
-            if later.is_backward and not failure.is_backward and later.operation != failure.operation:
+            names = {operation_name(x.operation) for x in (later[0], step)}
+            if later[1] and not is_backward and len(names) == 2:
                 inside = inside or (trial, later)
         return inside or (program, None)
 
@@ -174,19 +176,13 @@ class Rounds:
         return {node: probe.values.get(i, []) for i, node in enumerate(unique)}
 
 
-def _failure(operation: str, place: Expression, records: Sequence[Any], *, is_backward: bool) -> Failure:
-    dtype = narrowest([record.dtype for record in records])
-    is_finite = not any(record.isfinite is False for record in records)
-    return Failure(operation_name(operation), place, dtype, is_backward, is_finite)
-
-
-def _later(experiment: Experiment, failure: Failure) -> Failure | None:
+def _later(experiment: Experiment, is_backward: bool) -> Failure | None:
     """Return the failure of a trial, where it is no earlier one than the failure that the trial was for."""
-    step, is_backward = experiment.failure, experiment.failed_in_backward
+    step = experiment.failure
     # With strangers it handed on what was bad before the batch.
-    if step is None or step.place is None or step.strangers or (failure.is_backward and not is_backward):
+    if step is None or step.strangers or (is_backward and not experiment.failed_in_backward):
         return None
-    return _failure(step.operation, step.place, step.operands, is_backward=is_backward)
+    return step, experiment.failed_in_backward
 
 
 def _changed(file: SourceFile, proposal: Proposal) -> Span:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanwatch.diagnosis.diagnosis import Expression
+from nanwatch.diagnosis.diagnosis import Expression, Step
 from nanwatch.diagnosis.patching.code_swap import find_target
 from nanwatch.diagnosis.patching.matching import Site, match, written
-from nanwatch.diagnosis.patching.proposals import Failure, Proposer
+from nanwatch.diagnosis.patching.proposals import Proposer
 from nanwatch.diagnosis.patching.table import GUARDS, STABLE, numbers_of
 
 # Where the functions of a pattern lie, if not in torch.
@@ -154,7 +154,7 @@ def test_a_guard_is_finite_at_the_pole_and_moves_no_healthy_value(row: Any, tmp_
     pattern, _, form, condition, _ = row
     site, node, source = site_of(pattern, tmp_path)
     bound = {inner: [torch.tensor(7.0)] for inner in ast.walk(node) if isinstance(inner, ast.Name)}
-    proposer = Proposer(site, Failure("", Expression(site.file.name, 6)), [node], bound)
+    proposer = Proposer(site, Step(0, "", place=Expression(site.file.name, 6)), [node], bound)
     proposal = proposer.guard(node, row, holds=True)
     assert proposal is not None, source
     edited = text_of(site.file.edited(proposal.edits).text)
