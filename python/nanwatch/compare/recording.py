@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -75,7 +74,7 @@ class EnoughError(BaseException):
 
 
 class Recorder:
-    """Context that records the calls of all modules, the gradients of their outputs, and all optimizer steps.
+    """Recorder of the calls of all modules, the gradients of their outputs, and all optimizer steps.
 
     With `most_batches` a further call of the first model ends the run by EnoughError. The first model is the first
     module with parameters that is called from outside any other; its calls are the batches.
@@ -88,27 +87,22 @@ class Recorder:
         self._local = threading.local()
         # Path and class of modules; path, class and label of parameters.
         self._names: WeakIdentityDict[tuple[str, ...]] = WeakIdentityDict()
-        self._hooks: list[Any] = []
         self._is_running = False
 
-    @contextmanager
-    def running(self) -> Iterator[Recording]:
-        """Record the block."""
+    def start(self) -> None:
+        """Record from now on. The hooks stay: they record nothing after `stop`, and the process ends soon."""
         if default_call() is not None:
             raise RuntimeError(
                 "another nanwatch command follows the calls of all modules already; end that first"
             )
-        with ExitStack() as after:
-            set_default_call(self._default_call())
-            after.callback(set_default_call, None)
-            for hooks, kind in ((before_steps, "gradient"), (after_steps, "step")):
-                after.callback(hooks.add(self._step_hook(kind)).remove)
-            after.callback(lambda: [hook.remove() for hook in self._hooks])
-            self._is_running = True
-            try:
-                yield self.recording
-            finally:
-                self._is_running = False
+        set_default_call(self._default_call())
+        before_steps.add(self._step_hook("gradient"))
+        after_steps.add(self._step_hook("step"))
+        self._is_running = True
+
+    def stop(self) -> None:
+        """Record no more."""
+        self._is_running = False
 
     def _add_leaf(self, leaf: Any, kind: str, module: str, class_name: str, label: str) -> None:
         if isinstance(leaf, Tensor):
@@ -164,12 +158,11 @@ class Recorder:
         for label, x in leaves(result, "output"):
             self._add_leaf(x, "output", name, class_name, label)
             if isinstance(x, Tensor) and x.grad_fn is not None:
-                self._hooks.append(x.register_hook(self._gradient_hook(name, class_name, label)))
+                x.register_hook(self._gradient_hook(name, class_name, label))
         return result
 
     def _begin(self, module: nn.Module) -> None:
         """Begin an outermost call, which may be a batch."""
-        self._hooks.clear()
         if self._model is None and has_parameters(module):
             self._model = module
         if module is self._model:

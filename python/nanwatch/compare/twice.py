@@ -212,18 +212,20 @@ def record(request: str, run_script: Callable[[], object]) -> int:
     """Run the script in this process, as the request of VARIABLE says, write its recording and return a status."""
     wanted, process, status = json.loads(request), os.getpid(), 0
     recorder = Recorder(wanted["most_batches"])
-    undoes = [TRIALS[name].patch(recorder.recording.notes.append) for name in wanted["trials"]]
-    with recorder.running() as recording:
-        try:
-            run_script()
-        except EnoughError:
-            pass
-        except SystemExit as error:
-            if error.code not in (None, 0):
-                recording.error = f"exit status {error.code}"
-        except BaseException as error:
-            traceback.print_exc()
-            recording.error, status = spell(error), 1
+    recording = recorder.recording
+    undoes = [TRIALS[name].patch(recording.notes.append) for name in wanted["trials"]]
+    recorder.start()
+    try:
+        run_script()
+    except EnoughError:
+        pass
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            recording.error = f"exit status {error.code}"
+    except BaseException as error:
+        traceback.print_exc()
+        recording.error, status = spell(error), 1
+    recorder.stop()
     for undo in filter(None, undoes):
         undo()
     if recording.error:
