@@ -116,8 +116,8 @@ def small_heap() -> None:
 @pytest.fixture(scope="session")
 def folder_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One folder for all test processes of a run."""
-    own = tmp_path_factory.getbasetemp()
-    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture

@@ -95,29 +95,29 @@ def check(
     """All ranks name the guilty one, in time; so do the files that they have left, of this attempt if there are two."""
     guilty = 0 if played["kind"] == "all" else played["rank"]
     for rank in range(world_size):
-        mine = [one for one in told if one["rank"] == rank]
+        mine = [entry for entry in told if entry["rank"] == rank]
         assert mine, f"rank {rank} of {played} said nothing"
-        for one in mine:
-            words = one["said"]
-            found = _GUILTY.search(words)
-            assert found is not None, words
-            assert (found[1] == "the root module") is (played["kind"] == "data")
+        for entry in mine:
+            words = entry["said"]
+            match = _GUILTY.search(words)
+            assert match is not None, words
+            assert (match[1] == "the root module") is (played["kind"] == "data")
             if played["kind"] == "all":
-                assert found[3] == str(world_size), (played, words)
+                assert match[3] == str(world_size), (played, words)
             else:
-                assert found[2] == str(guilty), (played, words)
-            if one.get("origin"):
-                assert one["origin"][0] == guilty
-                assert one["origin"][4] == (world_size if played["kind"] == "all" else 1)
-                assert one["seconds"] < 30
-                assert one.get("destroyed_in", 0) < 30
-                assert one["is_peer"] is (not (played["kind"] == "all" or rank == guilty)) or (
+                assert match[2] == str(guilty), (played, words)
+            if entry.get("origin"):
+                assert entry["origin"][0] == guilty
+                assert entry["origin"][4] == (world_size if played["kind"] == "all" else 1)
+                assert entry["seconds"] < 30
+                assert entry.get("destroyed_in", 0) < 30
+                assert entry["is_peer"] is (not (played["kind"] == "all" or rank == guilty)) or (
                     # where it may have come through a collective first
                     played["way"] in ("tp", "fsdp2", "stages") or played["kind"] == "backward"
                 )
     merged = merge(folder)
     if attempt is not None:
-        merged = next(one for one in (merged, *merged.others) if one.attempt.number == attempt)
+        merged = next(entry for entry in (merged, *merged.others) if entry.attempt.number == attempt)
     assert merged.origins[0].rank == guilty
     assert merged.ranks == list(range(world_size))
 
@@ -128,8 +128,8 @@ def test_data_parallel_and_pipelined_jobs_name_the_guilty_rank(tmp_path):
     scenarios = [*each_kind("ddp", world_size), *each_kind("pipeline", world_size)]
     told = run(scenarios, world_size, tmp_path)
     for number, played in enumerate(scenarios):
-        mine = [one for one in told if one["scenario"] == number]
-        assert sum("destroyed_in" in one for one in mine) == world_size
+        mine = [entry for entry in told if entry["scenario"] == number]
+        assert sum("destroyed_in" in entry for entry in mine) == world_size
         check(played, mine, world_size, tmp_path / str(number))
 
 
@@ -151,7 +151,8 @@ def test_a_rank_that_is_killed_once_it_has_told_is_still_the_origin(tmp_path):
     assert ranks[1].returncode == -signal.SIGKILL
     for done in (ranks[0], ranks[2]):
         told = told_by(done)
-        assert [one["error"] for one in told if "error" in one] == ["PeerNonFiniteError"], done.stderr[-2000:]
+        errors = [entry["error"] for entry in told if "error" in entry]
+        assert errors == ["PeerNonFiniteError"], done.stderr[-2000:]
         assert told[-1]["origin"][:2] == [1, "1.down"]
         assert done.returncode == 1
 
@@ -165,11 +166,11 @@ def test_a_backward_that_overflows_on_one_rank_is_that_ranks(world_size, way, co
     ]
     told = run(scenarios, world_size, tmp_path)
     for number, played in enumerate(scenarios):
-        mine = [one for one in told if one["scenario"] == number]
+        mine = [entry for entry in told if entry["scenario"] == number]
         check(played, mine, world_size, tmp_path / str(number))
-        origins = [one["origin"] for one in mine if one.get("origin")]
-        assert [one[:3] for one in origins] == [[played["rank"], "1.down", "produced"]] * world_size
-        assert {one[3] for one in origins} in ({"input[0].grad"}, {"weight.grad"})
+        origins = [entry["origin"] for entry in mine if entry.get("origin")]
+        assert [entry[:3] for entry in origins] == [[played["rank"], "1.down", "produced"]] * world_size
+        assert {entry[3] for entry in origins} in ({"input[0].grad"}, {"weight.grad"})
 
 
 @pytest.mark.parametrize("second", ["healthy", "data"])
@@ -183,15 +184,15 @@ def test_the_second_attempt_of_an_elastic_job_has_its_own_verdict(second, tmp_pa
     then = scenario("ddp", second, 0, 5, exits=second != "healthy", attempt=1) | given
     folder = tmp_path / "run"
     told = run([first, then], 2, tmp_path, "--max_restarts=1", "--standalone")
-    check(first, [one for one in told if one["scenario"] == 0], 2, folder, 0)
+    check(first, [entry for entry in told if entry["scenario"] == 0], 2, folder, 0)
     latest = merge(folder)
-    again = [one for one in told if one["scenario"] == 1]
+    again = [entry for entry in told if entry["scenario"] == 1]
     if second == "healthy":
-        assert [one["error"] for one in again] == [None, None]
+        assert [entry["error"] for entry in again] == [None, None]
         assert (latest.attempt.number, latest.others) == (0, ())
         assert sorted(path.name for path in folder.glob("*-rank-*")) == ["batch-3-rank-1", "peer-rank-0"]
     else:
         check(then, again, 2, folder, 1)
-        assert (latest.attempt.number, [one.attempt.number for one in latest.others]) == (1, [0])
+        assert (latest.attempt.number, [entry.attempt.number for entry in latest.others]) == (1, [0])
         assert len(list(folder.rglob("report.json"))) == 4
-        assert [one["origin"][:3] for one in again if one.get("origin")] == [[0, "", "data"]] * 2
+        assert [entry["origin"][:3] for entry in again if entry.get("origin")] == [[0, "", "data"]] * 2

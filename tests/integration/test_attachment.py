@@ -75,12 +75,12 @@ def test_pickles_and_copies_are_those_of_the_unwatched_model(make: Callable[[], 
     with watch(model), watch(model, gradients=True):
         assert saved(model) == expected
         assert pickle.dumps(model) == pickled
-        assert [one.keys() for one in all_vars(model)] == [one.keys() for one in variables]
+        assert [state.keys() for state in all_vars(model)] == [state.keys() for state in variables]
         assert list(model.state_dict()) == keys
         if not isinstance(model, ReducesToItsDict):
-            for other in (copy.copy(model), copy.deepcopy(model)):
-                assert not slot.wrappers(other)
-                assert [one.keys() for one in all_vars(other)] == [one.keys() for one in variables]
+            for copied in (copy.copy(model), copy.deepcopy(model)):
+                assert not slot.wrappers(copied)
+                assert [state.keys() for state in all_vars(copied)] == [state.keys() for state in variables]
     assert saved(model) == expected
 
 

@@ -46,7 +46,7 @@ def passing(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Tensor], lis
     Held until the end, so that no address comes twice. The same part of the same storage at the same version is the
     same tensor, whatever its shape.
     """
-    found: dict[Any, Tensor] = {}
+    by_place: dict[Any, Tensor] = {}
     returned: list[Tensor] = []
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -56,7 +56,7 @@ def passing(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Tensor], lis
         for x in given if module is model else given + returned:
             layout = () if x.is_contiguous() else (x.shape, x.stride())
             key = (x.untyped_storage()._cdata, x.storage_offset(), x.dtype, x.numel(), layout, x._version)
-            found.setdefault(key, x)
+            by_place.setdefault(key, x)
 
     handles = [module.register_forward_hook(note, with_kwargs=True) for module in model.modules()]
     with torch.no_grad():
@@ -64,7 +64,7 @@ def passing(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Tensor], lis
     for handle in handles:
         handle.remove()
     weights = {x.untyped_storage()._cdata for x in [*model.parameters(), *model.buffers()]}
-    return [x for x in found.values() if x.untyped_storage()._cdata not in weights], returned
+    return [x for x in by_place.values() if x.untyped_storage()._cdata not in weights], returned
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -49,9 +49,9 @@ def public(name: str) -> Any:
     return getattr(importlib.import_module(f"nanwatch.{room}" if room else "nanwatch"), last)
 
 
-def methods(one: Any) -> Iterator[str]:
+def methods(documented: Any) -> Iterator[str]:
     """Yield the names of the methods that a class itself gives its users."""
-    for name, value in vars(one).items() if inspect.isclass(one) else ():
+    for name, value in vars(documented).items() if inspect.isclass(documented) else ():
         is_method = inspect.isfunction(value) or isinstance(value, classmethod)
         if is_method and not name.startswith(("_", *CALLED_BY_OTHERS)):
             yield name
@@ -63,12 +63,12 @@ def test_examples_print_what_they_show(
 ) -> None:
     """A public name has an example, which imports all it needs; a public method is in that of its class or its own."""
     monkeypatch.chdir(tmp_path)
-    one = public(name)
-    tests = doctest.DocTestFinder(recurse=False).find(one, name, module=False, globs={})
+    documented = public(name)
+    tests = doctest.DocTestFinder(recurse=False).find(documented, name, module=False, globs={})
     examples = [example for test in tests for example in test.examples]
     assert examples, f"{name} has no example in its docstring"
     shown = "".join(example.source for example in examples)
-    missing = [f"{method}(" for method in methods(one) if f".{method}(" not in shown]
+    missing = [f"{method}(" for method in methods(documented) if f".{method}(" not in shown]
     assert not missing, f"the example of {name} does not show {', '.join(missing)}"
     failed = sum(doctest.DocTestRunner().run(test).failed for test in tests)
     assert failed == 0, capsys.readouterr().out

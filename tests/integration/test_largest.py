@@ -47,14 +47,14 @@ class Taker:
         if self.latest is None:
             self.keep(*self.recorder.take_peaks())
         (batch, values), self.latest = self.latest, None
-        found = np.frombuffer(values)
-        assert len(found) == len(self.names) == len(set(self.names))
-        return batch, {name: value for name, value in zip(self.names, found, strict=True) if value > 0}
+        largest = np.frombuffer(values)
+        assert len(largest) == len(self.names) == len(set(self.names))
+        return batch, {name: value for name, value in zip(self.names, largest, strict=True) if value > 0}
 
 
 def of_frames(frames: tuple[Frame, ...], batch: int, inputs: bool = False) -> dict[PeakName, float]:
     """The same from the frames of the batch."""
-    found: dict[PeakName, float] = {}
+    largest: dict[PeakName, float] = {}
     for frame in frames:
         for r in frame.records:
             # Counts tensors that have a format, were made or are held here, and are neither a failure nor a mask.
@@ -64,8 +64,8 @@ def of_frames(frames: tuple[Frame, ...], batch: int, inputs: bool = False) -> di
                 continue
             if r.isfinite and r.abs_max and r.note != Note("mask"):
                 name = (frame.name, r.label, r.dtype)
-                found[name] = max(found.get(name, 0.0), r.abs_max)
-    return found
+                largest[name] = max(largest.get(name, 0.0), r.abs_max)
+    return largest
 
 
 @pytest.mark.parametrize("name", ["mt5", "resnet"])

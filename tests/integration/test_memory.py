@@ -47,11 +47,11 @@ def peak_of(watched: bool, **options: Any) -> tuple[int, int]:
         step()
 
     step()
-    found = allocated(steps)
+    peak = allocated(steps)
     if watcher is not None:
         assert watcher.batch == 2
         watcher.stop()
-    return found
+    return peak
 
 
 @pytest.mark.parametrize(

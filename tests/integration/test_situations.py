@@ -111,8 +111,8 @@ def test_parametrized_modules_compute_the_same_and_are_seen(when: str) -> None:
             parametrizations.weight_norm(model[0])
         x = torch.randn(2, 3)
         output = model(x)
-        found = [name for _, name in names(w)]
-        assert found == ["0.parametrizations.weight.0", "0.parametrizations.weight", "0", "1", "2", ""]
+        module_names = [name for _, name in names(w)]
+        assert module_names == ["0.parametrizations.weight.0", "0.parametrizations.weight", "0", "1", "2", ""]
         with torch.no_grad():
             model[0].parametrizations.weight.original0[0, 0] = INF
         finding = fault_of(model, x).finding

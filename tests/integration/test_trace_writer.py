@@ -48,9 +48,9 @@ def test_a_killed_process_leaves_what_was_written(tmp_path: Path) -> None:
             until(lambda: first.stat().st_mtime_ns != before)  # and so at least once over itself
         finally:
             process.send_signal(signal.SIGKILL)
-    found = batches(path)
-    assert found == sorted(found)
-    assert set(found) == set(range(max(found) + 1))
-    assert max(found) >= 50
+    numbers = batches(path)
+    assert numbers == sorted(numbers)
+    assert set(numbers) == set(range(max(numbers) + 1))
+    assert max(numbers) >= 50
     frames = Trace.open(path).frames(50)
-    assert [one.name for one in frames] == ["0", "1", ""]
+    assert [frame.name for frame in frames] == ["0", "1", ""]

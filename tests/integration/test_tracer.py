@@ -34,8 +34,8 @@ def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def traced(path: Path) -> list[Frame]:
     """All frames of a trace, batch by batch."""
-    found = Trace.open(path)
-    return [frame for batch in found.batches for frame in found.frames(batch)]
+    opened = Trace.open(path)
+    return [frame for batch in opened.batches for frame in opened.frames(batch)]
 
 
 def with_records(frames: tuple[Frame, ...]) -> list[Frame]:
@@ -85,9 +85,9 @@ def test_frames_beyond_the_ring_are_counted(
 
     with pytest.warns(RuntimeWarning, match="lacks frames"):
         run()
-    found = Trace.open(tmp_path / "run.parquet")
-    assert len(traced(found.path)) == 40
-    assert found.lost_frames == 4 * 50 - 40
+    opened = Trace.open(tmp_path / "run.parquet")
+    assert len(traced(opened.path)) == 40
+    assert opened.lost_frames == 4 * 50 - 40
 
 
 def test_a_watch_that_goes_away_with_its_model_leaves_a_whole_trace(tmp_path: Path, recorder: str) -> None:
@@ -103,7 +103,7 @@ def test_a_watch_that_goes_away_with_its_model_leaves_a_whole_trace(tmp_path: Pa
     assert gone() is None
     thread.join(20)
     assert (tmp_path / "run.parquet").is_file()
-    assert [one.name for one in traced(tmp_path / "run.parquet")] == ["0", "1", "2", ""]
+    assert [traced_frame.name for traced_frame in traced(tmp_path / "run.parquet")] == ["0", "1", "2", ""]
 
 
 def test_a_disk_that_is_full_from_the_start_is_a_warning(

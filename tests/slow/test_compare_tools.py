@@ -24,7 +24,7 @@ def test_what_each_tool_says(tmp_path):
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     bad, said = document["first_bad_step"], document["said"]
-    stops = {name: one["stopped_at_step"] for name, one in said.items()}
+    stops = {name: words["stopped_at_step"] for name, words in said.items()}
     anomaly = [name for name in said if "anomaly" in name]
     assert len(anomaly) == 2
     assert {stops[name] for name in said if name not in anomaly} == {bad}

@@ -19,7 +19,7 @@ def _ranges(magnitudes: np.ndarray, block: int) -> np.ndarray:
     """
     last = magnitudes + np.uint32(block - 1)
     is_nan, is_finite = last > _INF, last < _INF
-    ends = [np.where(is_nan, np.nan, one.view(np.float32)) for one in (magnitudes, last)]
+    ends = [np.where(is_nan, np.nan, end.view(np.float32)) for end in (magnitudes, last)]
     return np.stack([*ends, is_finite], axis=1).astype(np.float64)
 
 

@@ -49,7 +49,7 @@ def test_a_notebook_shows_reports_as_pages() -> None:
     (result,) = shown
     assert result.data["text/html"] == page.data["text/html"]
     assert result.data["text/plain"].startswith("Detected -inf in batch 0\n")
-    assert [one.output_type for one in plain] == ["error"]
+    assert [output.output_type for output in plain] == ["error"]
 
 
 def test_the_cure_is_the_next_cell() -> None:
@@ -62,7 +62,7 @@ def test_the_cure_is_the_next_cell() -> None:
     finally:
         client.stop_channels()
         kernel.shutdown_kernel(now=True)
-    (cell,) = [one for one in reply["content"]["payload"] if one["source"] == "set_next_input"]
+    (cell,) = [output for output in reply["content"]["payload"] if output["source"] == "set_next_input"]
     head, code = cell["text"].splitlines()
     assert head.startswith("# nanwatch: keep what the logarithm is taken of away from 0")
     assert code == "return torch.log(x.clamp(min=1e-12))"

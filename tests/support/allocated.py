@@ -13,7 +13,7 @@ def allocated(step: Callable[[], object]) -> tuple[int, int]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     results = profiler.profiler.kineto_results  # type: ignore[union-attr]
-    events = [(one.start_ns(), one.nbytes()) for one in results.events() if one.name() == "[memory]"]
+    events = [(raw.start_ns(), raw.nbytes()) for raw in results.events() if raw.name() == "[memory]"]
     # In the order of time, those of one nanosecond as they came: a block is freed after it was made.
     events.sort(key=lambda event: event[0])
     in_use = list(accumulate((size for _, size in events), initial=0))

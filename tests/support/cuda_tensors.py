@@ -22,5 +22,5 @@ def random_finite(dtype: torch.dtype, count: int, seed: int = 0) -> torch.Tensor
     if not dtype.is_floating_point:
         return x
     bits = x.view(BITS[dtype.itemsize])
-    one = torch.ones((), dtype=torch.float32).to(dtype).view(bits.dtype)
-    return torch.where(torch.isfinite(x.double()), bits, one).view(dtype)
+    unit = torch.ones((), dtype=torch.float32).to(dtype).view(bits.dtype)
+    return torch.where(torch.isfinite(x.double()), bits, unit).view(dtype)

@@ -51,8 +51,8 @@ def run_ranks(
         for rank in ranks:
             rank.kill()
     return [
-        subprocess.CompletedProcess(rank.args, rank.returncode, *one)
-        for rank, one in zip(ranks, said, strict=True)
+        subprocess.CompletedProcess(rank.args, rank.returncode, *texts)
+        for rank, texts in zip(ranks, said, strict=True)
     ]
 
 
@@ -102,12 +102,12 @@ class Ranks:
 
 
 def why(out: str) -> str:
-    found = re.search(r"^    why:  (.*)$", out, re.MULTILINE)
-    assert found, out
-    return found[1]
+    match = re.search(r"^    why:  (.*)$", out, re.MULTILINE)
+    assert match, out
+    return match[1]
 
 
 def step(out: str) -> str:
-    found = re.search(r"^    step: (.*)$", out, re.MULTILINE)
-    assert found, out
-    return found[1]
+    match = re.search(r"^    step: (.*)$", out, re.MULTILINE)
+    assert match, out
+    return match[1]

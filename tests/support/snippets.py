@@ -71,7 +71,7 @@ class Snippet:
 
 def snippets(page: str) -> list[Snippet]:
     """Return the fences with code or commands, in order."""
-    found: list[Snippet] = []
+    fences: list[Snippet] = []
     skipped, setup = None, ""
     end = 0
     for piece in _PIECE.finditer(page):
@@ -80,14 +80,14 @@ def snippets(page: str) -> list[Snippet]:
         elif piece["word"]:
             skipped = piece["rest"].strip(", \n")
         elif piece["kind"] == "text":
-            if found and found[-1].kind == "python" and not page[end : piece.start()].strip():
-                found[-1] = Snippet(**{**vars(found[-1]), "output": piece["body"]})
+            if fences and fences[-1].kind == "python" and not page[end : piece.start()].strip():
+                fences[-1] = Snippet(**{**vars(fences[-1]), "output": piece["body"]})
         else:
             line = page.count("\n", 0, piece.start()) + 1
-            found.append(Snippet(piece["kind"], piece["body"], line, piece["title"], skipped, setup, None))
+            fences.append(Snippet(piece["kind"], piece["body"], line, piece["title"], skipped, setup, None))
             skipped, setup = None, ""
         end = piece.end()
-    return found
+    return fences
 
 
 def run_command(command: str, folder: Path) -> tuple[int, str]:
@@ -137,8 +137,8 @@ class Page:
             exec(compile(snippet.setup, where, "exec"), self._names)
             printed = self._execute(code)
             if snippet.output is not None:
-                found = difference(snippet.output, printed)
-                assert not found, f"{where}: {found}"
+                wrong = difference(snippet.output, printed)
+                assert not wrong, f"{where}: {wrong}"
 
     def _execute(self, code: Any) -> str:
         out = io.StringIO()
@@ -148,8 +148,8 @@ class Page:
 
     def _command(self, command: str, shown: str, where: str) -> None:
         status, printed = run_command(command, self._folder)
-        found = difference(shown, printed) if shown else ""
-        assert not found, f"{where}: $ {command}\n{found}\n--- printed:\n{printed}"
+        wrong = difference(shown, printed) if shown else ""
+        assert not wrong, f"{where}: $ {command}\n{wrong}\n--- printed:\n{printed}"
         assert shown or status == 0, f"{where}: $ {command} ended with {status}\n{printed}"
 
 
@@ -160,7 +160,7 @@ def difference(shown: str, printed: str) -> str:
     if match is None:
         return f"shown, but not printed so:\n{_first_odd_line(shown, printed)}"
     text = re.sub(r"\[\.\.\.\]", " ", shown)
-    minima = {found.start() for found in _ABS_MIN.finditer(text)}
+    minima = {number.start() for number in _ABS_MIN.finditer(text)}
     apart = [
         f"{want[0]} shown, {got} printed"
         for want, got in zip(_NUMBER.finditer(text), match.groups(), strict=True)

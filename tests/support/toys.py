@@ -58,8 +58,8 @@ def fresh(x: Tensor) -> tuple[float, float]:
 def latest(w: Watch, label: str, name: str = "") -> Record:
     """The record of that label in the latest frame of that module."""
     frame = [frame for frame in w.frames if frame.name == name][-1]
-    (found,) = [record for record in frame.records if record.label == label]
-    return found
+    (match,) = [record for record in frame.records if record.label == label]
+    return match
 
 
 def seen(w: Watch, label: str, name: str = "") -> tuple[float | None, float | None]:

@@ -17,8 +17,8 @@ def loss_of(output: Any) -> Tensor:
     """Its loss, or the mean square of whatever it gives."""
     if getattr(output, "loss", None) is not None:
         return output.loss
-    found = getattr(output, "logits", None)
-    return (output.logits_per_image if found is None else found).square().mean()
+    logits = getattr(output, "logits", None)
+    return (output.logits_per_image if logits is None else logits).square().mean()
 
 
 def assert_same_bits(first: Any, second: Any) -> None:
@@ -34,8 +34,8 @@ def assert_same_bits(first: Any, second: Any) -> None:
             assert_same_bits(first[key], second[key])
     elif isinstance(first, list | tuple):
         assert len(first) == len(second)
-        for one, other in zip(first, second, strict=True):
-            assert_same_bits(one, other)
+        for left, right in zip(first, second, strict=True):
+            assert_same_bits(left, right)
     else:
         assert first == second
 

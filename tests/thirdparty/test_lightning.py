@@ -89,7 +89,7 @@ def test_an_overflow_is_found_and_named(package, precision, lr, tmp_path):
     assert (finding.module, finding.label, finding.origin) == (expected, "output", "produced")
     assert callback.watch.report() is error.value.report
     # Lightning calls no teardown after an exception.
-    assert all(one._compiled_call_impl is None for one in module.modules())
+    assert all(part._compiled_call_impl is None for part in module.modules())
     if sys.version_info >= (3, 11):
         batch = finding.batch // 2  # encoder and head are a batch each
         (note,) = error.value.__notes__
@@ -104,7 +104,7 @@ def test_a_watched_training_ends_bit_equal(tmp_path):
     trainer_of(PACKAGES[0], tmp_path, callback, **options).fit(watched, loader(), loader())
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
     assert callback.watch.batch == 2 * (1 + 2 * (4 + 4)) - 1
-    assert all(one._compiled_call_impl is None for one in watched.modules())
+    assert all(part._compiled_call_impl is None for part in watched.modules())
 
 
 def test_steps_that_the_scaler_skips_are_counted(tmp_path):
@@ -136,7 +136,7 @@ def test_every_stage_is_watched(stage, tmp_path):
     module, callback = module_of(PACKAGES[0], 0.1), callback_of()
     getattr(trainer_of(PACKAGES[0], tmp_path, callback), stage)(module, loader())
     assert callback.watch.batch == 2 * 4 - 1
-    assert all(one._compiled_call_impl is None for one in module.modules())
+    assert all(part._compiled_call_impl is None for part in module.modules())
     with torch.no_grad():
         module.head.weight.fill_(3e38)
     with pytest.raises(nanwatch.NonFiniteError, match="head"):

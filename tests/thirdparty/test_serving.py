@@ -40,12 +40,12 @@ def model() -> nn.Sequential:
     return nn.Sequential(Scale(), Spoiled(), nn.Identity())
 
 
-def step(served: ServedModel, own: nn.Module, rows: Sequence[int] = ()) -> None:
+def step(served: ServedModel, net: nn.Module, rows: Sequence[int] = ()) -> None:
     """Run one step of six tokens, whose root is not called as a module, as in vLLM and SGLang."""
-    own[1].rows = rows  # type: ignore[index]
-    served.start(own)
+    net[1].rows = rows  # type: ignore[index]
+    served.start(net)
     served.step_begins(lambda: SHARES)
-    served.step_ended(nn.Sequential.forward(own, torch.ones(6, 4)))  # type: ignore[arg-type]
+    served.step_ended(nn.Sequential.forward(net, torch.ones(6, 4)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,18 @@ def test_a_row_has_an_owner(row: int, num_rows: int, expected: tuple[str, int] |
 
 def test_the_requests_of_bad_rows_are_named(served: ServedModel, caplog: pytest.LogCaptureFixture) -> None:
     """With the module, the phase, the token and its KV block; each once; in the log and in the answer."""
-    own = model()
-    step(served, own)
+    net = model()
+    step(served, net)
     assert not served.requests
-    step(served, own, rows=[2, 5])
-    step(served, own, rows=[2, 3])
+    step(served, net, rows=[2, 5])
+    step(served, net, rows=[2, 3])
     answer = json.loads(json.dumps(served.answer()))
-    found = [(one["request"], one["phase"], one["position"], one["block"]) for one in answer["requests"]]
-    assert found == [("a", "prefill", 2, 8), ("c", "decode", 9, None), ("b", "prefill", 4, 5)]
-    assert {one["module"] for one in answer["requests"]} == {"1"}
+    requests = [
+        (request["request"], request["phase"], request["position"], request["block"])
+        for request in answer["requests"]
+    ]
+    assert requests == [("a", "prefill", 2, 8), ("c", "decode", 9, None), ("b", "prefill", 4, 5)]
+    assert {request["module"] for request in answer["requests"]} == {"1"}
     assert len(caplog.records) == 3
     assert "request a in prefill, token 2, KV block 8 was not finite: nan first seen" in caplog.text
     finding = nanwatch.Report.from_json(answer["report"]).finding

@@ -32,13 +32,13 @@ class HookRegistry:
         assert hook_type is HookType.AROUND
         place, _, name = target.rpartition(".")
         module, _, owner = place.rpartition(".")
-        own = getattr(import_module(module), owner)
-        original = getattr(own, name)
+        holder = getattr(import_module(module), owner)
+        original = getattr(holder, name)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return hook(original, *args, **kwargs)
 
-        setattr(own, name, wrapped)
+        setattr(holder, name, wrapped)
 
 
 class Model(nn.Module):

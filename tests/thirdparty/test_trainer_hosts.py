@@ -84,8 +84,8 @@ def test_a_trainer_is_watched_and_computes_the_same(host: str, tmp_path: Path) -
     assert equal(tmp_path / "unwatched.pt", tmp_path / "watched.pt")
     assert finding(tmp_path) is None
     run(tmp_path, *launch, *WATCH, SCRIPT, host, "fault.pt", "fault", status=1 if launch else 3)
-    found = finding(tmp_path)
-    assert (found["module"], found["label"], found["origin"]) == (module, "output", "produced")
+    named = finding(tmp_path)
+    assert (named["module"], named["label"], named["origin"]) == (module, "output", "produced")
     assert not (tmp_path / "fault.pt").exists()
 
 

@@ -150,10 +150,10 @@ def test_spike_is_told_with_the_loss_of_the_trainer(is_subclass, tmp_path):
     callback = NanWatchCallback(spikes=True)
     with pytest.warns(RuntimeWarning, match="spike in batch 50: loss"):
         watched = trained(callback)
-    (found,) = callback.watch.spikes
-    (jump,) = [one for one in found.jumps if one.label == "loss"]
+    (spike,) = callback.watch.spikes
+    (jump,) = [departure for departure in spike.jumps if departure.label == "loss"]
     assert jump.value / jump.usual == pytest.approx(100, rel=0.3)
-    assert found.cause == "loss"
+    assert spike.cause == "loss"
     assert "backward" not in vars(watched.accelerator)
     assert all(map(torch.equal, weights(watched), weights(trained())))
 

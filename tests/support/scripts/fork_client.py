@@ -30,8 +30,8 @@ def main() -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, number)
 
-        for one in _PASSED_ON:
-            signal.signal(one, pass_on)
+        for signal_number in _PASSED_ON:
+            signal.signal(signal_number, pass_on)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         status = int(answers.readline())
     if status < 0:
