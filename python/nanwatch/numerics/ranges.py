@@ -192,18 +192,7 @@ def range_and_fingerprint(x: Tensor) -> tuple[AbsRange, int | None]:
 
 
 class PartialHealth:
-    """Health and fingerprint of a tensor that is read part by part, such as one in a file larger than memory.
-
-    Examples:
-        >>> import nanwatch, torch
-        >>> from nanwatch.numerics.ranges import PartialHealth
-        >>> x, parts = torch.arange(4096.0), PartialHealth()
-        >>> for start in (0, 2048):
-        ...     parts.add(x[start : start + 2048], start)
-        ...     parts.add_bits(x[start : start + 2048])
-        >>> parts.fingerprint("float32", x.shape) == nanwatch.fingerprint(x), parts.health(x.shape).num_zero
-        (True, 1)
-    """
+    """Health and fingerprint of a tensor that is read part by part, such as one in a file larger than memory."""
 
     def __init__(self) -> None:
         self._rows: list[list[float]] = []

@@ -56,7 +56,7 @@ class _Check(NamedTuple):
     more: dict[str, Any]
 
 
-class Comparison:
+class Exchange:
     """Part of this rank in the comparisons of one watch, of several groups of ranks. Ranks begin them in one order.
 
     `judge(sides)` returns a verdict for JSON, with the `names` to leave out from now on. `timeout` are the seconds that

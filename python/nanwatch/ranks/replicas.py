@@ -31,7 +31,7 @@ from ..numerics.readable import local_shard, only_our_dispatch, unreadable
 from ..report.events import ReplicaDifference
 from ..util.modules import each_parameter
 from ..util.visible import spell, suppressed, warn_user
-from .exchange import MOST_RANKS, Comparison, Ranks, Side, Verdict
+from .exchange import MOST_RANKS, Exchange, Ranks, Side, Verdict
 
 _MOST_NAMES = 100
 
@@ -167,7 +167,7 @@ class ReplicaWatch:
         self._batch = 0
         self._step = 0  # batches that followed a step of the optimizer
         self._is_off = self._has_warned = False
-        self._comparison: Comparison | None = None
+        self._comparison: Exchange | None = None
         reference = weakref.ref(self)
 
         def after(optimizer: Optimizer, *_: Any) -> None:
@@ -217,7 +217,7 @@ class ReplicaWatch:
             )
             return
         if self._comparison is None or (self._comparison.is_over and self._comparison.error is None):
-            self._comparison = Comparison("replicas", judge, self._timeout)
+            self._comparison = Exchange("replicas", judge, self._timeout)
         number = self._step // self._every
         for ranks, values in fingerprints(tensors).items():
             self._comparison.post(ranks, number, values, {})

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..numerics.readable import local_shard, only_our_dispatch
 from ..recording.optimizer_state import RankFault, StepWeight
 from ..util.job import rank_and_world_size
-from .exchange import Comparison, Ranks, Side, Verdict
+from .exchange import Exchange, Ranks, Side, Verdict
 from .replicas import Replicas
 
 # Gradients count as unequal when their directions or their norms are so far apart. Kernels that are not deterministic
@@ -141,7 +141,7 @@ class StepRanks:
     def __init__(self, model: nn.Module, timeout: float) -> None:
         self._replicas = Replicas(model)
         self._timeout = timeout
-        self._comparison: Comparison | None = None
+        self._comparison: Exchange | None = None
         self._is_over = False
         self._number = self._num_forwards = self._num_differences = 0
         self._steps: dict[int, int] = {0: 0}  # of each check
@@ -154,7 +154,7 @@ class StepRanks:
             return
         size, are_local = rank_and_world_size()[1], self._replicas.are_local_steps()
         if self._number == 0 and size > 1 and not are_local:
-            self._comparison = Comparison("steps", judge_steps, self._timeout)
+            self._comparison = Exchange("steps", judge_steps, self._timeout)
         if self._comparison is None or self._comparison.is_over or are_local:
             self._is_over = True
             return
