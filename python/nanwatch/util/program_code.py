@@ -1,4 +1,4 @@
-"""Code of the program: which files are its own, which names its functions mention, what a frame holds."""
+"""Code of the program: which files are its own, and what a frame holds."""
 
 from __future__ import annotations
 
