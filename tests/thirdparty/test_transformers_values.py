@@ -1,4 +1,4 @@
-"""Values of transformers' models: their labels in records, their form in a capsule, and the replay of a block."""
+"""Values of transformers' models: their labels in records, and the replay of a block."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import replay, write_capsule
-from nanwatch.capsule.replay import _built
 from nanwatch.recording.walk import leaves
-from support.capsules import Batch, Pair, round_trip
 
 transformers = pytest.importorskip("transformers")
 outputs = pytest.importorskip("transformers.modeling_outputs")
@@ -37,21 +35,6 @@ def test_a_cache_is_entered_where_the_call_made_it() -> None:
     labels = [label for label, x in leaves({"cache": cache}, "output") if isinstance(x, Tensor)]
     assert labels == ["output[cache][layers][0][keys]", "output[cache][layers][0][values]"]
     assert leaves({"cache": cache}, "output", True, [cache]) == [("output[cache]", cache)]
-
-
-def test_structures_are_built_from_classes_that_are_imported() -> None:
-    """Dataclass, named tuple and ModelOutput come as names and fields, and `build` makes the very class of them."""
-    values = outputs.BaseModelOutput(last_hidden_state=Y), Pair(1, [2]), Batch(ids=3, scale=None)
-    output, pair, batch = (
-        _built(structure["module"], structure["class"], structure["fields"])
-        for structure in round_trip(*values).args
-    )
-    assert type(output) is outputs.BaseModelOutput
-    assert torch.equal(output["last_hidden_state"], Y)
-    assert output.to_tuple()[0] is output.last_hidden_state
-    assert output.attentions is None
-    assert (type(pair), pair) == (Pair, (1, [2]))
-    assert (type(batch), batch) == (Batch, Batch(3, None))
 
 
 def test_a_block_of_a_transformer_comes_again(tmp_path) -> None:
