@@ -224,14 +224,11 @@ class _Slicer:
             before, needed = self._block(block[: block.index(inner)], needed)
             body = [*before, *body]
         # A bad parameter, and a list or dict of others that these statements fill.
-        given = {
-            x
-            for x in needed & values.keys()
-            if isinstance(values[x], list | dict) or not self._has_graph(values[x])
-        }
-        self._reads.update((name, values[name]) for name in given)
+        known = {x: values[x] for x in needed & values.keys()}
+        known = {x: y for x, y in known.items() if isinstance(y, list | dict) or not self._has_graph(y)}
+        self._reads |= known
         is_computed = any(isinstance(node, ast.Call | ast.BinOp) for node in ast.walk(loss))
-        return None if needed - given or (len(body) == 1 and not is_computed) else (body, self._reads)
+        return None if needed - known.keys() or (len(body) == 1 and not is_computed) else (body, self._reads)
 
     def _loss_in(self, statement: ast.stmt) -> ast.expr | None:
         """Return the loss: what has the method `backward`, else the only made argument of a call."""
@@ -242,8 +239,8 @@ class _Slicer:
                 is_called = any(isinstance(x, ast.Call) for x in ast.walk(owner))
                 if not call.args or is_called or self._read(owner):
                     return owner
-        given = [x for call in calls for x in (*call.args, *(keyword.value for keyword in call.keywords))]
-        made = [argument for argument in given if self._read(argument)]
+        arguments = [x for call in calls for x in (*call.args, *(keyword.value for keyword in call.keywords))]
+        made = [argument for argument in arguments if self._read(argument)]
         return made[0] if len(made) == 1 else None
 
     def _read(self, node: ast.AST) -> set[str]:

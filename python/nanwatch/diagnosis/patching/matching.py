@@ -340,7 +340,7 @@ def _hoist(site: Site, value: ast.expr, taken: Sequence[str]) -> tuple[Edit, Edi
     if column.strip() or not isinstance(assignment, ast.Assign) or not names:
         raise LookupError("no line or no name is free")
     line = Edit(Span(start, start), f"{names[0]} = {site.text(value)}\n{column}")
-    return line, Edit(file.bracketed(file.span(value)), names[0])
+    return line, Edit(file.span(value), names[0])
 
 
 def _placed(site: Site, node: ast.AST, text: str) -> Edit:
