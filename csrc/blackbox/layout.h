@@ -41,7 +41,6 @@ namespace nanwatch::box {
   X(exit_ticks)                                                    \
   X(exit)        /* Python ended: 1 + whether by an exception */   \
   X(exit_status) /* 1 + the status of exit(), 0: none yet */       \
-  X(killed_by)   /* the signal that the parent was told of */      \
   X(memory)      /* bytes that the process has in memory */
 NANWATCH_BOX_ITEM(State, NANWATCH_BOX_STATE)
 

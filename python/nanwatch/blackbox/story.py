@@ -144,13 +144,6 @@ class BoxFile:
             sample = samples[(self.state["samples"] - 1) % 2].tobytes().partition(b"\0")[0]
             self.sample = sample.decode("utf-8", "replace")
 
-    def write_state(self, name: str, value: int) -> None:
-        """Write a word of the state into the file, as only the parent of an ended process may."""
-        place = self._places["state"] + 8 * list(self.state).index(name)
-        with self.path.open("r+b") as file:
-            file.seek(place)
-            file.write(value.to_bytes(8, "little", signed=True))
-
     def _text(self, name: str) -> str:
         data: bytes = self._sections[name][: self.state[name]].tobytes()
         return data.decode("utf-8", "replace")
@@ -210,8 +203,7 @@ def _report(file: BoxFile) -> BlackBoxReport:
     end = _end(state, facts, clock)
     kinds = ("sample", "step", "gradient", "signal", "exit")
     latest = max(state["latest"], state["ticks"], *(state[f"{kind}_ticks"] for kind in kinds))
-    is_marked = end == "signal" and state["killed_by"] in (0, state["signal"])
-    now = state["signal_ticks"] if is_marked else latest
+    now = state["signal_ticks"] if end == "signal" else latest
     threads = _threads(file, clock, now)
     calls = tuple(_call(file, _words(call), clock, now) for call in file.calls[-_MOST_CALLS:])
     ended = int(file.calls["ended"][-1]) if calls else 0
@@ -229,8 +221,8 @@ def _report(file: BoxFile) -> BlackBoxReport:
         begun=state["begun"] / 1e9,
         latest=state["time"] / 1e9 + (clock(state["ticks"], now) or 0.0),
         end=end,
-        signal=(state["killed_by"] or state["signal"]) if end in ("signal", "unknown") else 0,
-        signal_address=state["signal_address"] if is_marked and state["signal_address"] >= 0 else None,
+        signal=state["signal"] if end in ("signal", "unknown") else 0,
+        signal_address=state["signal_address"] if end == "signal" and state["signal_address"] >= 0 else None,
         exit_status=state["exit_status"] - 1 if state["exit_status"] and end != "signal" else None,
         phase=phase,
         batch=batch if phase != "backward" else state["gradient_batch"],
@@ -265,7 +257,7 @@ def _end(state: dict[str, int], facts: dict[str, Any], clock: _Clock) -> End:
         return "runs"
     lived = clock(state["signal_ticks"], max(state["latest"], state["ticks"]))
     is_last = state["exit_ticks"] <= state["signal_ticks"] and (lived is None or lived < _LIFE)
-    if state["killed_by"] or (state["signal"] > 0 and is_last):  # else the program has handled it
+    if state["signal"] > 0 and is_last:  # else the program has handled it
         return "signal"
     if state["exit"] == 2:
         return "exception"

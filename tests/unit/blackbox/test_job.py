@@ -37,8 +37,11 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def change(path: Path, **numbers: int) -> None:
     """Change words of the state."""
-    for name, number in numbers.items():
-        BoxFile(path).write_state(name, number)
+    box = BoxFile(path)
+    with path.open("r+b") as file:
+        for name, number in numbers.items():
+            file.seek(box._places["state"] + 8 * list(box.state).index(name))
+            file.write(number.to_bytes(8, "little", signed=True))
 
 
 def test_the_rank_that_died_is_first(source: Path, tmp_path: Path) -> None:

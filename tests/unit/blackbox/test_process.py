@@ -60,8 +60,9 @@ def test_a_forked_child_leaves_the_parents_file_alone(tmp_path: Path) -> None:
             try:
                 model(torch.ones(1, 2))
                 assert process_box() is None
-                watch(model, output_dir=tmp_path)
-                model(torch.ones(1, 2))
+                second = nn.Linear(2, 2)
+                watch(second, output_dir=tmp_path)
+                second(torch.ones(1, 2))
             finally:
                 os._exit(0)
         os.waitpid(pid, 0)

@@ -215,6 +215,6 @@ def test_a_process_that_runs_is_told_and_written(tmp_path: Path, capsys: pytest.
         document = json.loads(capsys.readouterr().out)
     assert "it runs" in text
     assert "0 (Linear)" in text
-    assert (document["schema"], document["version"]) == ("nanwatch.blackbox", 2)
+    assert (document["schema"], document["version"]) == ("nanwatch.blackbox", 3)
     assert (document["end"], document["num_calls"]) == ("runs", 2)
     assert [call["module"] for call in document["calls"]] == ["0", ""]
