@@ -105,7 +105,7 @@ class FailureHandler:
         """Take a call that holds a non-finite value. Act on it at its batch's end if the forward `is_over`."""
 
         def make() -> Report:
-            calls = self._reports.calls_around(frame.name)
+            calls = self._reports.calls_around(frame.name, frame.batch)
             if not is_over:  # this thread is inside the call
                 calls = self._reports.calls_to(frame.name, caller, args, kwargs)
             return self._reports.of_failure(frame, caller, args, kwargs, calls)

@@ -161,11 +161,20 @@ class Reports:
             return None
         return self.of_failure(*outer, *calls[-1][1:3], (), more=outer[:1])
 
-    def calls_around(self, name: str) -> list[LeftCall]:
-        """Return calls without arguments of the module of this name and of those around it, the innermost first."""
-        model = self.model()
-        around = [] if model is None else [x for x in named_modules(model) if is_in(name, x.name)]
-        return [LeftCall(named.module, (), {}, ()) for named in around][::-1]
+    def calls_around(self, name: str, batch: int | None = None) -> list[LeftCall]:
+        """Return calls of the module of this name and of those around it, the innermost first.
+
+        They have no arguments, but for the outermost of this thread's `batch`.
+        """
+        model, start = self.model(), self.recorder.start()
+        around = [] if model is None else [x.module for x in named_modules(model) if is_in(name, x.name)]
+        calls = [LeftCall(module, (), {}, ()) for module in reversed(around)]
+        if start is None or start.batch != batch:
+            return calls
+        return [
+            x._replace(args=start.args, kwargs=start.kwargs or {}) if x[0] is start.module else x
+            for x in calls
+        ]
 
     def calls_to(
         self, name: str, caller: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None

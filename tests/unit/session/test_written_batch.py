@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import NonFiniteError, watch
+from nanwatch import NonFiniteError
+from support.recorders import WITH_DEVICE, watched
 from support.toys import finding_of
-
-pytestmark = pytest.mark.usefixtures("each_recorder")
 
 
 def fill(x: Tensor) -> None:
@@ -38,12 +37,13 @@ class Spoils(nn.Module):
         return self.net(x)
 
 
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
 @pytest.mark.parametrize("write", [fill, log, leave])
-def test_who_wrote_what_the_batch_holds(write: Callable[[Tensor], None]) -> None:
+def test_who_wrote_what_the_batch_holds(write: Callable[[Tensor], None], recorder: str) -> None:
     """The report has the line that wrote it, unless nothing did."""
     x = torch.full((2, 4), torch.inf if write is leave else 1.0)
     model = nn.Sequential(Spoils(write))
-    with watch(model), pytest.raises(NonFiniteError) as error:
+    with watched(model, recorder), pytest.raises(NonFiniteError) as error:
         model(x)
     finding = finding_of(error)
     assert (finding.module, finding.label) == ("", "input[0]")
