@@ -86,7 +86,7 @@ def test_the_folder_of_a_failure_holds_its_capsule(place, capsys):
 def test_command_bad_use(place, capsys):
     """Status 2 and one line on stderr for a wrong capsule, model or option; nothing on stdout."""
     for arguments, expected in [
-        (("none", "--model", "zoo:make"), "none/call.pt: No such file"),
+        (("none", "--model", "zoo:make"), "none/call.pt: FileNotFoundError"),
         (("good", "--model", "zoo"), "--model should be PKG.MOD:NAME or FILE.py:NAME"),
         (("good", "--model", "zoo_no:make"), "ModuleNotFoundError: No module named 'zoo_no'"),
         (("good", "--model", "zoo:nothing"), "has no attribute 'nothing'"),
