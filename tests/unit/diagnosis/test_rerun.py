@@ -150,3 +150,15 @@ def test_a_thread_inside_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding is not None
     assert finding.operation is None
     assert any("another thread was inside the model" in remark for remark in finding.remarks)
+
+
+@pytest.mark.parametrize("bad", [(3,), (0, 5)])
+def test_the_samples_that_carry_the_failure_are_named(bad: tuple[int, ...]) -> None:
+    """Without them the batch is finite, and alone they are not."""
+    x = torch.ones(8, 2)
+    x[list(bad), 1] = 0.0
+    with watch(model := Log()), pytest.raises(NonFiniteError) as error:
+        model(x)
+    finding = error.value.report.finding
+    assert finding is not None
+    assert finding.samples == bad
