@@ -8,6 +8,7 @@
 #include <map>
 
 #include "cpu/range_cpu.h"
+#include "device/row_table.h"
 #include "ops/tensor_view.h"
 #include "recorder/watched_call.h"
 
@@ -65,24 +66,14 @@ PyObject* abs_range(PyObject*, PyObject* object) {
 
 PyMethodDef abs_range_def = {"abs_range", abs_range, METH_O, nullptr};  // `bind` gives its docstring
 
-std::map<std::string, std::string> build_info() {
-  std::map<std::string, std::string> info;
-  info["torch"] = TORCH_VERSION;
-  info["compiler"] = __VERSION__;
 #ifdef _OPENMP
-  info["openmp"] = std::to_string(_OPENMP);
+const std::string openmp = std::to_string(_OPENMP);
 #else
-  info["openmp"] = "none";
+const std::string openmp = "none";
 #endif
-  return info;
-}
 
-bool cuda_compiled() {
-#ifdef NANWATCH_CUDA
-  return true;
-#else
-  return false;
-#endif
+std::map<std::string, std::string> build_info() {
+  return {{"torch", TORCH_VERSION}, {"compiler", __VERSION__}, {"openmp", openmp}};
 }
 
 // Lets abs_range return this named tuple, and describe itself as its fallback in Python does.
@@ -131,7 +122,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info, "What the compiled part was built with.");
   m.def("instances_of", &instances_of, py::arg("kind"),
         "The objects of that class, or of one derived from it, that gc knows.");
-  m.def("cuda_compiled", &cuda_compiled, "Whether CUDA kernels are linked in.");
+  m.def("cuda_compiled", [] { return cuda_backend() != nullptr; }, "Whether CUDA kernels are linked in.");
   bind_watched_call(m);
   bind_recorder(m);
   bind_call_slot(m);

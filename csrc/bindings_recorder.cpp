@@ -14,7 +14,7 @@ void bind_recorder(py::module_& m) {
         return reinterpret_cast<uintptr_t>(RowTable::set_backend(reinterpret_cast<const NanwatchBackend*>(table)));
       },
       py::arg("table"),
-      "Puts a NanwatchBackend (its address; see csrc/device/device_backend.h) in the place of the devices', for tests, "
+      "Puts a NanwatchBackend (its address; see csrc/device/row_table.h) in the place of the devices', for tests, "
       "and returns the one before. 0: none.");
   m.def(
       "tensor_at", [](uintptr_t address) { return *reinterpret_cast<const at::Tensor*>(address); }, py::arg("address"),

@@ -138,22 +138,20 @@ def codes(form: Any) -> str:
     return ", ".join(str(column).lower() if isinstance(column, bool) else str(column) for column in columns)
 
 
-def macro(name: str, columns: str, rows: list[str]) -> str:
-    """Return a list of rows with a comment that names their columns."""
-    calls = " \\\n".join(f"  X({row})" for row in rows)
-    return f"\n// {columns}\n#define {name}(X) \\\n{calls}\n"
-
-
 def formats() -> str:
     """Return the text of the header."""
     declared = runpy.run_path(str(SOURCE / "numerics" / "formats.py"))["NUMBER_FORMATS"]
-    real = [form for form in declared if form.kind != "complex"]
-    enumerators = [f"{short_name(form.name)}, {form.number}, {form.scalar_type}" for form in real]
-    return FORMATS_HEAD + macro(
-        "NANWATCH_FORMATS",
-        "enumerator, number, PyTorch's ScalarType, Word, sign, is_float, has_inf, has_zero, mantissa_bits, bias, "
-        "max_finite,\n// min_normal",
-        [f"{known}, {codes(form)}" for known, form in zip(enumerators, real, strict=True)],
+    rows = [
+        f"  X({short_name(form.name)}, {form.number}, {form.scalar_type}, {codes(form)})"
+        for form in declared
+        if form.kind != "complex"
+    ]
+    return (
+        FORMATS_HEAD
+        + "\n// enumerator, number, PyTorch's ScalarType, Word, sign, is_float, has_inf, has_zero, mantissa_bits, bias,"
+        + " max_finite,\n// min_normal\n#define NANWATCH_FORMATS(X) \\\n"
+        + " \\\n".join(rows)
+        + "\n"
     )
 
 

@@ -143,7 +143,7 @@ Slot* BlackBox::slot() {
     if (__atomic_load_n(&thread.id, __ATOMIC_ACQUIRE) != 0) continue;
     thread.depth = 0;
     publish(&thread.id, thread_id());
-    own.slot = {&thread, stacks_ + number * kStack};
+    own.slot = {this, &thread, stacks_ + number * kStack};
     own.box = this;
     return &own.slot;
   }

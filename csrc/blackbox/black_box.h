@@ -11,13 +11,68 @@
 #include <string_view>
 #include <unordered_map>
 
-#include "blackbox/layout.h"
-
 #if defined(__x86_64__)
 #include <x86intrin.h>
 #endif
 
 namespace nanwatch::box {
+
+// ---- layout of the file: sections of bytes, or of items that consist of words of 64 bits. Each word is declared once,
+// for the writer and for the text in the file's first page that tells a reader the names. ----
+
+#define NANWATCH_BOX_WORD(name) int64_t name;
+#define NANWATCH_BOX_NAME(name) " " #name
+#define NANWATCH_BOX_ITEM(Item, WORDS)                         \
+  struct Item {                                                \
+    static constexpr char kWords[] = WORDS(NANWATCH_BOX_NAME); \
+    WORDS(NANWATCH_BOX_WORD)                                   \
+  };
+
+// The file as a whole, one item. `..._ticks` are times of `ticks()`; (ticks, time) is a pair of the same moment.
+#define NANWATCH_BOX_STATE(X)                                      \
+  X(pid)                                                           \
+  X(begun) /* nanoseconds since 1970 */                            \
+  X(begun_ticks)                                                   \
+  X(time) /* of the latest sign of life */                         \
+  X(ticks)                                                         \
+  X(latest) /* ticks: a call began or ended, or a gradient came */ \
+  X(calls)  /* how many items were ever written */                 \
+  X(samples)                                                       \
+  X(notes) /* how many bytes were written */                       \
+  X(names)                                                         \
+  X(step_ticks)     /* the latest step of an optimizer began */    \
+  X(gradient_ticks) /* the latest gradient came */                 \
+  X(gradient_batch)                                                \
+  X(gradient_module)                                               \
+  X(gradient_part)                                                 \
+  X(sample_ticks)                                                  \
+  X(signal_ticks)                                                  \
+  X(signal)         /* the latest fatal one, 0: none */            \
+  X(signal_address) /* of a fault, -1: none */                     \
+  X(signal_thread)                                                 \
+  X(exit_ticks)                                                    \
+  X(exit)        /* Python ended: 1 + whether by an exception */   \
+  X(exit_status) /* 1 + the status of exit(), 0: none yet */       \
+  X(memory)      /* bytes that the process has in memory */
+NANWATCH_BOX_ITEM(State, NANWATCH_BOX_STATE)
+
+// A thread that calls modules. `depth` calls are under way in it. Free where `id` is 0.
+#define NANWATCH_BOX_THREAD(X) X(id) X(depth)
+NANWATCH_BOX_ITEM(Thread, NANWATCH_BOX_THREAD)
+
+// A call under way: kStack of them for each thread, the outermost first.
+#define NANWATCH_BOX_UNDER_WAY(X) X(begun) X(batch) X(module) X(recomputed)
+NANWATCH_BOX_ITEM(UnderWay, NANWATCH_BOX_UNDER_WAY)
+
+// A call that has ended. `begun` is 0 in compiled code, which tells no beginning.
+#define NANWATCH_BOX_CALL(X) X(begun) X(ended) X(batch) X(module) X(raised)
+NANWATCH_BOX_ITEM(Call, NANWATCH_BOX_CALL)
+
+constexpr size_t kPage = 4096, kThreads = 64, kStack = 120, kCalls = 1 << 15;
+constexpr size_t kSample = 2048, kNotes = 1 << 18, kNames = 1 << 21;
+constexpr uint32_t kUnnamed = UINT32_MAX;
+
+// ---- the writer ----
 
 inline int64_t ticks() {
 #if defined(__x86_64__)
@@ -31,8 +86,11 @@ inline int64_t ticks() {
 #endif
 }
 
+class BlackBox;
+
 // The place of a thread in the file.
 struct Slot {
+  BlackBox* box = nullptr;
   Thread* thread = nullptr;
   UnderWay* stack = nullptr;
 };
@@ -47,28 +105,24 @@ class BlackBox {
   static BlackBox* active() { return active_.load(std::memory_order_relaxed); }
   static void close() { active_ = nullptr; }
 
-  // The number of a module and its class, which the file has from now on; kUnnamed without a file, and once there is no
-  // more room.
-  static uint32_t number(const std::string& module, const std::string& class_name) {
-    return active() == nullptr ? kUnnamed : active()->number_of(module, class_name);
-  }
+  // The number of a module and its class, which the file has from now on; kUnnamed once there is no more room.
   uint32_t number_of(const std::string& module, const std::string& class_name);
 
   // The place of this thread. Null where more threads call modules than the file has places for.
   Slot* slot();
 
-  // Calls of the thread that has this place, which may be null.
+  // Calls of the thread that has this place, which may be null, or the parent's in a forked child.
   static void begin(Slot* slot, uint32_t module, int64_t batch, bool recomputed) {
-    if (slot != nullptr && active() != nullptr) [[unlikely]]
-      active()->begin_call(slot, module, batch, recomputed);
+    if (slot != nullptr && slot->box == active()) [[unlikely]]
+      slot->box->begin_call(slot, module, batch, recomputed);
   }
   static void end(Slot* slot, bool raised) {
-    if (slot != nullptr && active() != nullptr) [[unlikely]]
-      active()->end_call(slot, raised);
+    if (slot != nullptr && slot->box == active()) [[unlikely]]
+      slot->box->end_call(slot, raised);
   }
   // A call of compiled code, which is known when it has ended.
   static void ended(Slot* slot, uint32_t module, int64_t batch) {
-    if (slot != nullptr && active() != nullptr) active()->add_call({0, ticks(), batch, module, false});
+    if (slot != nullptr && slot->box == active()) slot->box->add_call({0, ticks(), batch, module, false});
   }
 
   // Appends a text, which the file shows as a whole or not at all. False where there is no more room.
@@ -77,7 +131,7 @@ class BlackBox {
   void add_sample(std::string_view text);
 
   void step_begins() { state_->step_ticks = ticks(); }
-  // A gradient came: from any thread, without the interpreter lock. `part` as in gradients/backward.h.
+  // A gradient came: from any thread, without the interpreter lock. `part` as in gradients/gradient_recorder.h.
   void gradient_came(uint32_t module, uint32_t part, int64_t batch);
   // Called about once a second: a sign of life. Returns for how many seconds no call has begun or ended.
   double pulse(int64_t memory);

@@ -84,9 +84,7 @@ def wanted_archs(available: tuple[str, ...]) -> tuple[list[str], list[str]]:
                 f"TORCH_CUDA_ARCH_LIST has {entry!r}; accepted are numbers such as 8.0, 9.0a or 12.0+PTX"
             )
         arch = match.group(1) + match.group(2)
-        if (
-            arch not in available
-        ):  # lists are written for a family of machines: an old entry is no reason to stop
+        if arch not in available:  # a list for a family of machines: an old entry is no reason to stop
             print(f"nanwatch: this nvcc cannot compile for sm_{arch}; left out", file=sys.stderr)
             continue
         binaries.append(arch)

@@ -3,7 +3,7 @@
 
 #include <c10/core/DeviceGuard.h>
 
-#include "device/device_backend.h"
+#include "device/row_table.h"
 #include "ops/cuda_launch.h"
 #include "ops/tensor_view.h"
 

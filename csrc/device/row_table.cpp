@@ -2,15 +2,13 @@
 
 #include <pybind11/pybind11.h>
 
-#include "ops/dense.h"
+#include "ops/tensor_view.h"
 
 namespace nanwatch {
 namespace {
 
 // In one call to the backend: a round number above any frame's.
 constexpr size_t kMostAtOnce = 1024;
-
-const NanwatchBackend* installed = cuda_backend();
 
 std::unique_ptr<const Layout> layout_of(const at::Tensor& x, const at::Tensor& run) {
   if (x.is_contiguous() || x.numel() == 0) return nullptr;
@@ -57,29 +55,17 @@ const PendingRows::StreamSlot& PendingRows::stream_slot_of(int device, const Nan
 
 // ---- the table ------------------------------------------------------------------------------------------------------
 
-const NanwatchBackend* RowTable::backend() {
-  return installed;
-}
-
-const NanwatchBackend* RowTable::set_backend(const NanwatchBackend* backend) {
-  return std::exchange(installed, backend);
-}
-
 RowTable* RowTable::instance() {
   static RowTable* table = nullptr;  // never destroyed: at exit a device may still write
-  if (installed == nullptr) return table;
+  if (installed_ == nullptr) return table;
   if (table == nullptr) table = new RowTable;
-  if (table->backend_ != installed) {
+  if (table->backend_ != installed_) {
     for (const PendingRowPtr& row : table->in_flight_) row->fail(0);
     table->in_flight_.clear();
     table->slots_ = table->address_ = nullptr;
-    table->backend_ = installed;
+    table->backend_ = installed_;
   }
   return table;
-}
-
-std::string RowTable::words(int error) const {
-  return error == 0 ? "its row was not fetched" : backend_->error(error);
 }
 
 int RowTable::allocate(int device) {

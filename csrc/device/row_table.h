@@ -14,12 +14,46 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "device/device_backend.h"
+#include "cuda/range_cuda.h"
 #include "numerics/range.h"
 
 namespace nanwatch {
+
+// Interface between the recorder and a device: which tensors it has, to read them in stream order, and to wait for
+// that. A table of functions, so that tests can substitute a device that runs only when told; cuda_backend.cpp has the
+// one for CUDA. Every function that returns an int returns 0, one of the codes of range_cuda.h, or an error of the
+// device.
+struct NanwatchBackend {
+  // Not 0: memory that the host could read itself is this device's as well.
+  int64_t takes_host_memory;
+  // The device that holds a plain strided tensor (an at::Tensor, whose Python class is plain too); -1 for anything
+  // else.
+  int (*device_of)(const void* tensor);
+  // The stream that is current there, and whether it is being captured into a graph (1 or 0).
+  int (*stream)(int device, void** stream, int* capturing);
+  // Host memory that every device writes at `*address`. For good.
+  int (*allocate)(int device, size_t bytes, void** memory, void** address);
+  // Calls nanwatch_cuda_observe on a stream that is not being captured: all of it is enqueued, or none.
+  int (*observe)(const NanwatchTensor* tensors, int64_t count, NanwatchRow* rows, uint64_t first, int device,
+                 void* stream);
+  // Waits for all that was enqueued on the stream so far; kNanwatchCapturing, without a wait, while it is captured.
+  int (*wait)(int device, void* stream);
+  // Returns whether this backend can run nothing at all: then the tensors are read as they would be without it.
+  int (*cannot_run)(int error);
+  const char* (*error)(int code);
+};
+
+// The backend for CUDA; null in a build without CUDA. Asking for it makes no CUDA call.
+#ifdef NANWATCH_CUDA
+const NanwatchBackend* cuda_backend();
+#else
+inline const NanwatchBackend* cuda_backend() {
+  return nullptr;
+}
+#endif
 
 // From the run of memory that a device reads to the tensor that lies there, where that is not the run in C order.
 struct Layout {
@@ -125,8 +159,10 @@ class RowTable {
 
   // Null where there has never been a backend.
   static RowTable* instance();
-  static const NanwatchBackend* backend();
-  static const NanwatchBackend* set_backend(const NanwatchBackend* backend);
+  static const NanwatchBackend* backend() { return installed_; }
+  static const NanwatchBackend* set_backend(const NanwatchBackend* backend) {
+    return std::exchange(installed_, backend);
+  }
 
   // Enqueues the reads of the frame on their streams, one launch for neighbours on a device; 0 or an error, and then
   // the rows that were not sent have failed. Waits where all slots hold rows that are still to come.
@@ -139,7 +175,7 @@ class RowTable {
   // Waits for all rows that any recorder has asked for.
   void drain() const { wait({in_flight_.begin(), in_flight_.end()}); }
 
-  std::string words(int error) const;
+  std::string words(int error) const { return error == 0 ? "its row was not fetched" : backend_->error(error); }
 
  private:
   int allocate(int device);
@@ -147,6 +183,7 @@ class RowTable {
   // One launch, of the reads from `begin` on; how many it had.
   int enqueue(const PendingRows& frame, size_t begin, size_t* count);
 
+  static inline const NanwatchBackend* installed_ = cuda_backend();
   const NanwatchBackend* backend_ = nullptr;
   NanwatchRow *slots_ = nullptr, *address_ = nullptr;  // as the host and as a device sees them
   uint64_t next_ = 1;                                  // the number of the next row, which is its stamp

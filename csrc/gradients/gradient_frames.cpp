@@ -5,7 +5,6 @@
 #include <unordered_map>
 
 #include "gradients/gradient_recorder.h"
-#include "recorder/subscriptions.h"
 
 namespace py = pybind11;
 

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "gradients/gradient_recorder.h"
-#include "recorder/subscriptions.h"
 
 namespace nanwatch {
 

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "ops/cuda_launch.h"
-#include "ops/dense.h"
 #include "ops/tensor_view.h"
 
 namespace nanwatch {

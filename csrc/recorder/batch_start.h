@@ -21,7 +21,7 @@
 #include <cstdint>
 
 #include "ops/tensor_view.h"
-#include "blackbox/layout.h"
+#include "blackbox/black_box.h"
 
 namespace nanwatch {
 

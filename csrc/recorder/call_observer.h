@@ -13,12 +13,11 @@
 #include <unordered_map>
 #include <vector>
 
-#include "blackbox/layout.h"
+#include "blackbox/black_box.h"
 #include "cpu/range_cpu.h"
 #include "device/row_table.h"
 #include "ops/tensor_view.h"
 #include "recorder/frame.h"
-#include "recorder/python_error.h"
 #include "recorder/read_cache.h"
 #include "recorder/record_python.h"
 

@@ -70,7 +70,7 @@ CallRecorder::CallRecorder(const Options& options, Helpers helpers, py::object e
       frame_type_(std::move(frame_type)),
       start_type_(std::move(start_type)),
       ring_(options.max_frames),
-      writes_box_(options.black_box && box::BlackBox::active() != nullptr),
+      box_(options.black_box ? box::BlackBox::active() : nullptr),
       every_(options.every),
       traced_(options.traced),
       id_(next_id++) {
@@ -89,7 +89,7 @@ void CallRecorder::meet(Node& node, PyObject* module) {
   if (type == node.type) return;
   node.type = type;
   node.class_name = class_name_of(type);
-  if (writes_box_) node.box = box::BlackBox::number(node.name, node.class_name);
+  if (live_box() != nullptr) node.box = live_box()->number_of(node.name, node.class_name);
   gathers_weights |= is_sharded(type);
 }
 
@@ -145,7 +145,7 @@ bool CallRecorder::begin_batch(Thread& thread, int32_t index, PyObject* module, 
   thread.batch = latest_batch_;
   thread.active = thread.batch % every_ == 0;
   if (!thread.recomputed && !start_batch(thread, index, module, args, kwargs)) return false;
-  if (writes_box_ && box::BlackBox::active() != nullptr) thread.slot = box::BlackBox::active()->slot();
+  thread.slot = live_box() != nullptr ? live_box()->slot() : nullptr;
   thread.args = args;
   thread.kwargs = kwargs;
   return true;

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <limits>
 #include <list>
 #include <memory>
@@ -16,9 +18,70 @@
 #include "recorder/batch_start.h"
 #include "recorder/call_observer.h"
 #include "recorder/peak_magnitudes.h"
-#include "recorder/subscriptions.h"
 
 namespace nanwatch {
+
+// Events that the recorder reports only while somebody subscribes to them, numbered as in recording/events.py. While
+// there is a subscription to kOwnTime the recorder counts its nanoseconds.
+enum Event : uint32_t { kBatchStart = 1, kBatchEnd = 2, kFrame = 4, kBackwardStart = 8, kOwnTime = 16 };
+
+// Counts the subscriptions to each event. Changed under the interpreter lock, asked on any thread.
+class Subscriptions {
+ public:
+  bool has(Event event) const { return (mask_.load(std::memory_order_relaxed) & event) != 0; }
+  void add(uint32_t events, int by) {
+    uint32_t mask = 0;
+    for (size_t i = 0; i < counts_.size(); ++i) {
+      if ((events >> i & 1u) != 0) counts_[i] += by;
+      if (counts_[i] > 0) mask |= 1u << i;
+    }
+    mask_.store(mask, std::memory_order_relaxed);
+  }
+
+  std::atomic<int64_t> nanoseconds{0};  // spent in the recorder while there is a subscription to kOwnTime
+
+ private:
+  std::array<int, 5> counts_{};
+  std::atomic<uint32_t> mask_{0};
+};
+
+// Adds the nanoseconds until its end to those of the recorder, if somebody subscribes to them.
+class Stopwatch {
+ public:
+  explicit Stopwatch(Subscriptions& subscriptions)
+      : total_(subscriptions.has(kOwnTime) ? &subscriptions.nanoseconds : nullptr),
+        start_(total_ != nullptr ? now() : 0) {}
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+  ~Stopwatch() {
+    if (total_ != nullptr) *total_ += now() - start_;
+  }
+
+ private:
+  static int64_t now() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+  std::atomic<int64_t>* const total_;
+  const int64_t start_;
+};
+
+// One subscription to some events. It does not keep the recorder alive.
+class Subscription {
+ public:
+  Subscription(std::shared_ptr<Subscriptions> all, uint32_t events) : all_(std::move(all)), events_(events) {
+    set_active(true);
+  }
+  bool active() const { return active_; }
+  void set_active(bool active) {
+    if (active == active_) return;
+    active_ = active;
+    all_->add(events_, active ? 1 : -1);
+  }
+
+ private:
+  std::shared_ptr<Subscriptions> all_;
+  uint32_t events_;
+  bool active_ = false;
+};
 
 class GradientRecorder;
 
@@ -144,6 +207,8 @@ class CallRecorder {
 
   Thread& this_thread();
   void meet(Node& node, PyObject* module);
+  // Null in a forked child: the file is the parent's.
+  box::BlackBox* live_box() const { return box_ == box::BlackBox::active() ? box_ : nullptr; }
   bool begin_batch(Thread& thread, int32_t index, PyObject* module, PyObject* args, PyObject* kwargs);
   bool start_batch(Thread& thread, int32_t index, PyObject* module, PyObject* args, PyObject* kwargs);
   bool end_batch(Thread& thread, bool completed);
@@ -169,7 +234,7 @@ class CallRecorder {
   int64_t num_inside_ = 0;  // threads
   FrameRing ring_;
   PeakMagnitudes peaks_, gradient_peaks_;
-  const bool writes_box_;                        // there is a black box, and it is wanted
+  box::BlackBox* const box_;                     // null: none is wanted
   std::shared_ptr<GradientRecorder> gradients_;  // null when nobody asked for gradients
   int64_t every_;
   std::vector<int64_t> traced_;  // sorted

@@ -105,7 +105,7 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
   if (!ends) box::BlackBox::ended(thread.slot, node.box, thread.batch);
   if (const std::string_view class_name = plan.substr(0, plan.find(kPlanSeparator)); node.class_name != class_name) {
     node.class_name = class_name;
-    if (writes_box_) node.box = box::BlackBox::number(node.name, node.class_name);
+    if (live_box() != nullptr) node.box = live_box()->number_of(node.name, node.class_name);
     node.type = nullptr;
   }
   bool done = !thread.active || paused || !node.observed || survived([&] {

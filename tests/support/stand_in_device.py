@@ -1,4 +1,4 @@
-"""A device that runs only when it is told, over the memory of the host: csrc/device/device_backend.h through ctypes.
+"""A device that runs only when it is told, over the memory of the host: csrc/device/row_table.h through ctypes.
 
 Whatever a tensor holds when its read is enqueued is what the read finds, as in a stream; the row is written when the
 queue is run, or when somebody waits. So a test can show that nobody waited, that no row is used before it has come, and

@@ -45,7 +45,7 @@ class Settings:
 
 
 class Event(IntEnum):  # not IntFlag, whose `&` takes 1 µs
-    """Events that a recorder reports only while somebody subscribes; numbered as in csrc/recorder/subscriptions.h."""
+    """Events that a recorder reports only while somebody subscribes; numbered as in csrc/recorder/call_recorder.h."""
 
     BATCH_START = 1
     BATCH_END = 2
