@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,8 +37,8 @@ _LEFT_ALONE = frozenset({"_modules", *_IN_PLACE})
 class Snapshot:
     """State of models, and all global random states, at one moment. `restore()` puts it back, as often as is wanted.
 
-    It has the attributes of all modules, the contents of the dicts, lists and sets among them, and the values of the
-    tensors in these.
+    It has the attributes of all modules, the contents of the dicts, lists and sets in them at any depth, the values and
+    gradients of tensors, and the states of generators.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -45,19 +46,35 @@ class Snapshot:
         self._spaces = [
             (space, {name: x for name, x in space.items() if name not in _LEFT_ALONE}) for space in spaces
         ]
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[Tensor, Tensor, Tensor | None]] = []  # with value and gradient
+        self._generators: list[tuple[Callable[[Any], object], Any]] = []  # functions that write these states
         values = [x for _, attributes in self._spaces for x in attributes.values()]
-        self._containers = [(x, x.copy()) for x in values if isinstance(x, dict | list | set)]
-        for container, _ in self._containers:
-            values += container.values() if isinstance(container, dict) else container
-        tensors = {id(x): x for x in values if isinstance(x, Tensor) and not nn.parameter.is_lazy(x)}
-        self._tensors = [(x, x.detach().clone()) for x in tensors.values()]
-        self._generators = [(x, x.get_state()) for x in values if isinstance(x, torch.Generator)]
+        known: set[int] = set()
+        for x in values:  # grows by what is in containers, and by gradients
+            if id(x) in known:
+                continue
+            known.add(id(x))
+            if isinstance(x, dict):
+                self._containers.append((x, dict(x)))
+                values += x.values()
+            elif isinstance(x, list | set):
+                self._containers.append((x, list(x)))
+                values += x
+            elif isinstance(x, Tensor) and not nn.parameter.is_lazy(x):
+                gradient = x.grad if x.is_leaf else None
+                self._tensors.append((x, x.detach().clone(), gradient))
+                values.append(gradient)
+            elif isinstance(x, torch.Generator):
+                self._generators.append((x.set_state, x.get_state()))
+            elif isinstance(x, random.Random):
+                self._generators.append((x.setstate, x.getstate()))
         self._rng = RngState.capture(others=True)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Restore at the end of the block, with the version counters of the tensors as they were."""
-        tensors = tuple(x for x, _ in self._tensors if not x.is_inference())
+        tensors = tuple(x for x, *_ in self._tensors if not x.is_inference())
         versions = tuple(x._version for x in tensors)
         try:
             yield
@@ -75,11 +92,13 @@ class Snapshot:
         for container, content in self._containers:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(content)
-        for x, value in self._tensors:
+        for x, value, gradient in self._tensors:
             with torch.inference_mode(x.is_inference()):
                 x.detach().copy_(value)
-        for generator, state in self._generators:
-            generator.set_state(state)
+            if x.is_leaf and (x.requires_grad or x.grad is not None):
+                x.grad = gradient
+        for write, state in self._generators:
+            write(state)
         self._rng.restore()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -162,6 +163,37 @@ def test_models_and_random_state_are_left_alone() -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert model.training
     assert x.grad is None
+
+
+def test_caches_generators_and_gradients_are_left_alone() -> None:
+    """Writes of a forward deep inside its attributes change neither a later run nor the model."""
+
+    class Stateful(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.linear, self.random, self.scale = nn.Linear(16, 4), random.Random(0), scale
+            self.layers: list[dict[str, Any]] = [{"cache": torch.zeros(4), "lengths": [0]}]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.layers[0]["lengths"].append(8)
+            return self.linear(x) * self.layers[0]["cache"].add_(1) * self.random.random() * self.scale
+
+    def call(model: nn.Module, x: Tensor) -> None:
+        with torch.enable_grad():
+            model(x).sum().backward()
+
+    a, b = Stateful(1.0), Stateful(1.001)
+    b.load_state_dict(a.state_dict())
+    a.linear.weight.grad = torch.ones(4, 16)
+    found = nanwatch.compare(a, b, X, call_a=call, call_b=call)
+    assert found.first is not None
+    assert found.first.input_error == 0.0
+    for model in (a, b):
+        assert torch.equal(model.layers[0]["cache"], torch.zeros(4))
+        assert model.layers[0]["lengths"] == [0]
+        assert model.random.getstate() == random.Random(0).getstate()
+    assert torch.equal(a.linear.weight.grad, torch.ones(4, 16))
+    assert b.linear.weight.grad is None
 
 
 def test_a_model_that_knows_one_precision_has_the_floor_of_the_other() -> None:
