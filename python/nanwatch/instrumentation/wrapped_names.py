@@ -110,7 +110,8 @@ def find_module(model: nn.Module, name: str) -> Named | None:
     for root in (model, unwrapped(model)):
         with suppress(AttributeError):
             module = root.get_submodule(name)
-            return next(named for named in by_name.values() if named.module is module)
+            # A module that an attribute holds, and no registration, has no name.
+            return next((named for named in by_name.values() if named.module is module), None)
     return None
 
 

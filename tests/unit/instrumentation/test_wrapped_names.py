@@ -69,6 +69,8 @@ def test_names_are_those_without_wrappers(shape: Any, around: list[str]) -> None
         if one.module in expected:
             assert (led := find_module(model, one.name)) is not None
             assert led.module is one.module
+    object.__setattr__(plain, "unregistered", Scale())
+    assert find_module(model, "unregistered") is None
     wrappers = [one.name for one in found if one.module not in expected]
     assert all(name.endswith(")") for name in wrappers)
     assert unwrapped(model) is plain
