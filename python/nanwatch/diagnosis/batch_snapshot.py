@@ -36,7 +36,8 @@ from . import isolation
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 # A call changes no value of these. Configurations have attributes of the first.
 _CONSTANTS = int, float, complex, str, bytes, tuple, type(None)
-_PLAIN = torch.dtype, torch.device, slice, type(...), type, *_CONSTANTS
+# A model that a watched loss is given is trusted as the watched model itself is.
+_PLAIN = torch.dtype, torch.device, slice, type(...), type, nn.Module, *_CONSTANTS
 # Libraries whose modules talk to other ranks.
 _SHARDING = frozenset({"deepspeed", "fairscale", "megatron", "colossalai", "horovod", "transformer_engine"})
 _OWN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)

@@ -134,7 +134,7 @@ def run(
         return output
 
     try:
-        again, wanted = with_leaves(snapshot) if snapshot.grad else (snapshot, [])
+        again = with_leaves(snapshot)[0] if snapshot.grad else snapshot
         graph = torch.enable_grad() if snapshot.grad else nullcontext()
         with again.again() as call, graph, experiment.provenance or nullcontext():
             with wrap_calls(snapshot.module.modules(), seen):
@@ -149,7 +149,7 @@ def run(
                 if squares:
                     backwards.append((ends, [2 * x.detach() / max(x.numel(), 1) for x in ends]))
             for roots, gradients in backwards:
-                run_backward(roots, wanted, gradients, experiment.keep_gradients)
+                run_backward(roots, leaves_below(roots), gradients, experiment.keep_gradients)
     except Exception as error:
         # Without its traceback, whose frames hold the activations of the run.
         experiment.error = error.with_traceback(None)
@@ -184,6 +184,12 @@ def with_leaves(snapshot: BatchSnapshot) -> tuple[BatchSnapshot, list[Tensor]]:
         args, kwargs = _pytree.tree_map_only(Tensor, fresh, (snapshot.args, dict(snapshot.kwargs)))
     wanted = [*(x for x in snapshot.module.parameters() if x.requires_grad), *made]
     return replace(snapshot, args=args, kwargs=kwargs), wanted
+
+
+def leaves_below(roots: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves of the graph of these roots: among them weights of a model that a function calls."""
+    below = [node.variable for node in graph_nodes(x.grad_fn for x in roots) if hasattr(node, "variable")]
+    return [*(x for x in roots if x.is_leaf), *below]
 
 
 def run_backward(

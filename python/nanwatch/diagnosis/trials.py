@@ -25,6 +25,7 @@ from .experiment import (
     Allows,
     Experiment,
     MakeCall,
+    leaves_below,
     make_call,
     mean_gradients,
     nothing_allowed,
@@ -120,16 +121,14 @@ class Trials:
         args, kwargs = (cast(x, _NARROWER, torch.float64) for x in (snapshot.args, dict(snapshot.kwargs)))
         mode = Float64(first_float((snapshot.args, dict(snapshot.kwargs))) or torch.float32)
         wide = replace(snapshot, args=args, kwargs=kwargs)
-        again, wanted = with_leaves(wide) if backward else (wide, [])
+        again = with_leaves(wide)[0] if backward else wide
         results: list[Tensor] | None = None
         try:
             with again.again() as call, loaded(snapshot.module, torch.float64), around():
                 with torch.enable_grad() if backward else nullcontext(), mode:
                     output = call()
                 if ends := [x for _, x in with_graph(output) if backward]:
-                    weights = [x for x in snapshot.module.parameters() if x.requires_grad]
-                    wanted = [*weights, *wanted[len(weights) :]]
-                    run_backward(ends, wanted, mean_gradients(ends), experiment.keep_gradients)
+                    run_backward(ends, leaves_below(ends), mean_gradients(ends), experiment.keep_gradients)
             results = [x.detach() for x in tensors_in(output)]
         except Exception:
             suppressed("a batch could not be run in float64")

@@ -54,6 +54,20 @@ def test_a_functional_loss_is_named_with_its_line(place: str) -> None:
     assert str(finding.source).endswith(f"{__file__.rpartition('/')[2]}:{line}")
 
 
+def mean_of_kept(model: nn.Module, x: Tensor, kept: Tensor) -> Tensor:
+    return (model(x).sum(-1) * kept).sum() / kept.sum()
+
+
+def test_a_loss_that_calls_the_model_is_cured() -> None:
+    """The model is an argument, and its weights are leaves of the backward by which a cure is judged."""
+    model = nn.Linear(3, 2)
+    with nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError) as error:
+        nanwatch.watched(mean_of_kept)(model, torch.ones(2, 3), torch.zeros(2))
+    finding = error.value.report.finding
+    assert finding is not None
+    assert "+    return (model(x).sum(-1) * kept).sum() / kept.sum().clamp(min=1)" in finding.cures[0].patch
+
+
 @pytest.mark.parametrize("recorder", RECORDERS)
 def test_a_span_after_the_model_and_as_a_decorator(recorder: str) -> None:
     """Outside the model a span is a batch of its own; on a function it is `watched` with a name."""
