@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import inf, sqrt
 from typing import TypeAlias
@@ -26,16 +27,25 @@ def compare(first: Sequence[Member], second: Sequence[Member], tell: Tell) -> It
 
     They are matched by name, and by fingerprint where names differ.
     """
-    by_name = {without_wrappers(member[1].name): member for member in second}
-    matches = [by_name.pop(without_wrappers(member[1].name), None) for member in first]
+    by_name = dict(zip(_names(second), second, strict=True))
+    matches = [by_name.pop(name, None) for name in _names(first)]
     by_value = {member[1].fingerprint: name for name, member in by_name.items() if _is_distinct(member[1])}
     for number, (member, match) in enumerate(zip(first, matches, strict=True)):
         tell("comparing", number, len(first), "tensors")
         if match is None and _is_distinct(member[1]):
-            match = by_name.pop(by_value.pop(member[1].fingerprint, ""), None)
+            match = by_name.pop(by_value.pop(member[1].fingerprint, ("", 0)), None)
         yield Change(member[1].name, "", "missing there") if match is None else _change(member, match)
     for _, scanned in by_name.values():
         yield Change("", scanned.name, "only there")
+
+
+def _names(members: Sequence[Member]) -> Iterator[tuple[str, int]]:
+    """Yield each name and how often it came before, as in a folder with the random states of several ranks."""
+    counts = Counter[str]()
+    for _, scanned in members:
+        name = without_wrappers(scanned.name)
+        yield name, counts[name]
+        counts[name] += 1
 
 
 def _is_distinct(tensor: TensorScan) -> bool:

@@ -77,3 +77,15 @@ def test_renamed_missing_and_reshaped_tensors_are_named(weights, tmp_path):
     assert f"Original: {original}. What became of it: {other}.\nNot the same: " in text
     assert "equal under other names: layers.0.q.weight -> h.q\n" in text
     assert f"in the original only: norm\n  in {other} only: extra\n" in text
+
+
+def test_names_that_occur_twice_are_matched_in_order(tmp_path):
+    """A key may have a dot, and the files of several ranks have the same names."""
+    (tmp_path / "run").mkdir()
+    torch.save({"a.b": torch.rand(3), "a": {"b": torch.rand(4)}}, tmp_path / "run" / "model.pt")
+    for rank in range(2):
+        torch.save({"cpu": torch.full((5,), rank)}, tmp_path / "run" / f"rng_state_{rank}.pth")
+    changes = nanwatch.scan(tmp_path / "run", against=tmp_path / "run").changes
+    assert [(change.name, change.kind) for change in changes] == [("a.b", "equal")] * 2 + [
+        ("cpu", "equal")
+    ] * 2
