@@ -163,8 +163,8 @@ class _Call:
                         places[f"{path}.{name}".removeprefix(".")] = (tensors, name, x)
         if unknown := sorted(self.capsule.state.keys() - places.keys()):
             raise ValueError(
-                f"this {visible(self.capsule.class_name)} has no weight or buffer {first_few(unknown, 1)}, which the"
-                " capsule has; build the model as the recorded one was built"
+                f"this {visible(self.capsule.class_name)} has no weight or buffer {visible(first_few(unknown, 1))},"
+                " which the capsule has; build the model as the recorded one was built"
             )
         loaded: dict[int, Tensor] = {}  # a tied weight stays one
         for path, (tensors, name, x) in places.items():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanwatch import Capsule, write_capsule
+from nanwatch import Capsule, replay, write_capsule
 from nanwatch.capsule.capsule import CapsuleError
 from support.toys import mlp
 
@@ -60,3 +60,11 @@ def test_a_truncated_file_is_a_capsule_error(file: Path) -> None:
     for keep in (0, 7, 100, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:keep])
         error_of(file)
+
+
+def test_an_error_shows_what_a_name_of_the_file_hides(file: Path) -> None:
+    content = torch.load(file, weights_only=True)
+    content["state"]["\x1b[31m"] = torch.ones(1)
+    torch.save(content, file)
+    with pytest.raises(ValueError, match=r"no weight or buffer \\x1b\[31m,"):
+        replay(file.parent, mlp())
