@@ -61,10 +61,12 @@ def examine(
         incident.remark(f"no re-run was made: {reason or _NOT_KEPT}")
     elif examines and loss is not None and (snapshot is None or incident.finding.is_of_loss):
         run.examine_loss(loss, loss_value(loss))
-        if incident.finding.operation is None:
-            incident.finding = with_poles(incident.finding, loss)
     elif examines and snapshot is not None and incident.finding.phase != "step":
         diagnosis = run.examine_batch(snapshot, loss)
+    finding = incident.finding
+    if loss is not None and finding.is_of_loss and finding.operation is None:
+        poles = attempt("reading the loss's graph", partial(with_poles, finding, loss), incident.remark)
+        incident.finding = poles or incident.finding
     if output_dir is not None:
         run.send()
         write_failure(incident, diagnosis, snapshot, output_dir)

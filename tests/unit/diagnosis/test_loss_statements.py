@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -196,3 +197,19 @@ def test_what_may_not_run_twice_is_not_run(way: str) -> None:
         assert finding.source is None
         assert any("should not run a second time; put the loss" in remark for remark in finding.remarks)
         assert any("from DivBackward0" in remark for remark in finding.remarks)  # the graph still tells
+
+
+def test_the_graph_tells_where_nothing_may_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANWATCH_RERUN", "in-process")
+    before = signal.signal(signal.SIGURG, lambda *_: None)  # by which a re-run would be ended
+    try:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with failing(model) as found:
+            model(BATCH).mul(0).sum().sqrt().backward()
+            optimizer.step()
+    finally:
+        signal.signal(signal.SIGURG, before)
+    (finding,) = found
+    assert (finding.operation, finding.source) == ("SqrtBackward0", None)
+    assert any("the program uses SIGURG" in remark for remark in finding.remarks)
