@@ -43,9 +43,9 @@ class Program(NamedTuple):
     def edited(self, site: Site, proposal: Proposal) -> Program:
         """Return the program with one change more. Raises SyntaxError."""
         file, edit = site.file, proposal.edits[-1]
-        old = " ".join(file.part(edit.span).split())
+        old, new = (" ".join(text.split()) for text in (file.part(edit.span), edit.text))
         place = f"{Path(file.name).name}:{file.line_of(edit.span)}"
-        words = f"{proposal.words}: write `{edit.text}` for `{old}` at {place}"
+        words = f"{proposal.words}: write `{new}` for `{old}` at {place}"
         targets = self.targets if site.target in self.targets else (*self.targets, site.target)
         return Program({**self.files, file.name: file.edited(proposal.edits)}, targets, (*self.words, words))
 

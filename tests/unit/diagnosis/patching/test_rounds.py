@@ -96,6 +96,21 @@ def test_healthy_negative_values_forbid_a_clamp() -> None:
     ]
 
 
+class Lines(nn.Module):
+    """Takes the root of a difference on two lines."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sqrt(
+            x.mean()  # a comment keeps the lines apart
+            - x.amax()
+        )
+
+
+def test_the_words_of_a_change_are_one_line() -> None:
+    cure = works(failed(Lines(), HEALTHY_AND_ZERO))
+    assert "write `(x.mean() # a comment keeps the lines apart - x.amax())." in cure.what
+
+
 class Unit(nn.Module):
     """Divides by a norm and an eps that float16 rounds to 0."""
 
