@@ -75,7 +75,7 @@ class BackwardCall:
     `since` is the autograd sequence number of the first node that is no part of the model's forward. Where the loss
     called the model several times, it is that of the first call, and `forwards` are the numbers of them up to the one
     whose gradient failed. `rngs` are random states from which the loss may have begun: that of the last step of an
-    optimizer, and the present one.
+    optimizer, that of the model's first call, as data may be drawn between the two, and the present one.
     """
 
     roots: Sequence[Tensor]
@@ -87,15 +87,15 @@ class BackwardCall:
 
     @classmethod
     def capture(
-        cls, since: int, forwards: Sequence[tuple[int, int]], generator: Tensor | None
+        cls, since: int, forwards: Sequence[tuple[int, int]], generators: Sequence[Tensor]
     ) -> BackwardCall | None:
-        """Return the backward under way, None where it is not known. `generator`: the CPU's, at the last step."""
+        """Return the backward under way, None where it is not known. `generators`: states of the CPU's before it."""
         frame = _engine_frame()
         if frame is None:
             return None
         callers = list(islice(_callers(frame), _MOST_FRAMES))
         now = RngState.capture()
-        rngs = [now] if generator is None else [replace(now, torch=generator), now]
+        rngs = [*(replace(now, torch=generator) for generator in generators), now]
         return cls(frame.f_locals["t_outputs"], since, forwards, callers, rngs)
 
     def is_behind(self, node: Any) -> bool:
@@ -251,10 +251,13 @@ class _Slicer:
             is_gone = name in self._caller.deleted or (
                 name not in values and name in self._caller.code.co_varnames
             )
-            if name in self._bound or is_gone or self._is_made(values.get(name)):
+            value = values.get(name)
+            # A module keeps its weights: made anew, it would have others.
+            is_needed = name in self._bound and not isinstance(value, nn.Module)
+            if is_needed or is_gone or self._is_made(value):
                 needed.add(name)
             elif name in values:
-                self._reads[name] = values[name]
+                self._reads[name] = value
         return needed
 
     def _is_made(self, value: Any) -> bool:

@@ -104,9 +104,12 @@ class RerunPolicy:
             return
         try:
             # A later call is a part of what lies behind this one's outputs.
-            calls = [x.nodes for x in starts if x.batch <= failed.batch and not x.is_function]
+            starts = [x for x in starts if x.batch <= failed.batch]
+            calls = [x.nodes for x in starts if not x.is_function]
             since = failed.nodes[1] if failed.is_function else min(end for _, end in calls)
-            if (call := BackwardCall.capture(since, calls, self._generator)) is not None:
+            first = min(starts, key=lambda x: x.batch)
+            generators = [x for x in (self._generator, first.generator) if x is not None]
+            if (call := BackwardCall.capture(since, calls, generators)) is not None:
                 self._losses[batch] = call
         except Exception:
             suppressed("the statements of the loss could not be kept")

@@ -126,6 +126,29 @@ def test_a_policy_whose_distribution_holds_a_graph() -> None:
     assert finding.cures[0].works
 
 
+def drawn(logits: Tensor, pole: Tensor) -> Tensor:
+    return logits.mean() * torch.log((torch.rand(()) - pole).abs())  # aten.log.default
+
+
+def test_a_loss_draws_as_it_did_where_data_was_drawn_before() -> None:
+    """Data drawn after the last step has moved the random state: only the number of this run makes the value."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    torch.rand(4, 3)
+    pole = torch.rand(())
+    with failing(model) as found:
+        torch.manual_seed(1)
+        optimizer.step()
+        x = torch.rand(4, 3)
+        logits = model(x)
+        loss = drawn(logits, pole)
+        loss.backward()
+        optimizer.step()
+    (finding,) = found
+    assert (finding.operation, finding.source) == line_of("  # ", drawn)
+
+
 def test_parts_of_a_loss() -> None:
     """A list, a sum in a loop and a dict that is filled are made anew, also in a `try`; a dict of others is left."""
     for way in ("list", "loop", "try", "dict", "alias"):
