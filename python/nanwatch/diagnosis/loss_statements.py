@@ -280,7 +280,8 @@ class _Slicer:
             if not wanted:
                 continue
             try:
-                kept, needed = self._statement(statement, needed | filled)
+                made = {name for name in filled if not isinstance(values.get(name), nn.Module)}
+                kept, needed = self._statement(statement, needed | made)
             except Refused as reason:
                 is_lost = wanted & later or any(x not in values or self._has_graph(values[x]) for x in wanted)
                 # Bad data stays as it was handed out. A branch that is not taken may have what is lost.

@@ -126,6 +126,36 @@ def test_a_policy_whose_distribution_holds_a_graph() -> None:
     assert finding.cures[0].works
 
 
+class Score(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.hidden(x).relu())
+        return result
+
+
+def test_a_loss_that_differentiates_a_model_whose_weights_were_written() -> None:
+    """The model is not made anew, by which its units would live: the penalty's root fails at a gradient of zero."""
+    torch.manual_seed(0)
+    model = Score()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with failing(model) as found:
+        for step in range(2):
+            if step == 0:
+                with torch.no_grad():
+                    model.hidden.bias.fill_(-100.0)
+            x = BATCH.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            loss = (slope.square().sum(-1) + 1 - step).sqrt().mean()  # SqrtBackward0
+            loss.backward()
+            optimizer.step()
+    (finding,) = found
+    place = line_of("  # ", test_a_loss_that_differentiates_a_model_whose_weights_were_written)
+    assert (finding.operation, finding.source) == place
+
+
 def drawn(logits: Tensor, pole: Tensor) -> Tensor:
     return logits.mean() * torch.log((torch.rand(()) - pole).abs())  # aten.log.default
 
