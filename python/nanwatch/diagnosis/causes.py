@@ -21,6 +21,9 @@ from ..util.modules import each_module
 from .diagnosis import ModuleCall
 from .operation import Operation
 
+# Where their operands begin. A guard is right for what rounding took below, and hides a mistake for all else.
+_DOMAINS = {"log": 0, "log2": 0, "log10": 0, "log1p": -1, "sqrt": 0, "rsqrt": 0}
+
 
 def named_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -75,6 +78,7 @@ def causes(
     yield from _empty(operands, calls)
     yield from _ignored_labels(operation, given)
     yield from _masked_rows(operation, given)
+    yield from _below_domain(operation, given)
 
 
 def _named(calls: Sequence[ModuleCall]) -> Iterator[tuple[str, Tensor]]:
@@ -125,4 +129,17 @@ def _masked_rows(operation: Operation, given: Mapping[str, Any]) -> Iterator[str
         yield (
             f"{what} is -inf everywhere along dimension {dim % x.ndim} in {count} of {empty.numel()} rows, the first at"
             f" {first}: a row in which everything is masked leaves softmax nothing to choose from"
+        )
+
+
+def _below_domain(operation: Operation, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence if a root or a logarithm was taken of values for which it is not defined."""
+    x, least = given.get("self"), _DOMAINS.get(operation.base)
+    if least is None or not isinstance(x, Tensor) or not x.dtype.is_floating_point:
+        return
+    below = x[x < least]
+    if below.numel():
+        yield (
+            f"{below.numel():,} of {x.numel():,} elements of its operand are below {least}, the least"
+            f" {float(below.min()):.3g}: right only if rounding took them there"
         )

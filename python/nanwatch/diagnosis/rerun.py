@@ -168,7 +168,7 @@ class _Rerun:
         # The derivative of a gradient runs through the model's own operations once more. `extent` and `index` would be
         # those of the loss, where the finding is of a gradient.
         made_in = _below(diagnosis.made_in or "") or None
-        shown = replace(diagnosis, made_in=made_in, remarks=(), extent="", index=None)
+        shown = replace(diagnosis, made_in=made_in, remarks=diagnosis.step.remarks, extent="", index=None)
         incident.finding = enrich(incident.finding, shown)
         incident.learn(cures=cures)
         incident.remark(*tried, f"found by running {where} again")

@@ -45,6 +45,8 @@ def distance(self: Adapter, x: Tensor, labels: Any, teacher_logps: Tensor) -> Te
         (lambda _, x, *__: x.masked_fill(x < 9, float("-inf")).softmax(-1), (ROWS,),
          "its operand is -inf everywhere along dimension 1 in 1 of 4 rows, the first at [0]: a row in which everything"
          " is masked leaves softmax nothing to choose from"),
+        (lambda _, x, *__: (3 - x).log(), (ROWS,),
+         "29 of 32 elements of its operand are below 0, the least -29: right only if rounding took them there"),
         (distance, (ROWS, None, ABSENT), "`teacher_logps` came in with 8 -inf: 1 of 4 rows, row 1"),
     ],
 )  # fmt: skip
