@@ -31,11 +31,11 @@ class Report(InNotebook):
 
     `frames` come oldest first. `finding` is None when all is finite. `batch` is the latest number, None before the
     first batch, and `rank` that of the process. `parameter_mesh` is the position of this rank in the device meshes over
-    which the model's parameters are sharded, also while they are gathered. `mesh` adds the meshes of tensors in the
-    frames. `attempt` is the start of a torchrun job to which the report belongs, None without torchrun. `never_called`
-    are modules that nobody called, though their weights took part in the training. `suspects`, in the report of a
-    failure, are weights that grew much or are far from their siblings. `origin`, in a job of several ranks, says where
-    the ranks agreed that the first non-finite value was; None where they have not.
+    which the model's parameters are sharded, also while they are gathered. `attempt` is the start of a torchrun job to
+    which the report belongs, None without torchrun. `never_called` are modules that nobody called, though their weights
+    took part in the training. `suspects`, in the report of a failure, are weights that grew much or are far from their
+    siblings. `origin`, in a job of several ranks, says where the ranks agreed that the first non-finite value was; None
+    where they have not.
 
     Examples:
         >>> import nanwatch, pathlib, torch
