@@ -27,7 +27,7 @@ from .events import Arrival, BackwardCall, Event, PeakName, Recorder, RecorderEv
 from .gradients import Call, PythonGradients
 from .masks import Excuses
 from .observe import call_values, completed_record, observe
-from .walk import call_leaves, is_container, leaves, spell_key
+from .walk import is_container, leaves, spell_key
 
 if TYPE_CHECKING:
     from .._C import CallRecorder
@@ -441,9 +441,12 @@ def start_of(
     batch: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, extra: object
 ) -> Start:
     """Return the start of a batch that begins now, as csrc/recorder/batch_start.h makes it."""
+    values = [*args, *(kwargs or {}).values()]
+    for value in values.copy():  # one level deep
+        values += value if isinstance(value, tuple | list) else ()
+        values += value.values() if isinstance(value, dict) else ()
     # By the class alone: an object may say by its `__class__` that it is a tensor.
-    given = call_leaves(args, kwargs or {}, objects=False)
-    tensors = [x for _, x in given if issubclass(type(x), Tensor)]
+    tensors = [x for x in values if issubclass(type(x), Tensor)]
     with torch._C.DisableTorchFunction():  # no function mode of the user sees the reads
         versions = [(x, x._version) for x in tensors if not x.is_inference()]
     autocast = tuple(

@@ -187,6 +187,25 @@ def test_the_walk_of_a_call_is_that_of_leaves(make: Callable[[], Any], recorder:
 
 
 @pytest.mark.parametrize("recorder", RECORDERS)
+def test_the_start_of_a_batch_has_the_versions_of_tensors_one_level_deep(recorder: str) -> None:
+    """By the versions a re-run tells whether its arguments are as they were."""
+    a, b, c, d = (torch.ones(1) for _ in range(4))
+    starts: list[Any] = []
+
+    class Asks(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> None:
+            starts.append(w._recorder.start())
+
+    model = Asks()
+    b.add_(1)
+    with watched(model, recorder) as w:
+        model(a, [b, [d]], UserDict(x=d), {"y": {"z": d}}, key={"c": c})
+    (start,) = starts
+    assert all(x is y for (x, _), y in zip(start.versions, [a, b, c], strict=True))
+    assert [version for _, version in start.versions] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
 def test_frames_since_are_the_latest_of_those_that_came_later(recorder: str) -> None:
     """For any number given, and however many frames the ring has dropped."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
