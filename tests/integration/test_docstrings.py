@@ -29,7 +29,7 @@ NEEDS = {
     "Trace": "pyarrow",
     "TraceError": "pyarrow",
     "diff": "pyarrow",
-    "Report": "plotly",
+    "Report": "jinja2",
 }
 # A trainer or a recorder calls these, and nobody else.
 CALLED_BY_OTHERS = ("on_", "setup", "teardown", "forward_hook")

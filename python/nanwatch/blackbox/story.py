@@ -62,12 +62,11 @@ class BlackBoxReport:
     """State of a process when its black box was last written.
 
     `end` is "runs" for a process that is alive, "signal" with the number in `signal` (and the address of a fault),
-    "exit" and "exception" where Python ended, with the `exit_status` that the process gave, else "unknown": os._exit, a
-    lost machine, and SIGKILL without a parent that says so leave no mark. A `signal` of an unknown end came before, and
-    the program went on. `phase` is "forward", "backward", "step", or "" between them. `seconds_after` is the time from
-    the end of the latest call to the end. `python` is where the main thread was, `python_ago` seconds before the end.
-    Times are in seconds, moments in seconds since 1970. `facts` are of the process, `notes` what it wrote about a hang
-    or an error.
+    "exit" and "exception" where Python ended, with the `exit_status` that the process gave, else "unknown": SIGKILL,
+    os._exit and a lost machine leave no mark. A `signal` of an unknown end came before, and the program went on.
+    `phase` is "forward", "backward", "step", or "" between them. `seconds_after` is the time from the end of the latest
+    call to the end. `python` is where the main thread was, `python_ago` seconds before the end. Times are in seconds,
+    moments in seconds since 1970. `facts` are of the process, `notes` what it wrote about a hang or an error.
     """
 
     path: str

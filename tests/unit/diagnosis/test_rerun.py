@@ -68,7 +68,7 @@ def test_a_fault_in_a_recomputation_is_raised_where_it_is_seen(check: Any) -> No
 
 def test_everything_is_written_and_named_in_the_error(tmp_path: Path) -> None:
     """The folder holds text, JSON, page, capsule and the first patch, and the JSON is the error's report."""
-    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
     with watch(model := Log(), output_dir=tmp_path), pytest.raises(NonFiniteError) as error:
         model(torch.zeros(2))
     folder = tmp_path / "batch-0"
