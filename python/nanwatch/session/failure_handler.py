@@ -67,6 +67,7 @@ class FailureHandler:
         self.is_run_open = False
         self._num_runs = 0
         self._warned: Counter[str] = Counter()  # non-finite batches, by the module that was the first to fail
+        self._latest_warned = -sys.maxsize
         self._under_way: dict[int, Incident] = {}  # by the numbers of their batches
         self._ended: deque[int] = deque(maxlen=_MAX_ENDED)
         self._exception_batch: int | None = None
@@ -174,6 +175,9 @@ class FailureHandler:
         """Count the batch for the sum at the end, and warn of the 1st, 2nd, 4th, 8th run of failures."""
         if self._action != "warn":
             return
+        # A backward fails after its forward, which has been finite and has ended the run of the backward before.
+        batch, latest = incident.finding.batch, self._latest_warned
+        begins, self._latest_warned = begins and batch > latest + self._options.every, batch
         self._warned[incident.finding.module] += 1
         self._num_runs += begins
         if begins and self._num_runs.bit_count() == 1:

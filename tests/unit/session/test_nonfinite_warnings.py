@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from nanwatch.util.visible import warn_user
+from support.gradient_models import Sick
 from support.toys import Scale
 from support.watching import watch
 
@@ -46,6 +47,22 @@ def test_runs_become_rarer_lines() -> None:
         "non-finite batches: 6 of 12, first in '2' 4x, '1' 1x, '0' 1x",
     ]
     assert {warning.category for warning in caught} == {RuntimeWarning}
+
+
+@pytest.mark.usefixtures("each_recorder")
+def test_bad_backwards_in_a_row_are_one_run() -> None:
+    """The forwards between them are finite, and end no run."""
+    model = nn.Sequential(Sick())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with told() as caught, watch(model, on_nonfinite="warn", gradients=True):
+        for _ in range(3):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            nn.init.zeros_(model[0].weight)
+            optimizer.zero_grad()
+    begins, total = (str(warning.message) for warning in caught)
+    assert " in the backward of batch 0; " in begins
+    assert total == "non-finite batches: 3 of 3, first in '0' 3x"
 
 
 @pytest.mark.usefixtures("each_recorder")
