@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..instrumentation.slot import let_others_proceed
 from ..util.program_code import is_library
 from ..util.visible import spell
 
@@ -208,6 +209,8 @@ class Clock:
             if is_armed:
                 is_armed = False
                 self._ended = f"it took longer than {self._seconds:.0f} s at {_line(frame)}, and was ended"
+                # Code that the end passes through, as an executor's `with`, may wait for a thread of its own.
+                let_others_proceed()
                 raise _End
 
         # A signal ends a wait for a lock too.

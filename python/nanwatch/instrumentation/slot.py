@@ -387,18 +387,32 @@ class ExclusiveWrapper(TemporaryWrapper):
         return self.run_inner(module, args, kwargs)
 
 
+_alone = threading.local()  # `has_ended` is set at the end of the outermost `unwatched` of this thread
+
+
+def let_others_proceed() -> None:
+    """End the wait of other threads for this thread's `unwatched`, which may itself wait for one of them."""
+    if (has_ended := getattr(_alone, "has_ended", None)) is not None:
+        has_ended.set()
+
+
 @contextmanager
 def unwatched(root: nn.Module) -> Iterator[None]:
     """Record no call of a module in the tree inside the block. Other threads that call one wait for its end.
 
-    The watches stay attached, so that one that is stopped or paused meanwhile stays so.
+    Of blocks inside each other they wait for the outermost. The watches stay attached, so that one that is stopped or
+    paused meanwhile stays so.
     """
-    has_ended = threading.Event()
+    outer = getattr(_alone, "has_ended", None)
+    has_ended = outer or threading.Event()
     watched = [module for _, module in each_module(root) if wrappers(module)]
     # Hooks of gradients on weights are in no slot, so their recorders are suspended.
     recorders = {id(x.recorder): x.recorder for module in watched for x in watching_at(id(module))}
     with ExitStack() as after:
-        after.callback(has_ended.set)
+        if outer is None:
+            _alone.has_ended = has_ended
+            after.callback(delattr, _alone, "has_ended")
+            after.callback(has_ended.set)
         for recorder in recorders.values():
             recorder.suspend(True)
             after.callback(recorder.suspend, False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch import NonFiniteError, Report
+from nanwatch.instrumentation import slot
+from nanwatch.session import rerun_policy
 from support.watching import watch
 
 
@@ -162,3 +166,29 @@ def test_the_samples_that_carry_the_failure_are_named(bad: tuple[int, ...]) -> N
     finding = error.value.report.finding
     assert finding is not None
     assert finding.samples == bad
+
+
+class InPool(nn.Module):
+    """Calls its part in another thread, which it waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self.part, x).result().log()
+
+
+def test_a_model_that_waits_for_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its re-run in this process ends by the clock, and the thread comes through at once."""
+    monkeypatch.setenv("NANWATCH_RERUN", "in-process")
+    monkeypatch.setattr(rerun_policy, "LEAST_SECONDS", 0.5)
+    began = time.monotonic()
+    model = InPool()
+    with watch(model), pytest.raises(NonFiniteError) as error:
+        model(torch.zeros(2))
+    finding = error.value.report.finding
+    assert finding is not None
+    assert any("was ended" in remark for remark in finding.remarks)
+    assert time.monotonic() - began < slot.PATIENCE / 2
