@@ -56,7 +56,8 @@ class Job:
         """Return all about one process, or a line for each rank and which stopped first."""
         lines = [*(_process_lines(self.reports[0]) if len(self.reports) == 1 else self._rank_lines())]
         if self.num_older:
-            lines += ["", f"Not shown: {self.num_older:,} black boxes of other runs in this folder."]
+            folder = Path(self.reports[0].path).parent
+            lines += ["", f"Not shown: {self.num_older:,} black boxes of other runs in {folder}."]
         return "\n".join(map(visible, [*lines, *(f"Not read: {reason}." for reason in self.unread)]))
 
     def to_json(self) -> str:
@@ -90,7 +91,7 @@ def read_job(path: Path) -> Job:
 
     Raises ValueError or OSError where there is none.
     """
-    if not path.is_dir():
+    if path.is_file():
         return Job((read(path),))
     reports, unread = [], []
     for file in sorted([*path.glob(f"*{SUFFIX}"), *path.glob(f"blackbox/*{SUFFIX}")]):

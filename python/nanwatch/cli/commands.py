@@ -93,8 +93,9 @@ def answered(
     the command `waits`, the first is too.
     """
     options = parser.parse_args(arguments)
+    options.json |= getattr(options, "format", None) == "json"
     expected: tuple[type[Exception], ...] = (UseError, ValueError, OSError, ImportError, *errors)
-    live: float = getattr(options, "live", 0)
+    live: float = 0 if getattr(options, "once", False) else getattr(options, "live", 0)
     is_live = live > 0 and not options.json and sys.stdout.isatty()
     has_answered, status = False, 0
     try:
@@ -153,7 +154,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and exit with status 2."""
-        flag = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
+        flag = message.removeprefix("unrecognized arguments: ").partition(" ")[0].partition("=")[0]
         if flag.startswith("--"):
             message += f"; {close_names(flag, list(self._option_string_actions), '--help lists the options')}"
         elif choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):

@@ -78,7 +78,6 @@ def show_main(arguments: list[str]) -> int:
 
 
 def _show(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
-    options.json |= options.format == "json"
     for path in options.paths:
         if not path.exists():
             raise FileNotFoundError(f"there is no {str(path)!r}: show reads {_READS}{near(path)}")

@@ -43,9 +43,7 @@ def top_main(arguments: list[str]) -> int:
     """Run `nanwatch top` and return the exit status."""
     parser = command_parser("top", "Show the modules of a running trace by least headroom or by trend.", _TOP)
     parser.add_argument("run", metavar="RUN", type=Path, help="a trace: what watch(trace=...) was given")
-    parser.add_argument(
-        "--once", dest="live", action="store_const", const=0, default=2, help="print one table and end"
-    )
+    parser.add_argument("--once", action="store_true", help="print one table and end")
     parser.add_argument("--by", choices=("headroom", "trend"), default="headroom", help="what comes first")
     for option, name, default, metavar, words in (
         ("--latest", "latest", _LATEST, "N", "of the latest N batches (default: %(default)s)"),

@@ -80,6 +80,7 @@ def test_the_usage_names_the_program(name: str, capsys: pytest.CaptureFixture[st
         (["run", "--moduls", "x", "train.py"], "close names: --modules"),
         (["sho", "out"], "close names: show\n"),
         (["fits", "run.parquet", "--for", "flaot16"], "close names: float16, "),
+        (["doctor", ""], "error: unrecognized arguments: "),
     ],
 )
 def test_a_misspelt_word_names_what_is_meant(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,13 +71,19 @@ def test_diff_tells_whether_traces_differ(place: Path, capsys: pytest.CaptureFix
         (("fits", "none"), "there is no trace"),
         (("show", "--box", "words.txt"), "words.txt cannot be read as a black box"),
         (("show", "--box", "."), "has no black box that can be read"),
+        (("show",), "has no black box that can be read"),
         (("fits", "a.parquet", "--margin-bits", "-1"), "margin_bits"),
     ],
 )
 def test_bad_use_is_status_2_and_one_line(
-    place: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    words: str,
 ) -> None:
     """Nothing on stdout, and what was wrong on stderr."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(place / "none"))
     (place / "words.txt").write_text("words")
     (place / "bad.json").write_text('{"schema": 1}')
     status, out, err = run(capsys, *arguments)
@@ -98,6 +105,18 @@ def test_show_prints_a_batch_as_a_report(place: Path, capsys: pytest.CaptureFixt
     assert (status, again) == (0, f"{report.to_text()}\n")
     assert run(capsys, "show", str(place))[:2] == (0, again)  # the folder of a failure
     assert "--batch is for a trace" in run(capsys, "show", "report.json", "--batch", "0")[2]
+
+
+def test_json_on_a_terminal_is_one_document(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it is asked for, also with --live."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it would look again"))
+    for words in (["--json"], ["--format", "json"]):
+        status, out, err = run(capsys, "show", "a.parquet", "--live", *words)
+        assert (status, err) == (0, "")
+        assert Report.from_json(out).frames == Trace.open("a.parquet").frames(1)
 
 
 def test_show_prints_a_saved_spike_and_writes_its_page(

@@ -112,3 +112,4 @@ def test_the_live_view(
     assert first.index("still") < first.index("[red]falling")
     assert "40 of them" in second
     assert SPIKE in second
+    assert run(capsys, "top", str(folder), "--once", "--every", "5") == (0, second, "")
