@@ -135,7 +135,7 @@ def _masked_rows(operation: Operation, given: Mapping[str, Any]) -> Iterator[str
 def _below_domain(operation: Operation, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence if a root or a logarithm was taken of values for which it is not defined."""
     x, least = given.get("self"), _DOMAINS.get(operation.base)
-    if least is None or not isinstance(x, Tensor) or not x.dtype.is_floating_point:
+    if least is None or not isinstance(x, Tensor) or not (is_plain(x) and x.dtype.is_floating_point):
         return
     below = x[x < least]
     if below.numel():

@@ -11,10 +11,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..numerics import _reference
 from ..numerics.ranges import tensor_health
-from ..numerics.readable import is_plain
+from ..numerics.readable import is_plain, local_shard
 from ..recording.observe import observe, read
 from ..recording.walk import leaves
 from ..records.headroom import is_normal
@@ -140,7 +141,7 @@ class Operands(NamedTuple):
 
 def _is_choice(x: Tensor) -> bool:
     # Zeros alone choose nothing: a value that has vanished looks so.
-    return bool(((x == 0) | (x == 1)).all()) and bool((x == 1).any())
+    return is_plain(x) and bool(((x == 0) | (x == 1)).all()) and bool((x == 1).any())
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -171,14 +172,20 @@ class _Writes(Generic[T]):
 
 
 class StorageWriteLog(Generic[T]):
-    """Log of non-finite writes: which one wrote each element of a plain tensor that is in memory."""
+    """Log of non-finite writes: which one wrote each element that is in memory.
+
+    A sparse or nested tensor is a place of its own. The shard of a DTensor stands for it.
+    """
 
     def __init__(self) -> None:
         self._storages: dict[int, _Writes[T]] = {}
+        self._others: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def put(self, x: Tensor, write: T | None) -> None:
         """Note that `x` was written, by the non-finite `write`, or with finite values only (None)."""
+        x = _addressable(x)
         if not is_plain(x):
+            self._others[x] = write
             return
         storage = x.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
@@ -203,11 +210,19 @@ class StorageWriteLog(Generic[T]):
 
     def __contains__(self, x: object) -> bool:
         """Return whether there are non-finite writes to the storage of the tensor `x`; touches no data."""
-        return isinstance(x, Tensor) and is_plain(x) and x.untyped_storage()._cdata in self._storages
+        if not isinstance(x, Tensor):
+            return False
+        x = _addressable(x)
+        return (
+            x.untyped_storage()._cdata in self._storages if is_plain(x) else self._others.get(x) is not None
+        )
 
     def find(self, x: Tensor) -> list[T]:
         """Return the last write to each non-finite element of `x`, the oldest write first."""
-        entry = self._storages.get(x.untyped_storage()._cdata) if is_plain(x) else None
+        x = _addressable(x)
+        if not is_plain(x):
+            return [write for write in (self._others.get(x),) if write is not None]
+        entry = self._storages.get(x.untyped_storage()._cdata)
         if entry is None:
             return []
         if entry.latest is None:
@@ -216,6 +231,12 @@ class StorageWriteLog(Generic[T]):
         nonfinite = ~torch.isfinite(_reference._to_arithmetic(once))
         numbers = latest[nonfinite].unique().tolist() if bool(nonfinite.any()) else latest.unique().tolist()
         return [entry.writes[number - 1] for number in numbers if number]
+
+
+def _addressable(x: Tensor) -> Tensor:
+    """Return the tensor; of a DTensor its shard."""
+    shard = local_shard(x)
+    return x if shard is None else shard
 
 
 def _once(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -254,3 +254,34 @@ def test_an_error_after_the_bad_value() -> None:
 
     _, seen = look(Does(forward, Does(exponential)), torch.ones(2))
     assert (seen.step.operation, seen.transient) == ("aten.exp.default", False)
+
+
+def test_a_value_is_followed_through_a_sparse_matrix() -> None:
+    """Of a sparse matrix the log knows what wrote it, as of the inverse degrees of a graph."""
+    edges = torch.tensor([[0, 1], [1, 0]])
+
+    def forward(x: Tensor) -> Tensor:
+        inverse = 1 / x[0]  # culprit
+        return torch.sparse.mm(torch.sparse_coo_tensor(edges, inverse, (2, 2)), x)
+
+    _, seen = look(Does(forward), torch.tensor([[0.0, 1.0], [2.0, 3.0]]))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.reciprocal.default", culprit(forward))
+
+
+def test_a_value_is_followed_through_sharded_tensors() -> None:
+    """As in tensor parallelism, here on one rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+
+        def forward(x: Tensor) -> Tensor:
+            y = distribute_tensor(x, mesh, [Shard(0)])
+            return (torch.log(y - 2) * 3).full_tensor()  # culprit
+
+        _, seen = look(Does(forward), torch.ones(2, 3))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.log.default", culprit(forward))
