@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import takewhile
 from pathlib import Path
 from signal import SIGKILL
 
@@ -183,6 +184,9 @@ def _where_words(report: BlackBoxReport) -> str:
     """Return what the process was doing."""
     if (call := report.under_way) is not None:
         return _under_way(call)
+    raised = [*takewhile(lambda call: call.raised, reversed(report.calls))]
+    if raised and report.end != "runs":  # the innermost ended first
+        return f"batch {raised[-1].batch:,}, forward: {_name(raised[-1])} raised"
     if report.batch is None:
         return "before the first call of a watched module"
     if report.phase == "backward":

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from nanwatch import watch
+from nanwatch.blackbox.job import Job
 from nanwatch.blackbox.story import BlackBoxReport
 from nanwatch.blackbox.story import read as read_black_box
 from support.black_boxes import black_box, needs_box
@@ -67,6 +70,16 @@ def test_each_phase_is_told(tmp_path: Path) -> None:
             ("1.linear", "input"),
         )
         assert (step.phase, step.batch, step.end) == ("step", batch, "runs")
+
+
+def test_an_exception_is_placed_in_the_innermost_call_that_it_left(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Calls(lambda: 1 / 0))
+    with black_box(tmp_path) as box, watch(model, black_box=True):
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(2, 4))
+        report = read_black_box(box.path)
+    text = Job((replace(report, end="exception"),)).to_text()
+    assert "Where:   batch 0, forward: 1 (Calls) raised.\n" in text
 
 
 def test_a_killed_process_runs_no_longer_before_its_parent_asks(tmp_path: Path) -> None:
