@@ -144,7 +144,9 @@ def with_check_after_closure(
 
     Lightning makes forward and backward in a closure, also for optimizers that call it once.
     """
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    # Behind the optimizer itself, and perhaps behind further arguments of its class.
+    place = next((i for i, value in enumerate(args) if i > 0 and callable(value)), None)
+    closure = kwargs.get("closure") if place is None else args[place]
     if not callable(closure):
         return None
 
@@ -154,9 +156,9 @@ def with_check_after_closure(
         check()
         return loss
 
-    if "closure" in kwargs:
+    if place is None:
         return args, {**kwargs, "closure": checked}
-    return (args[0], checked, *args[2:]), kwargs
+    return (*args[:place], checked, *args[place + 1 :]), kwargs
 
 
 def find_scaler() -> Callable[[], Any]:

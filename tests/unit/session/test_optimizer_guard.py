@@ -233,6 +233,13 @@ def test_what_the_user_mends_or_drops_is_no_failure() -> None:
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_a_step_around_a_backward_or_inside_one_is_stopped(recorder: str) -> None:
     """A closure is looked at when its backward ends; a hook on a weight steps as soon as the gradient is there."""
+
+    class Scaled(torch.optim.SGD):
+        """Optimizer with an argument of its own before the closure."""
+
+        def step(self, scale: Any = 1.0, closure: Any = None) -> Any:
+            return super().step(closure)
+
     model = nn.Sequential(Sick())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -243,6 +250,8 @@ def test_a_step_around_a_backward_or_inside_one_is_stopped(recorder: str) -> Non
 
     with watched(model, recorder, gradients=True), pytest.raises(NonFiniteError):
         optimizer.step(closure)
+    with watched(model, recorder, gradients=True), pytest.raises(NonFiniteError):
+        Scaled(model.parameters(), lr=0.1).step(1.0, closure)
     model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     with watched(model, recorder, gradients=True), pytest.raises(NonFiniteError):
         closure()
