@@ -35,7 +35,7 @@ _HARD_PAUSE = 2  # omp_pause_hard
 _PR_SET_PDEATHSIG = 1
 # The parent acts on these, and a handler of the program's must not run twice.
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGPIPE")
-_ENDS_RUN = signal.SIGURG  # ignored by default
+_ENDS_RUN: Any = getattr(signal, "SIGURG", None)  # ignored by default; Windows has none
 
 
 def can_fork() -> bool:
@@ -178,6 +178,8 @@ def why_endless() -> str:
     """Return in words why nothing could end a run in this process; "" where a clock can."""
     if threading.current_thread() is not threading.main_thread():
         return "in another thread than the main one nothing could end it"
+    if _ENDS_RUN is None:
+        return "on this system nothing could end it"
     is_free = signal.getsignal(_ENDS_RUN) in (signal.SIG_DFL, signal.SIG_IGN)
     return "" if is_free else "the program uses SIGURG, by which it would be ended"
 

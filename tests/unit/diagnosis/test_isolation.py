@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import random
 import signal
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import Finding, NonFiniteError, watch
+from nanwatch.diagnosis import isolation
 from nanwatch.diagnosis.isolation import ChildEndedError, can_fork, run_in_child, send
 from support.examined import Does, exponential
 from support.spy import Spy
@@ -180,3 +182,14 @@ def test_a_child_can_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not can_fork()
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not can_fork()
+
+
+def test_a_system_without_the_signal_runs_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Windows: the module can be imported all the same."""
+    monkeypatch.delattr(signal, "SIGURG")
+    spec = importlib.util.spec_from_file_location("nanwatch.diagnosis.without_signal", isolation.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.why_endless() == "on this system nothing could end it"
