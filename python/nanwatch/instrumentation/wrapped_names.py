@@ -107,11 +107,20 @@ def find_module(model: nn.Module, name: str) -> Named | None:
     by_name = {named.name: named for named in named_modules(model)}
     if name in by_name:
         return by_name[name]
-    for root in (model, unwrapped(model)):
-        with suppress(AttributeError):
-            module = root.get_submodule(name)
-            # A module that an attribute holds, and no registration, has no name.
-            return next((named for named in by_name.values() if named.module is module), None)
+    module = _submodule(model, name)
+    # A module that an attribute holds, and no registration, has no name.
+    return next((named for named in by_name.values() if named.module is module), None)
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at a path, which may lack the keys of wrappers."""
+    with suppress(AttributeError):
+        return model.get_submodule(path)
+    module = unwrapped(model)
+    with suppress(AttributeError):
+        for key in path.split("."):
+            module = unwrapped(module.get_submodule(key))
+        return module
     return None
 
 

@@ -77,6 +77,17 @@ def test_names_are_those_without_wrappers(shape: Any, around: list[str]) -> None
 
 
 @pytest.mark.parametrize("wrapper", ["DataParallel", "checkpoint"])
+def test_a_module_in_two_places_is_found_at_both(wrapper: str) -> None:
+    """Also inside a wrapper, whose key is no part of the name."""
+    tied = Scale()
+    model = nn.Sequential(WRAPPERS[wrapper](nn.Sequential(tied, nn.Sequential(Scale(), tied))))
+    for name in ("0.0", "0.1.1"):
+        assert (named := find_module(model, name)) is not None
+        assert (named.name, named.module) == ("0.0", tied)
+    assert find_module(model, "0.1.2") is None
+
+
+@pytest.mark.parametrize("wrapper", ["DataParallel", "checkpoint"])
 def test_a_module_wrapped_while_it_is_watched_keeps_its_name(wrapper: str) -> None:
     """A wrapper put around a layer later, and a layer put inside a wrapper later."""
     model = nn.Sequential(Scale(), nn.Sequential(Scale()))
