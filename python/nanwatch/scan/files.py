@@ -213,8 +213,11 @@ def _torch_file(path: Path, *, is_mapped: bool) -> Entries:
             warnings.simplefilter("ignore")
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError as error:
-        refused = re.search(r"GLOBAL (\S+)", str(error))
-        why = f"a load would import {refused[1]}" if refused else spell(error)
+        text = str(error)
+        if imported := re.search(r"GLOBAL (\S+)", text):
+            why = f"a load would import {imported[1]}"
+        else:  # the sentences before it advise to run what is in the file
+            why = text.rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0][:200]
         yield Problem("not checked", False, f"{path}: it is refused: {why}")
         return
     regions = _regions(path)
