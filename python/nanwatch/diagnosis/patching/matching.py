@@ -339,7 +339,9 @@ def _hoist(site: Site, value: ast.expr, taken: Sequence[str]) -> tuple[Edit, Edi
     names = [x for x in ("logits", "scores", "operand") if x not in known and x not in taken]
     if column.strip() or not isinstance(assignment, ast.Assign) or not names:
         raise LookupError("no line or no name is free")
-    line = Edit(Span(start, start), f"{names[0]} = {site.text(value)}\n{column}")
+    text = site.text(value)
+    text = f"({text})" if "\n" in text else text  # as the brackets around it stay behind
+    line = Edit(Span(start, start), f"{names[0]} = {text}\n{column}")
     return line, Edit(file.span(value), names[0])
 
 

@@ -111,6 +111,29 @@ def test_the_words_of_a_change_are_one_line() -> None:
     assert "write `(x.mean() # a comment keeps the lines apart - x.amax())." in cure.what
 
 
+class Apart(nn.Module):
+    """Takes the logarithm of a softmax of an operand on two lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        probabilities = torch.softmax(
+            self.net(x) * 1000  # a comment keeps the lines apart
+            + self.net(x),
+            dim=1,
+        )
+        return torch.log(probabilities)
+
+
+def test_an_operand_on_two_lines_gets_a_name() -> None:
+    torch.manual_seed(0)
+    lines = new_lines(works(failed(Apart(), torch.randn(2, 3) * 1000)))
+    assert lines[:2] == ["logits = (self.net(x) * 1000  # a comment keeps the lines apart", "+ self.net(x))"]
+    assert lines[-1] == "return F.log_softmax(logits, dim=1)"
+
+
 class Unit(nn.Module):
     """Divides by a norm and an eps that float16 rounds to 0."""
 
