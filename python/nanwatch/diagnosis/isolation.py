@@ -20,14 +20,14 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 
-from ..instrumentation.slot import let_others_proceed
+from ..instrumentation.slot import waiting_ends
 from ..util.program_code import is_library
 from ..util.visible import spell
 
@@ -35,7 +35,8 @@ _HARD_PAUSE = 2  # omp_pause_hard
 _PR_SET_PDEATHSIG = 1
 # The parent acts on these, and a handler of the program's must not run twice.
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGPIPE")
-_ENDS_RUN: Any = getattr(signal, "SIGURG", None)  # ignored by default; Windows has none
+# Ends a run in the main thread: a wait for a lock lets a signal through. Ignored by default; Windows has none.
+_ENDS_RUN: Any = getattr(signal, "SIGURG", None)
 
 
 def can_fork() -> bool:
@@ -174,16 +175,6 @@ def _cut_off(kept: int) -> None:
                 os.dup2(nowhere, int(name))
 
 
-def why_endless() -> str:
-    """Return in words why nothing could end a run in this process; "" where a clock can."""
-    if threading.current_thread() is not threading.main_thread():
-        return "in another thread than the main one nothing could end it"
-    if _ENDS_RUN is None:
-        return "on this system nothing could end it"
-    is_free = signal.getsignal(_ENDS_RUN) in (signal.SIG_DFL, signal.SIG_IGN)
-    return "" if is_free else "the program uses SIGURG, by which it would be ended"
-
-
 class RerunEndedError(Exception):
     """The clock has ended a re-run. The text says where."""
 
@@ -193,42 +184,63 @@ class _End(BaseException):
 
 
 class Clock:
-    """Time limit of each re-run of one failure, in the main thread."""
+    """Time limit of each re-run of one failure, in this thread."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._ended = ""
+        self._is_armed = False
+        self._lock = threading.Lock()
+        self._thread = threading.get_ident()
+        # Only the main thread gets signals, and a handler of the program's stays.
+        is_main = threading.current_thread() is threading.main_thread()
+        is_free = is_main and _ENDS_RUN and signal.getsignal(_ENDS_RUN) in (signal.SIG_DFL, signal.SIG_IGN)
+        self._signal = _ENDS_RUN if is_free else None
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Give the block its time. Raises RerunEndedError where it takes longer, or an earlier block did."""
         if self._ended:
             raise RerunEndedError(self._ended)
-        is_armed = True
-
-        def end(_: int, frame: FrameType | None) -> None:
-            nonlocal is_armed
-            if is_armed:
-                is_armed = False
-                self._ended = f"it took longer than {self._seconds:.0f} s at {_line(frame)}, and was ended"
-                # Code that the end passes through, as an executor's `with`, may wait for a thread of its own.
-                let_others_proceed()
-                raise _End
-
-        # A signal ends a wait for a lock too.
-        strike = partial(signal.pthread_kill, threading.get_ident(), _ENDS_RUN)
-        timer = threading.Timer(self._seconds, strike)
+        self._end_waiting = waiting_ends()
+        timer = threading.Timer(self._seconds, self._strike)
         timer.daemon = True
-        before = signal.signal(_ENDS_RUN, end)
+        before = None if self._signal is None else signal.signal(self._signal, self._at_signal)
         try:
-            timer.start()
-            yield
-        except _End:
+            try:
+                self._is_armed = True
+                timer.start()
+                yield
+            finally:
+                self._is_armed = False  # before it waits, so that the handler raises nothing here
+                with self._lock:
+                    timer.cancel()
+                if self._signal is not None:
+                    signal.signal(self._signal, before)
+        except _End:  # also one that came as the block was left
             raise RerunEndedError(self._ended) from None
-        finally:
-            is_armed = False  # first, so that the handler raises nothing here
-            timer.cancel()
-            signal.signal(_ENDS_RUN, before)
+
+    def _strike(self) -> None:
+        """End the block, from the timer's thread."""
+        with self._lock:
+            if not self._is_armed:
+                return
+            where = _line(sys._current_frames().get(self._thread))
+            self._ended = f"it took longer than {self._seconds:.0f} s at {where}, and was ended"
+            # Code that the end passes through, as an executor's `with`, may wait for a thread of its own.
+            self._end_waiting()
+            if self._signal is not None:
+                signal.pthread_kill(self._thread, self._signal)
+            else:
+                # Where this thread waits for a lock, the error comes with the lock: no signal reaches the thread.
+                self._is_armed = False
+                thread = ctypes.c_ulong(self._thread)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_End))
+
+    def _at_signal(self, *_: Any) -> None:
+        if self._is_armed and self._ended:
+            self._is_armed = False
+            raise _End
 
 
 def _line(frame: FrameType | None) -> str:

@@ -390,10 +390,10 @@ class ExclusiveWrapper(TemporaryWrapper):
 _alone = threading.local()  # `has_ended` is set at the end of the outermost `unwatched` of this thread
 
 
-def let_others_proceed() -> None:
-    """End the wait of other threads for this thread's `unwatched`, which may itself wait for one of them."""
-    if (has_ended := getattr(_alone, "has_ended", None)) is not None:
-        has_ended.set()
+def waiting_ends() -> Callable[[], None]:
+    """Return a function that ends the wait of other threads for this thread's `unwatched`, from any thread."""
+    has_ended = getattr(_alone, "has_ended", None)
+    return (lambda: None) if has_ended is None else has_ended.set
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..diagnosis import rerun
 from ..diagnosis.batch_snapshot import BatchSnapshot, BufferHistory, draws_outside_torch
 from ..diagnosis.incident import Incident, write_frames
-from ..diagnosis.isolation import ChildEndedError, can_fork, clock, run_in_child, why_endless
+from ..diagnosis.isolation import ChildEndedError, can_fork, clock, run_in_child
 from ..diagnosis.loss_statements import BackwardCall
 from ..diagnosis.trials import Conditions
 from ..instrumentation.execution_context import RngState
@@ -201,8 +201,7 @@ class RerunPolicy:
             return
         with unwatched(model), clock(seconds):  # no other thread enters the model meanwhile
             is_shared = self._recorder.num_other_threads > 0
-            reason = "another thread was inside the model" if is_shared else ""
-            examine(reason=reason or why_endless())
+            examine(reason="another thread was inside the model" if is_shared else "")
 
     def _pass_over(self, incident: Incident) -> None:
         """Remark that the batch was not re-run, and warn at the first such failure."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -253,16 +253,27 @@ def test_what_may_not_run_twice_is_not_run(way: str) -> None:
 
 
 def test_the_graph_tells_where_nothing_may_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in this process, while another thread is inside the model."""
     monkeypatch.setenv("NANWATCH_RERUN", "in-process")
-    before = signal.signal(signal.SIGURG, lambda *_: None)  # by which a re-run would be ended
-    try:
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with failing(model) as found:
+    model, is_inside, may_leave = Net(), threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        if threading.current_thread() is thread:
+            is_inside.set()
+            may_leave.wait(30)
+
+    model.register_forward_hook(wait)
+    thread = threading.Thread(target=lambda: model(BATCH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with failing(model) as found:
+        thread.start()
+        is_inside.wait(30)
+        try:
             model(BATCH).mul(0).sum().sqrt().backward()
             optimizer.step()
-    finally:
-        signal.signal(signal.SIGURG, before)
+        finally:
+            may_leave.set()
+            thread.join()
     (finding,) = found
     assert (finding.operation, finding.source) == ("SqrtBackward0", None)
-    assert any("the program uses SIGURG" in remark for remark in finding.remarks)
+    assert any("another thread was inside the model" in remark for remark in finding.remarks)
