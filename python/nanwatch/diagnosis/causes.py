@@ -22,7 +22,7 @@ from .diagnosis import ModuleCall
 from .operation import Operation
 
 # Where their operands begin. A guard is right for what rounding took below, and hides a mistake for all else.
-_DOMAINS = {"log": 0, "log2": 0, "log10": 0, "log1p": -1, "sqrt": 0, "rsqrt": 0}
+DOMAINS = {"log": 0, "log2": 0, "log10": 0, "log1p": -1, "sqrt": 0, "rsqrt": 0}
 
 
 def named_arguments(
@@ -134,7 +134,7 @@ def _masked_rows(operation: Operation, given: Mapping[str, Any]) -> Iterator[str
 
 def _below_domain(operation: Operation, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence if a root or a logarithm was taken of values for which it is not defined."""
-    x, least = given.get("self"), _DOMAINS.get(operation.base)
+    x, least = given.get("self"), DOMAINS.get(operation.base)
     if least is None or not isinstance(x, Tensor) or not (is_plain(x) and x.dtype.is_floating_point):
         return
     below = x[x < least]

@@ -39,7 +39,7 @@ from .operation import tensors_in
 # A working change moves the results by at most 1 % of their norm. More would make another model.
 _MOST_CHANGE = 0.01
 # Or each element by at most this: the angle of equal vectors is 1.4e-3 where its cosine is kept 1e-6 below 1.
-_MOST_BY_GUARD = 3e-3
+MOST_BY_GUARD = 3e-3
 # A bound in float32 is no less right because float64 goes on to 1e+51.
 _LARGEST = torch.finfo(torch.float32).max
 _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
@@ -149,7 +149,7 @@ class Trials:
             self.in_float64()
         is_close, words = agreement(experiment.results, self._truth)
         farthest, effect = _moved(values, exact)
-        is_small = not is_close and 0 < farthest <= _MOST_BY_GUARD
+        is_small = not is_close and 0 < farthest <= MOST_BY_GUARD
         if is_small and self.snapshot.grad and not self.in_float64(backward=True):
             is_close, words = True, f"float64's gradient fails too; {words}"
         return Agreement(is_close, "; ".join(filter(None, [words, effect])))
@@ -172,7 +172,7 @@ def agreement(values: Sequence[Tensor], truth: Sequence[Tensor] | None) -> Agree
             largest, error = max(largest, float(right.abs().max())), max(error, farthest)
             near = float(distance.norm()) <= _MOST_CHANGE * float(right.norm())
             is_near &= near
-            is_close &= near or farthest <= _MOST_BY_GUARD
+            is_close &= near or farthest <= MOST_BY_GUARD
     if not total:
         return Agreement(True, "as it is, it fails in float64 too")
     if not is_close:

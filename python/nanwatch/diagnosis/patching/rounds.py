@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...report.finding import Cure
+from ..causes import DOMAINS
 from ..diagnosis import Expression, Step
 from ..experiment import Experiment
-from ..trials import Trials
+from ..trials import MOST_BY_GUARD, Trials
 from .code_swap import Probe, TargetFinder, exchanged, node_in
 from .matching import Site
 from .proposals import Proposal, Proposer, failing_nodes, operands
@@ -133,7 +134,8 @@ class Rounds:
             self._tried.append(f"`{proposal.edits[-1].text}`")
             if experiment.error is not None or 0 not in probe.values:
                 continue
-            if self._works(experiment, probe, trial, values.get(proposal.node, [])):
+            exact = [x for x in values.get(proposal.node, []) if isinstance(x, Tensor)]
+            if self._works(experiment, probe, trial, exact, _hidden(site, step, proposal, values)):
                 return trial, None
             later = _later(experiment, is_backward)
             if later is None or (place := later[0].place) is None:
@@ -152,20 +154,25 @@ class Rounds:
                 inside = inside or (trial, later)
         return inside or (program, None)
 
-    def _works(self, experiment: Experiment, probe: Probe, trial: Program, exact: Sequence[Any]) -> bool:
-        """Judge a trial, and keep a change that works. `exact` is what the changed expression is in float64."""
+    def _works(
+        self, experiment: Experiment, probe: Probe, trial: Program, exact: Sequence[Tensor], hidden: str
+    ) -> bool:
+        """Judge a trial, and keep a change that works.
+
+        `exact` is what the changed expression is in float64, and `hidden` what a guard would hide.
+        """
         # Only the changed expression itself shows whether a value that no output has is gone.
         seen = probe.tensors(0)
         is_unseen = self._trials.is_unseen and not all(bool(x.isfinite().all()) for x in seen)
         if is_unseen or not self._trials.is_finite(experiment):
             return False
-        wide = [x for x in exact if isinstance(x, Tensor)]
-        close = self._trials.agreement(experiment, seen, wide)
-        if close.is_close:
+        close = self._trials.agreement(experiment, seen, exact)
+        is_right = close.is_close and not hidden
+        if is_right:
             self._trials.cures.append(_cure(trial, close.words))
         elif not self._too_far:
-            self._too_far = f"; with {self._tried[-1]} the batch is finite, but {close.words}"
-        return close.is_close
+            self._too_far = f"; with {self._tried[-1]} the batch is finite, but {hidden or close.words}"
+        return is_right
 
     def _values(self, program: Program, site: Site, nodes: Sequence[ast.AST]) -> dict[ast.AST, list[Any]]:
         """Run the batch in float64. Return the values of these nodes."""
@@ -174,6 +181,17 @@ class Rounds:
         spans = [site.file.span(node) for node in unique]
         self._trials.in_float64(lambda: program.running(probe, site.target, spans))
         return {node: probe.values.get(i, []) for i, node in enumerate(unique)}
+
+
+def _hidden(site: Site, step: Step, proposal: Proposal, values: Mapping[ast.AST, Sequence[Any]]) -> str:
+    """Return in words what a guard of a root or a logarithm would hide: an operand that float64 has below 0 too."""
+    begin, edit = DOMAINS.get(operation_name(step.operation)), proposal.edits[-1]
+    if begin is None or ".clamp(min=" not in edit.text:
+        return ""
+    operand = [x for node, exact in values.items() if site.file.span(node) == edit.span for x in exact]
+    finite = [x[x.isfinite()] for x in operand if isinstance(x, Tensor)]
+    least = min((float(x.min()) for x in finite if x.numel()), default=begin)
+    return f"float64 too has {least:.3g} there" if least < begin - MOST_BY_GUARD else ""
 
 
 def _later(experiment: Experiment, is_backward: bool) -> Failure | None:

@@ -101,14 +101,14 @@ class Lines(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sqrt(
-            x.mean()  # a comment keeps the lines apart
-            - x.amax()
+            x.amin()  # a comment keeps the lines apart
+            - 1e-4
         )
 
 
 def test_the_words_of_a_change_are_one_line() -> None:
     cure = works(failed(Lines(), HEALTHY_AND_ZERO))
-    assert "write `(x.mean() # a comment keeps the lines apart - x.amax())." in cure.what
+    assert "write `(x.amin() # a comment keeps the lines apart - 1e-4)." in cure.what
 
 
 class Apart(nn.Module):
@@ -132,6 +132,18 @@ def test_an_operand_on_two_lines_gets_a_name() -> None:
     lines = new_lines(works(failed(Apart(), torch.randn(2, 3) * 1000)))
     assert lines[:2] == ["logits = (self.net(x) * 1000  # a comment keeps the lines apart", "+ self.net(x))"]
     assert lines[-1] == "return F.log_softmax(logits, dim=1)"
+
+
+class Squashed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(1 - (2 * torch.tanh(x)) ** 2)
+
+
+def test_a_guard_far_outside_the_domain_is_no_cure() -> None:
+    """An action was scaled before its Jacobian: a clamp would hide that."""
+    finding = failed(Squashed(), torch.tensor([0.1, 3.0]))
+    assert not finding.cures
+    assert any("float64 too has -2.96 there" in remark for remark in finding.remarks)
 
 
 class Unit(nn.Module):
