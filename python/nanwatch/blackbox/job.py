@@ -17,6 +17,7 @@ from ..util.visible import module_name, spell, visible
 from .story import SCHEMA, SUFFIX, VERSION, BlackBoxReport, BoxCall, read, signal_name
 
 _CALLS = 10
+_MOST_UNREAD = 4  # files that are named
 _PULSE = 1.5  # seconds from one sign of life to the next, and some more
 
 
@@ -59,7 +60,10 @@ class Job:
         if self.num_older:
             folder = Path(self.reports[0].path).parent
             lines += ["", f"Not shown: {self.num_older:,} black boxes of other runs in {folder}."]
-        return "\n".join(map(visible, [*lines, *(f"Not read: {reason}." for reason in self.unread)]))
+        lines += [f"Not read: {reason}." for reason in self.unread[:_MOST_UNREAD]]
+        if (more := len(self.unread) - _MOST_UNREAD) > 0:
+            lines.append(f"Not read: {more:,} more files.")
+        return "\n".join(map(visible, lines))
 
     def to_json(self) -> str:
         """Return the reports as one JSON document."""

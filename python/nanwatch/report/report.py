@@ -21,7 +21,7 @@ from .finding_text import Explanation, explain
 from .page import InNotebook
 
 SCHEMA = "nanwatch.report"
-VERSION = 1
+VERSION = 2
 _OFTEN_EMPTY = {"never_called": (), "suspects": (), "origin": None}  # left out of JSON when they are
 
 

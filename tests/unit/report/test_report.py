@@ -82,7 +82,7 @@ def _edited(**changes: Any) -> str:
         (REPORT.to_json()[:-20], "pass the whole text"),
         ("[]", "no document of the schema 'nanwatch.report'"),
         ("[" * 100_000, "nested too deeply"),
-        (_edited(version=99), "its version is 99, this nanwatch reads version 1"),
+        (_edited(version=99), "its version is 99, this nanwatch reads version 2"),
         (_edited(frames=[{"batch": 0}]), r"report.frames\[0\] has no 'name'"),
         (
             _edited().replace('"abs_max": "inf"', '"abs_max": "huge"'),
