@@ -44,11 +44,12 @@ MISSES = {
 }  # fmt: skip
 
 # The trainings of public threads.
-THREAD_COUNTS = {"line": 31, "cure": 31, "sound": 31}
+THREAD_COUNTS = {"line": 83, "cure": 83, "sound": 83}
 THREAD_MISSES = {
     "line": {"blank_image"},  # made before the model is called
-    # Data; an inverse of a scale that has underflowed; an action that is scaled too early, which no guard cures.
-    "cure": {"blank_image", "flow_reverse", "squashed_policy"},
+    # Data; an inverse of a scale that has underflowed; an action that is scaled too early, which no guard cures; a
+    # softmax in one statement that underflows in the next, which no row of the table spans.
+    "cure": {"blank_image", "flow_reverse", "squashed_policy", "contig_depths"},
 }
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from programs.case import thread
+from programs.threads import encoder
 
 BASE = "https://github.com/"
 
@@ -25,6 +28,64 @@ class SigmoidAttention(nn.Module):
 @thread(BASE + "qitianwu/DIFFormer/issues/3")
 def sigmoid_attention():
     return SigmoidAttention(), (torch.randn(2, 5, 8) * 0.1,), lambda model, x: model(x).pow(2).mean()
+
+
+class LinearAttention(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        nn.init.constant_(self.q.bias, -40.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = F.elu(self.q(x)) + 1, F.elu(self.k(x)) + 1, self.v(x)
+        context = k.mT @ v
+        normalizer = (q * k.sum(-2, keepdim=True)).sum(-1, keepdim=True)
+        return q @ context / normalizer  # culprit: linear_attention
+
+
+@thread(BASE + "cpcp1998/PermuteFormer/issues/2")
+def linear_attention():
+    model = nn.Sequential(nn.Linear(8, 8), LinearAttention(), nn.Linear(8, 1))
+    return model, (torch.randn(2, 5, 8),), lambda model, x: model(x).pow(2).mean()
+
+
+class BiasedAttention(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k.mT / math.sqrt(q.shape[-1]) + bias
+        weights = torch.softmax(scores, dim=-1)  # culprit: padded_nodes
+        return self.out(weights @ v)
+
+
+@thread(BASE + "microsoft/Graphormer/issues/141")
+def padded_nodes():
+    bias = torch.zeros(2, 4, 4)
+    bias[1, 3] = float("-inf")
+    return BiasedAttention(), (torch.randn(2, 4, 8), bias), lambda model, x, b: model(x, b).pow(2).mean()
+
+
+class QueryDecoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(3, 8))
+        self.k, self.v, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, pixels: Tensor, blocked: Tensor) -> Tensor:
+        scores = self.queries @ self.k(pixels).mT
+        scores = scores.masked_fill(blocked, float("-inf"))
+        attended = scores.softmax(-1) @ self.v(pixels)  # culprit: masked_queries
+        return self.head(attended)
+
+
+@thread(BASE + "facebookresearch/Mask2Former/issues/243")
+def masked_queries():
+    blocked = torch.zeros(3, 6, dtype=torch.bool)
+    blocked[1] = True
+    return QueryDecoder(), (torch.randn(6, 8), blocked), lambda model, x, m: model(x, m).pow(2).mean()
 
 
 class FeedForward(nn.Module):
@@ -67,3 +128,25 @@ def gated_block():
         block.value.weight.mul_(900)
         block.down.weight.mul_(0.01)
     return block.half(), (torch.randn(2, 8).half(),), lambda model, x: model(x).float().pow(2).mean()
+
+
+class TokenPooling(nn.Module):
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        mask = mask.unsqueeze(-1).to(hidden.dtype)
+        return (hidden * mask).sum(1) / mask.sum(1)  # culprit: empty_sentence
+
+
+@thread(BASE + "NVIDIA-BioNeMo/bionemo-recipes/pull/958")
+def empty_sentence():
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.pool, self.head = nn.Embedding(9, 8), TokenPooling(), encoder(8, 3)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.pool(self.embed(tokens), tokens != 0))
+
+    def loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model(tokens), labels)
+
+    return Classifier(), (torch.tensor([[1, 2, 0], [0, 0, 0]]), torch.tensor([0, 1])), loss

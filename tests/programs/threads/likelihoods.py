@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,6 +12,26 @@ from programs.case import thread
 from programs.threads import encoder, zero_head
 
 BASE = "https://github.com/"
+
+
+def log_likelihood(energies: Tensor) -> Tensor:
+    return torch.log(torch.exp(energies).sum(-1))  # culprit: capsule_likelihood
+
+
+@thread(BASE + "mlberkeley/scae-pytorch/pull/4")
+def capsule_likelihood():
+    return encoder(gain=200.0), (torch.randn(3, 6),), lambda model, x: log_likelihood(model(x)).mean()
+
+
+@thread(BASE + "pytorch/pytorch/pull/3336")
+def poisson_counts():
+    class PoissonLoss(nn.Module):
+        def forward(self, rate: Tensor, counts: Tensor) -> Tensor:
+            return (rate - counts * torch.log(rate)).mean()  # culprit: poisson_counts
+
+    criterion = PoissonLoss()
+    counts = torch.tensor([[0.0, 1.0, 2.0, 0.0]]).expand(3, 4).clone()
+    return zero_head(), (torch.randn(3, 6), counts), lambda model, x, y: criterion(model(x), y)
 
 
 class Club(nn.Module):
@@ -25,6 +47,45 @@ class Club(nn.Module):
 @thread(BASE + "Linear95/CLUB/issues/27")
 def mutual_information():
     return Club(), (torch.randn(4, 6), torch.randn(4, 4)), lambda model, x, y: -model(x, y)
+
+
+@thread(BASE + "ethanhe42/KL-Loss/issues/4")
+def box_uncertainty():
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        box, alpha = model(x).chunk(2, -1)
+        error = (box - y).abs()
+        return (torch.exp(-alpha) * (error - 0.5) + alpha / 2).mean()  # culprit: box_uncertainty
+
+    return encoder(outputs=8, gain=600.0), (torch.randn(4, 6), torch.randn(4, 4)), loss
+
+
+class MixtureDensity(nn.Module):
+    def __init__(self, components: int = 3) -> None:
+        super().__init__()
+        self.weight, self.mu, self.log_sigma = (nn.Linear(6, components) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        sigma = self.log_sigma(x).exp()
+        density = torch.exp(-((y - self.mu(x)) ** 2) / (2 * sigma**2)) / (sigma * math.sqrt(2 * math.pi))
+        return -torch.log((self.weight(x).softmax(-1) * density).sum(-1)).mean()  # culprit: mixture_density
+
+
+@thread(BASE + "keras-team/keras/issues/1061")
+def mixture_density():
+    return MixtureDensity(), (torch.randn(4, 6), torch.full((4, 1), 60.0)), lambda model, x, y: model(x, y)
+
+
+@thread(BASE + "keras-team/keras/issues/2586")
+def beta_mixture():
+    def beta_log_prob(alpha: Tensor, beta: Tensor, y: Tensor) -> Tensor:
+        norm = torch.lgamma(alpha + beta) - torch.lgamma(alpha) - torch.lgamma(beta)
+        return norm + (alpha - 1) * torch.log(y) + (beta - 1) * torch.log(1 - y)  # culprit: beta_mixture
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        alpha, beta = F.softplus(model(x)).unbind(-1)
+        return -beta_log_prob(alpha, beta, y).mean()
+
+    return encoder(outputs=2), (torch.randn(3, 6), torch.tensor([0.2, 1.0, 0.7])), loss
 
 
 class GaussianPolicy(nn.Module):
@@ -51,6 +112,30 @@ def squashed_policy():
     return GaussianPolicy(), (torch.randn(4, 6) * 5,), loss
 
 
+@thread(BASE + "ray-project/ray/issues/14878")
+def unsquashed_action():
+    def atanh(x: Tensor) -> Tensor:
+        return 0.5 * (torch.log(1 + x) - torch.log(1 - x))  # culprit: unsquashed_action
+
+    def loss(model: nn.Module, state: Tensor, action: Tensor) -> Tensor:
+        mean = model(state)
+        policy = torch.distributions.Normal(mean, 1.0, validate_args=False)
+        return -policy.log_prob(atanh(torch.tanh(mean * 9) * 0.5 + action * 0.5)).mean()
+
+    return encoder(outputs=2, gain=300.0), (torch.randn(4, 6), torch.ones(4, 2)), loss
+
+
+@thread(BASE + "huggingface/trl/pull/6550")
+def reference_divergence():
+    def loss(model: nn.Module, x: Tensor, reference: Tensor) -> Tensor:
+        log_probs = F.log_softmax(model(x), -1)[:, 0]
+        difference = reference - log_probs
+        per_token_kl = torch.exp(difference) - difference - 1  # culprit: reference_divergence
+        return per_token_kl.mean()
+
+    return encoder(gain=700.0), (torch.randn(4, 6), -torch.rand(4)), loss
+
+
 class Coupling(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -69,6 +154,38 @@ def flow_reverse():
     return flow, (torch.randn(4, 4),), lambda model, z: model(z).abs().mean()
 
 
+@thread(BASE + "pkuxmq/Invertible-Image-Rescaling/issues/37")
+def jacobian_determinant():
+    class Mixing(nn.Module):
+        def __init__(self, width: int = 16) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(width) * 1e-3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            log_det = torch.log(torch.abs(torch.det(self.weight)))  # culprit: jacobian_determinant
+            return x @ self.weight, log_det
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        z, log_det = model(x)
+        return z.pow(2).mean() - log_det
+
+    return Mixing(), (torch.randn(4, 16),), loss
+
+
+def soft_group(distance: Tensor, threshold: float = 1.0, tau: float = 0.01) -> Tensor:
+    return 1 / (1 + ((distance - threshold) / tau).exp())  # culprit: group_assignment
+
+
+@thread(BASE + "InhwanBae/GPGraph/issues/2")
+def group_assignment():
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        points = model(x)
+        distance = torch.cdist(points, points + 0.5)
+        return soft_group(distance).mean()
+
+    return encoder(gain=6.0), (torch.randn(4, 6),), loss
+
+
 @thread(BASE + "pytorch/pytorch/issues/17455")
 def softplus_by_hand():
     class Positive(nn.Module):
@@ -77,6 +194,16 @@ def softplus_by_hand():
 
     net = nn.Sequential(encoder(gain=200.0), Positive(), nn.Linear(4, 1))
     return net, (torch.randn(4, 6),), lambda model, x: model(x).pow(2).mean()
+
+
+@thread(BASE + "pytorch/pytorch/issues/68425")
+def exponential_unit():
+    class Unit(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.where(x <= 0, torch.exp(x), 1 + x)  # culprit: exponential_unit
+
+    net = nn.Sequential(encoder(gain=300.0), Unit())
+    return net, (torch.randn(4, 6),), lambda model, x: model(x).mean()
 
 
 @thread(BASE + "OmicsML/dance/issues/166")
@@ -101,6 +228,57 @@ def gene_counts():
         return -negative_binomial(*model(z), counts).mean()
 
     return Decoder(), (torch.randn(3, 6), torch.randint(0, 3, (3, 4)).float()), loss
+
+
+class LogMagnitude(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.l1_loss(torch.log(x), torch.log(y))  # culprit: silent_frames
+
+
+def magnitude(wave: Tensor) -> Tensor:
+    spectrum = torch.stft(wave, 16, window=torch.hann_window(16, dtype=wave.dtype), return_complex=True)
+    return spectrum.abs()
+
+
+@thread(BASE + "csteinmetz1/auraloss/issues/63")
+def silent_frames():
+    criterion = LogMagnitude()
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return criterion(magnitude(model(x)), magnitude(y))
+
+    clean = torch.randn(2, 64)
+    clean[1] = 0
+    return nn.Linear(64, 64, bias=False), (clean, clean.clone()), loss
+
+
+@thread(BASE + "speechbrain/speechbrain/issues/181")
+def compressed_spectrum():
+    def compress(wave: Tensor, power: float = 0.5) -> Tensor:
+        spectrum = torch.stft(wave, 16, window=torch.ones(16, dtype=wave.dtype), return_complex=True)
+        return torch.view_as_real(spectrum).pow(2).sum(-1).pow(power)  # culprit: compressed_spectrum
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.l1_loss(compress(model(x)), compress(y))
+
+    return (
+        nn.Linear(64, 64, bias=False),
+        (torch.stack([torch.randn(64), torch.zeros(64)]), torch.randn(2, 64)),
+        loss,
+    )
+
+
+@thread(BASE + "csteinmetz1/auraloss/issues/25")
+def silent_target():
+    def si_sdr(estimate: Tensor, target: Tensor, eps: float = 1e-8) -> Tensor:
+        alpha = (estimate * target).sum(-1) / (target**2).sum(-1)  # culprit: silent_target
+        scaled = target * alpha.unsqueeze(-1)
+        ratio = (scaled**2).sum(-1) / (((estimate - scaled) ** 2).sum(-1) + eps)
+        return -10 * torch.log10(ratio + eps).mean()
+
+    target = torch.randn(3, 8)
+    target[1] = 0
+    return nn.Linear(8, 8), (torch.randn(3, 8), target), lambda model, x, y: si_sdr(model(x), y)
 
 
 @thread(BASE + "ENSTA-U2IS-AI/LDU/issues/7")

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from programs.case import thread
-from programs.threads import encoder
+from programs.threads import encoder, zero_head
 
 BASE = "https://github.com/"
 
@@ -69,6 +69,45 @@ def fractional_focus():
     )
 
 
+def normalize_tensor(in_feat: Tensor, eps: float = 1e-10) -> Tensor:
+    norm_factor = torch.sqrt(torch.sum(in_feat**2, dim=1, keepdim=True))  # culprit: perceptual_distance
+    return in_feat / (norm_factor + eps)
+
+
+@thread(BASE + "richzhang/PerceptualSimilarity/issues/69")
+def perceptual_distance():
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return (normalize_tensor(model(x)) - normalize_tensor(y)).square().mean()
+
+    return zero_head(), (torch.randn(3, 6), torch.randn(3, 4)), loss
+
+
+def bures_distance(pred: Tensor, target: Tensor) -> Tensor:
+    trace = (pred + target).sum(-1)
+    determinant = (pred.prod(-1) * target.prod(-1)).sqrt()  # culprit: flat_box
+    whole = trace - 2 * (trace + 2 * determinant).sqrt()
+    return torch.log1p(whole.clamp(min=0)).mean()
+
+
+@thread(BASE + "open-mmlab/mmrotate/issues/205")
+def flat_box():
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return bures_distance(model(x).abs(), y)
+
+    return zero_head(outputs=2), (torch.randn(4, 6), torch.rand(4, 2)), loss
+
+
+def edge_lengths(corners: Tensor) -> Tensor:
+    x1, y1, x2, y2 = corners.unbind(-1)
+    num = torch.sqrt((y2 - y1).square() + (x2 - x1).square()) + 1e-8  # culprit: enclosing_box
+    return (y2 * x1 - x2 * y1).abs() / num
+
+
+@thread(BASE + "lilanxiao/Rotated_IoU/issues/20")
+def enclosing_box():
+    return zero_head(), (torch.randn(3, 6),), lambda model, x: edge_lengths(model(x)).sum()
+
+
 class PointerGenerator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -86,6 +125,54 @@ def pointer_mixture():
         return F.nll_loss(model(x), y)
 
     return PointerGenerator(), (torch.randn(8, 6), torch.arange(8) % 4), loss
+
+
+EPS = torch.finfo(torch.float32).eps
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = encoder(gain=600.0)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return self._nll_bernoulli(torch.sigmoid(self.net(z)), x)
+
+    def _nll_bernoulli(self, theta: Tensor, x: Tensor) -> Tensor:
+        empty = torch.log(1 - theta - EPS)  # culprit: saturated_pixels
+        return -torch.sum(x * torch.log(theta + EPS) + (1 - x) * empty)
+
+
+@thread(BASE + "emited/VariationalRecurrentNeuralNetwork/issues/10")
+def saturated_pixels():
+    return Decoder(), (torch.randn(3, 6), torch.rand(3, 4)), lambda model, z, x: model(z, x)
+
+
+class Sobel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Conv2d(1, 2, 3, bias=False)
+        across = torch.tensor([[1.0, 0, -1], [2, 0, -2], [1, 0, -1]])
+        self.filter.weight = nn.Parameter(torch.stack([across, across.T])[:, None], requires_grad=False)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.filter(image)
+        x = torch.mul(x, x)
+        x = torch.sum(x, dim=1, keepdim=True)
+        return torch.sqrt(x)  # culprit: flat_image
+
+
+@thread(BASE + "chaddy1004/sobel-operator-pytorch/issues/1")
+def flat_image():
+    sobel = Sobel()
+
+    def loss(model: nn.Module, x: Tensor, edges: Tensor) -> Tensor:
+        return F.l1_loss(sobel(model(x)), edges)
+
+    model = nn.Conv2d(1, 1, 3, padding=1)
+    nn.init.zeros_(model.weight)
+    image = torch.rand(2, 1, 8, 8)
+    return nn.Sequential(model, nn.Sigmoid()), (image, torch.rand(2, 1, 6, 6)), loss
 
 
 def safe_softmax(scores: Tensor, mask: Tensor) -> Tensor:
