@@ -44,8 +44,7 @@ def can_fork() -> bool:
 
     Not beside a CUDA device: after a backward, also of a model on the CPU, autograd refuses one in a forked child.
     """
-    is_refused = os.environ.get("NANWATCH_RERUN") == "in-process"
-    return sys.platform == "linux" and not is_refused and torch.cuda.device_count() == 0
+    return sys.platform == "linux" and torch.cuda.device_count() == 0
 
 
 class ChildEndedError(RuntimeError):

@@ -51,6 +51,7 @@ class RerunPolicy:
         self._entries.active = False
         if self.keeps_start:
             recorder.watch_name(vars(torch.cuda), "_initialized")
+        self._may_fork = options.rerun_in == "child"
         self._output_dir = options.output_dir
         self._model = ModelRef(model)
         self._num_failures = 0
@@ -191,7 +192,7 @@ class RerunPolicy:
                 examine()
             return incident.report.to_json()
 
-        if can_fork():
+        if self._may_fork and can_fork():
             try:
                 incident.report = Report.from_json(run_in_child(work, seconds + LEAST_SECONDS))
             except ChildEndedError as ended:
