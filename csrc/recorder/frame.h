@@ -210,7 +210,7 @@ struct OpenFrame : FrameData {
     pending.clear();
   }
 
-  // Of a frame whose reads were sent.
+  // Both frames have sent their reads, so only the rows are exchanged.
   void swap(OpenFrame& other) noexcept {
     FrameData::swap(other);
     pending.rows.swap(other.pending.rows);

@@ -55,7 +55,7 @@ COLUMNS = "sound", "module", "operation", "line", "cure", "state", "quiet", "aud
 # A cure may move a result by this part of its norm from that of float64. Formats of 16 bits have 2 to 3 digits.
 _MOST_CHANGE = 0.01
 _LIMIT = 120  # seconds for a program that takes less than two
-# Of the trainings in benchmarks/silent, those of several ranks; `silent` has the like of the others.
+# The trainings of benchmarks/silent with several ranks. tests/programs/silent has the kinds with one rank.
 SILENT = "forward_around_ddp", "sequence_parallel_norms", "reduced_over_one_rank"
 Verdict = dict[str, Any]
 

@@ -142,7 +142,7 @@ def run_script(target: str, arguments: list[str], *, is_module: bool) -> None:
             code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
         exec(code, vars(main))
         return
-    # As the interpreter does: runpy.run_module would put another __main__ back.
+    # The interpreter calls this for `python -m`. runpy.run_module would put another __main__ back.
     run: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
     try:
         run(target if is_module else "__main__", alter_argv=is_module)

@@ -21,7 +21,8 @@ from ..util.modules import each_module
 from .diagnosis import ModuleCall
 from .operation import Operation
 
-# Where their operands begin. A guard is right for what rounding took below, and hides a mistake for all else.
+# The least operand of each operation. A guard is right if rounding took the operand below it, and hides a mistake
+# otherwise.
 DOMAINS = {"log": 0, "log2": 0, "log10": 0, "log1p": -1, "sqrt": 0, "rsqrt": 0}
 
 

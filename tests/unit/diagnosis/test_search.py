@@ -257,7 +257,7 @@ def test_an_error_after_the_bad_value() -> None:
 
 
 def test_a_value_is_followed_through_a_sparse_matrix() -> None:
-    """Of a sparse matrix the log knows what wrote it, as of the inverse degrees of a graph."""
+    """The log knows what wrote a sparse matrix, such as the inverse degrees of a graph."""
     edges = torch.tensor([[0, 1], [1, 0]])
 
     def forward(x: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ def test_a_notebook_has_the_page_in_a_frame_of_its_own(report: Report | SpikeRep
 
 
 def test_a_notebook_without_jinja2_shows_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is, and escaped."""
+    """The text of the report is the page, and it is escaped."""
     monkeypatch.setitem(sys.modules, "jinja2", None)
     report = growing(hostile=FRAMES)
     assert [tag for tag, _ in Page(report._repr_html_()).tags] == ["pre"]

@@ -91,7 +91,7 @@ def flat(run: Run) -> dict[str, torch.Tensor]:
     return model | moments
 
 
-# What is planted into a run that is about to save.
+# Faults that are planted into a run before it saves.
 PLANTED: list[Callable[[Run], object]] = [
     lambda run: run.model[0].weight.data[1].fill_(torch.nan),
     lambda run: run.model[2].bias.data[-1:].fill_(-torch.inf),

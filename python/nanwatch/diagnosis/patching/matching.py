@@ -287,7 +287,7 @@ def _dump(rest: tuple[tuple[ast.expr, ...], Mapping[str, ast.expr]]) -> list[str
     return [*map(ast.dump, rest[0]), *(f"{name}={ast.dump(x)}" for name, x in rest[1].items())]
 
 
-# What a form has in the place of source: names that no attribute is, and further arguments with one of their commas.
+# Placeholders of a form: names that are no attributes, and `...` for further arguments, with a comma beside it.
 _PLACES = re.compile(r"(?<![\w.])[A-Za-z]\w*|, \.\.\.|\.\.\., |\.\.\.")
 _ATOMS = ast.Call | ast.Name | ast.Attribute | ast.Subscript | ast.Constant
 
