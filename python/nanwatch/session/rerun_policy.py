@@ -51,8 +51,7 @@ class RerunPolicy:
         self._entries.active = False
         if self.keeps_start:
             recorder.watch_name(vars(torch.cuda), "_initialized")
-        self._may_fork = options.rerun_in == "child"
-        self._output_dir = options.output_dir
+        self._output_dir, self._may_fork = options.output_dir, options.rerun_in == "child"
         self._model = ModelRef(model)
         self._num_failures = 0
         self._buffers = BufferHistory()
