@@ -45,25 +45,6 @@ def given_to_a_nested_container() -> Setup:
     return Setup(Scores(), (torch.tensor([[0.0, 1.0, 2.0, 5.0]]),))
 
 
-class Lists(nn.Module):
-    """Branches in a ModuleList, each with a share of the features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = x.sum(-1) / x.abs().sum(-1)  # culprit: given_to_a_list
-        return sum(branch(x * weights[:, None]) for branch in self.branches)
-
-
-@failure("a share of a sum of zero", module="", label="", operations="div")
-def given_to_a_list() -> Setup:
-    x = torch.randn(3, 4)
-    x[1] = 0
-    return Setup(Lists(), (x,))
-
-
 class Inner(nn.Module):
     """A layer in a module."""
 
@@ -140,25 +121,6 @@ def two_logarithms() -> Setup:
     x = torch.randn(8, 6)
     x[2] *= 2000
     return Setup(TwoLogarithms(), (x, torch.randint(0, 10, (8,))), loss=lambda output: output)
-
-
-class RootOfLogarithm(nn.Module):
-    """A square root, then a logarithm of it: the loss is inf, and behind it the root has no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 4, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        size = torch.sqrt(self.net(x).square().sum(-1))
-        return torch.log(size).mean()  # culprit: root_and_logarithm
-
-
-@failure("a logarithm of zero, behind a root of zero", module="", label="", value="inf", operations="log")
-def root_and_logarithm() -> Setup:
-    x = torch.randn(3, 4)
-    x[1] = 0
-    return Setup(RootOfLogarithm(), (x,), loss=lambda output: output)
 
 
 class Products(nn.Module):

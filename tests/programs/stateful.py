@@ -67,39 +67,6 @@ def loss_is_a_closure_with_a_counter():
     return {"calls": calls, "norms": norms, **ends(model)}
 
 
-class Balance:
-    """Divides each term by its own running size."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[str, Tensor] = {}
-        self.order: list[str] = []
-
-    def __call__(self, **terms: Tensor) -> Tensor:
-        total = 0.0
-        for name, term in terms.items():
-            self.order.append(name)
-            size = self.sizes.get(name, 0.0) * 0.5 + term.detach().abs() * 0.5
-            self.sizes[name] = size
-            total = total + term / size  # culprit: loss_is_a_callable_object
-        return total
-
-
-@keeps_state("div")
-def loss_is_a_callable_object():
-    model, balance = nn.Linear(4, 4), Balance()
-
-    def loss_of(step: int) -> Tensor:
-        out = model(torch.randn(3, 4))
-        terms = {"fit": out.square().mean(), "flat": out.diff(dim=0).abs().mean()}
-        if step == 2:
-            terms["new"] = (out - out).sum()
-        return balance(**terms)
-
-    train(model, loss_of)
-    sizes = {name: size.item() for name, size in balance.sizes.items()}
-    return {"sizes": sizes, "order": balance.order, **ends(model)}
-
-
 class Clip(torch.autograd.Function):
     """Divides the gradient by a running norm, which its backward updates in place."""
 
@@ -120,21 +87,3 @@ def function_of_autograd_keeps_a_tensor():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     train(model, lambda step: (Clip.apply(model(torch.randn(3, 4))) * float(step != 2)).sum())
     return {"norm": Clip.norm.item(), **ends(model)}
-
-
-class Streak(nn.Module):
-    """A loss that changes its own threshold at each call, and behaves by it."""
-
-    threshold = 4.0
-
-    def forward(self, error: Tensor) -> Tensor:
-        self.threshold /= 2
-        hard = error > self.threshold if self.threshold != 1.0 else error > 1e9
-        return (error * hard).sum() / hard.sum()  # culprit: loss_moves_its_own_threshold
-
-
-@keeps_state("div")
-def loss_moves_its_own_threshold():
-    model, criterion = nn.Linear(4, 1), Streak()
-    train(model, lambda step: criterion(model(torch.randn(3, 4)).square().sum(-1) + 9))
-    return {"threshold": criterion.threshold, **ends(model)}

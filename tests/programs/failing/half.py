@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from programs.case import PRODUCTS, Setup, failure, sequence
 
@@ -104,58 +103,6 @@ def layer_norm_square() -> Setup:
         model.proj.bias.fill_(400.0)
         model.proj.weight.mul_(80)
     return Setup(model.half(), (torch.randn(4, 16).half(),))
-
-
-class CausalLinearAttention(nn.Module):
-    """Linear attention with the running sums of keys and values."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        q, k = F.elu(q) + 1, F.elu(k) + 1
-        state = (k * v).cumsum(dim=1)  # culprit: cumsum
-        return self.out(q * state / 1024)
-
-
-@failure(
-    "a running sum over the sequence passes 65504 in float16",
-    module="out",
-    label="input[0]",
-    origin="received",
-    source_module="",
-    value="inf",
-    operations="cumsum",
-    format_cause=True,
-)
-def cumsum() -> Setup:
-    model = CausalLinearAttention(16)
-    nn.init.constant_(model.qkv.bias, 12.0)
-    return Setup(model.half(), (torch.randn(1, 600, 16).half(),))
-
-
-class SumPool(nn.Module):
-    """The mean over the sequence by its sum."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = x.sum(dim=1)  # culprit: sum_pool
-        return total / x.shape[1]
-
-
-@failure(
-    "a mean taken as sum over length, whose sum leaves float16",
-    module="pool",
-    value="inf",
-    operations="sum",
-    format_cause=True,
-)
-def sum_pool() -> Setup:
-    model = sequence(proj=nn.Linear(8, 8), pool=SumPool())
-    nn.init.constant_(model.proj.bias, 90.0)
-    return Setup(model.half(), (torch.randn(2, 1000, 8).half(),))
 
 
 class ResidualStream(nn.Module):

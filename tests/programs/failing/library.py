@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from programs.case import PRODUCTS, Setup, failure
 
@@ -33,31 +32,6 @@ def ignored_labels() -> Setup:
     return Setup(FineTuning(), (ids, torch.full((2, 6), -100)))
 
 
-class Recogniser(nn.Module):
-    """Speech to characters by CTC."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 12)
-        self.loss = nn.CTCLoss()
-
-    def forward(self, frames: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
-        scores = self.head(frames).log_softmax(-1)
-        steps = torch.full((frames.shape[1],), frames.shape[0])
-        return self.loss(scores, text, steps, lengths)  # culprit: ctc_too_long
-
-
-@failure(
-    "CTC with a text longer than its frames",
-    module="loss",
-    value="inf",
-    operations="_ctc_loss ctc_loss",
-)
-def ctc_too_long() -> Setup:
-    text = torch.randint(1, 12, (2, 7))
-    return Setup(Recogniser(), (torch.randn(5, 2, 8), text, torch.tensor([3, 7])))
-
-
 class NoEps(nn.Module):
     """A layer norm whose eps was configured away."""
 
@@ -77,29 +51,6 @@ def eps_of_zero() -> Setup:
     x = torch.randn(3, 8)
     x[1] = 2.0
     return Setup(NoEps(), (x,))
-
-
-class ZeroStart(nn.Module):
-    """A weight-normed layer that is to start at zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(8, 8)
-        self.out = parametrizations.weight_norm(nn.Linear(8, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.hidden(x)))  # culprit: weight_norm_of_zero
-
-
-@failure(
-    "a weight-normed layer initialised with zeros",
-    module="out.parametrizations.weight.0",
-    operations="_weight_norm_interface _weight_norm div",
-)
-def weight_norm_of_zero() -> Setup:
-    model = ZeroStart()
-    nn.init.zeros_(model.out.parametrizations.weight.original1)
-    return Setup(model, (torch.randn(3, 8),))
 
 
 class Recurrent(nn.Module):

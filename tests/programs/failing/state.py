@@ -111,38 +111,6 @@ def nan_in_data() -> Setup:
     return Setup(Forecast(), kwargs={"series": series, "horizon": 3})
 
 
-class Decoder(nn.Module):
-    """Attention with an additive mask that the data loader made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(20, 8)
-        self.attend = Attend()
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        return self.attend(self.embed(ids), mask=mask)
-
-
-class Attend(nn.Module):
-    """Self-attention without weights."""
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return torch.softmax(x @ x.transpose(-2, -1) + mask, dim=-1) @ x
-
-
-@failure(
-    "an additive mask in the data with a row that masks everything",
-    module="",
-    label="input[1]",
-    origin="data",
-    value="-inf",
-)
-def mask_in_data() -> Setup:
-    mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))
-    mask[2] = float("-inf")
-    return Setup(Decoder(), (torch.tensor([4, 5, 0, 6]), mask))
-
-
 class SplitReduce(nn.Module):
     """A sum in parts, added up in a workspace that each launch leaves at zero for the next.
 

@@ -4,39 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from programs.case import Setup, failure
-
-
-class GeM(nn.Module):
-    def __init__(self, p: float = 3.0, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.p = nn.Parameter(torch.ones(1) * p)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.avg_pool2d(x.pow(self.p), x.shape[-2:]).pow(1.0 / self.p)  # culprit: gem_pooling
-
-
-class Retrieval(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(1, 5, 3), nn.ReLU())
-        self.pool = GeM()
-        self.whiten = nn.Linear(5, 4)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.whiten(self.pool(self.features(images)).flatten(1))
-
-
-@failure("facebookresearch/multigrain/issues/5", module="pool", label="", operations="pow")
-def gem_pooling() -> Setup:
-    """Image retrieval with generalized mean pooling and a learned exponent."""
-    model = Retrieval()
-    nn.init.constant_(model.features[0].bias[:2], -9.0)
-    g = torch.Generator().manual_seed(0)
-    return Setup(model, (torch.rand(3, 1, 8, 8, generator=g),), loss=lambda output: output.square().sum())
 
 
 class ValidMSE(nn.Module):
@@ -70,35 +39,6 @@ def mse_missing_targets() -> Setup:
     target[0], target[1, 0] = 1.0, float("nan")
     bits = (torch.rand(5, 16, generator=g) > 0.5).float()
     return Setup(model, (bits, target), loss=lambda output: output)
-
-
-class PrincipalBasis(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.eye(width))
-
-    def forward(self) -> Tensor:
-        covariance = self.factor @ self.factor.T
-        _, vectors = torch.linalg.eigh(covariance)  # culprit: eigenvectors_repeated
-        return vectors
-
-
-class SpectralModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.basis = PrincipalBasis(4)
-        self.out = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(x @ self.basis()))
-
-
-@failure("pytorch/pytorch/issues/23133", module="basis", label="", operations="linalg_eigh")
-def eigenvectors_repeated() -> Setup:
-    """A layer that rotates features into the principal basis of a learned covariance."""
-    model = SpectralModel()
-    g = torch.Generator().manual_seed(0)
-    return Setup(model, (torch.randn(5, 4, generator=g),), loss=lambda output: output.square().mean())
 
 
 class Companding(nn.Module):

@@ -44,34 +44,6 @@ def causal_sign() -> Setup:
     return Setup(model, (torch.randn(2, 8, 8, generator=g),), loss=summed)
 
 
-class CategoricalMasked(nn.Module):
-    def forward(self, logits: Tensor, mask: Tensor) -> Tensor:
-        logits = torch.where(mask, logits, float("-inf"))
-        log_probs = logits - logits.logsumexp(-1, keepdim=True)
-        return -(log_probs.exp() * log_probs).sum(-1)  # culprit: categorical_masked
-
-
-class Agent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = nn.Sequential(nn.Linear(6, 16), nn.ReLU())
-        self.actor = nn.Linear(16, 5)
-        self.dist = CategoricalMasked()
-
-    def forward(self, observation: Tensor, mask: Tensor) -> Tensor:
-        return self.dist(self.actor(self.network(observation)), mask).mean()
-
-
-@failure("Farama-Foundation/MicroRTS-Py/pull/32", module="dist", label="", operations="mul")
-def categorical_masked() -> Setup:
-    """A policy with invalid actions masked out, and an entropy bonus."""
-    model = Agent()
-    g = torch.Generator().manual_seed(0)
-    mask = torch.rand(4, 5, generator=g) > 0.4
-    mask[:, 0], mask[:, 4] = True, False
-    return Setup(model, (torch.randn(4, 6, generator=g), mask), loss=summed)
-
-
 EPS = 1e-8
 
 
