@@ -10,10 +10,10 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, TextIO
 from urllib.parse import urlsplit
-from weakref import WeakKeyDictionary
 
 from .._version import __version__
 from ..history.forecast import Forecast
@@ -130,53 +130,50 @@ class JsonLinesSink(MessageSink):
             self._file = None
 
 
+@cache
+def _metrics(registry: Any) -> dict[str, Any]:
+    """Return the metrics of a registry, which takes each name once: several watches add to the same."""
+    client = needed("prometheus_client", "the sink prometheus", "prometheus")
+    by_module = client.Gauge(HEADROOM, "least headroom in bits by module", ["module"], registry=registry)
+    least = client.Gauge(f"{TOTAL}_least_headroom_bits", "least headroom in bits", registry=registry)
+    events = ("failure", "spike", "update", "forecast", "replica_difference")
+    return {TOTAL: least, HEADROOM: by_module} | {
+        event: client.Counter(f"{TOTAL}_{event}s", f"events {event} of nanwatch", registry=registry)
+        for event in events
+    }
+
+
+@cache
+def _serve(port: int) -> None:
+    needed("prometheus_client", "the sink prometheus", "prometheus").start_http_server(port)
+
+
 class PrometheusSink(MessageSink):
     """Metrics in a registry, by default the one that the servers of prometheus_client show.
 
     `target` is a registry, or a port on which to serve the default one: the first rank's, the next rank has the next.
-    Several watches add to the same metrics, because a registry takes each name once.
     """
 
-    _EVENTS: ClassVar = ("failure", "spike", "update", "forecast", "replica_difference")
-    _METRICS: ClassVar[WeakKeyDictionary[Any, dict[str, Any]]] = WeakKeyDictionary()
-    _served: ClassVar[set[int]] = set()
-
     def __init__(self, target: Any = None) -> None:
-        self._client = needed("prometheus_client", "the sink prometheus", "prometheus")
         self._port: int | None = None
-        registry = self._client.REGISTRY
         if isinstance(target, str):
             if not target.isdigit() or not 0 < int(target) < 65_536 - rank():
                 raise ValueError(f"the sink prometheus takes a port, such as prometheus:9400, got {target!r}")
-            self._port = int(target) + rank()
-        elif target is not None:
-            registry = target
-        if registry not in self._METRICS:
-            counter, gauge = self._client.Counter, self._client.Gauge
-            least, by_module = "least headroom in bits of all modules", "least headroom in bits by module"
-            self._METRICS[registry] = {
-                event: counter(f"{TOTAL}_{event}s", f"events {event} of nanwatch", registry=registry)
-                for event in self._EVENTS
-            } | {
-                TOTAL: gauge(f"{TOTAL}_least_headroom_bits", least, registry=registry),
-                HEADROOM: gauge(HEADROOM, by_module, ["module"], registry=registry),
-            }
-        self._metrics = self._METRICS[registry]
+            self._port, target = int(target) + rank(), None
+        default = needed("prometheus_client", "the sink prometheus", "prometheus").REGISTRY
+        self._metrics = _metrics(default if target is None else target)
         self._modules: dict[str, None] = {}
-
-    def _serve(self) -> None:
-        if self._port is not None and self._port not in self._served:
-            self._served.add(self._port)
-            self._client.start_http_server(self._port)
 
     def send(self, message: Message) -> None:
         """Count it."""
-        self._serve()
+        if self._port is not None:
+            _serve(self._port)
         self._metrics[message.event].inc()
 
     def on_batch(self, summary: BatchSummary) -> None:
         """Set the headroom of the model and of each module that has a curve."""
-        self._serve()
+        if self._port is not None:
+            _serve(self._port)
         for bits, _, _ in list(summary.headroom.values())[:1]:
             self._metrics[TOTAL].set(bits)
         for name, bits in curves(summary, self._modules).items():
@@ -233,22 +230,20 @@ class WebhookSink(MessageSink):
 
     def _post(self, body: bytes) -> None:
         headers = {"Content-Type": "application/json", "User-Agent": f"nanwatch/{__version__}"}
-        for delay in (*_DELAYS, None):
+        why = ""
+        for delay in (0.0, *_DELAYS):
+            time.sleep(delay)
             try:
                 request = urllib.request.Request(self._url, body, headers)
                 with urllib.request.urlopen(request, timeout=_SECONDS):
                     return
             except urllib.error.HTTPError as error:
                 error.close()
-                why, is_final = f"HTTP status {error.code}", error.code < 500 and error.code not in (408, 429)
+                why = f"HTTP status {error.code}"
+                if error.code < 500 and error.code not in (408, 429):
+                    break
             except Exception as error:  # no network, a name that is not found, a certificate
-                why, is_final = spell(error), False
-            if is_final or delay is None:
-                break
-            time.sleep(delay)
-        self._lost(why)
-
-    def _lost(self, why: str) -> None:
+                why = spell(error)
         counts[f"a message of the sink {self.name} was not taken"] += 1
         if not self._has_warned:
             self._has_warned = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from importlib import import_module
+from functools import partial
 from math import inf
 from pathlib import Path
 from types import ModuleType
@@ -145,39 +145,36 @@ class TensorBoardSink(LogSink):
 
     def __init__(self, target: Any = FOLDER) -> None:
         super().__init__()
+        self._make: Callable[[], Any] | None = None
         self._writer: Any = None
-        self._folder: Path | None = None
         if isinstance(target, str | os.PathLike):
             who = 'watch(sinks="tensorboard:<folder>")'
             needed("tensorboard", who, "tensorboard")  # first, or torch would be said to be what is missing
-            self._module = needed("torch.utils.tensorboard", who, "tensorboard")
+            module = needed("torch.utils.tensorboard", who, "tensorboard")
             rank, world_size = rank_and_world_size()
             folder = Path(target).absolute()  # the run may change its folder
-            self._folder = folder.with_name(f"{folder.name}-rank{rank}") if world_size > 1 else folder
+            folder = folder.with_name(f"{folder.name}-rank{rank}") if world_size > 1 else folder
+            self._make = partial(module.SummaryWriter, folder)
         else:
             self._writer = target
 
     def write(self, batch: int, values: Values) -> None:
         """Add numbers and words, unless the user has closed the writer: it would begin a file then."""
-        if self._writer is None:
-            self._writer = self._module.SummaryWriter(self._folder)
-        if self._is_open:
+        if self._writer is None and self._make is not None:
+            self._writer = self._make()
+        if getattr(self._writer, "all_writers", True) is not None:
             for tag, value in values.items():
                 add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
                 add(tag, value, batch)
 
-    @property
-    def _is_open(self) -> bool:
-        return self._writer is not None and getattr(self._writer, "all_writers", True) is not None
-
     def flush(self) -> None:
         """Write what waits to the file."""
-        if self._is_open:
+        if self._writer is not None and getattr(self._writer, "all_writers", True) is not None:
             self._writer.flush()
 
     def on_close(self) -> None:
         """Close the writer if it is its own; write what waits to the file if it is the user's."""
-        if self._folder is None:
+        if self._make is None:
             self.flush()
         elif self._writer is not None:
             self._writer.close()
@@ -220,16 +217,6 @@ class WandbSink(LogSink):
         return run
 
 
-_NAMED = {
-    "tensorboard": ".trackers:TensorBoardSink",
-    "wandb": ".trackers:WandbSink",
-    "jsonl": ".alerts:JsonLinesSink",
-    "prometheus": ".alerts:PrometheusSink",
-    "slack": ".alerts:SlackSink",
-    "webhook": ".alerts:WebhookSink",
-}
-
-
 def log_for(target: Any) -> Callable[..., LogSink] | None:
     """Return what makes the log of an object, None where it is none of those that are ACCEPTED."""
 
@@ -245,14 +232,22 @@ def log_for(target: Any) -> Callable[..., LogSink] | None:
 
 def factory_of(name: str) -> Callable[..., Sink]:
     """Return what makes the sink of this name. Raises ValueError, with the names that there are, for another."""
-    if name not in _NAMED:
+    from . import alerts
+
+    factories: dict[str, Callable[..., Sink]] = {
+        "jsonl": alerts.JsonLinesSink,
+        "prometheus": alerts.PrometheusSink,
+        "slack": alerts.SlackSink,
+        "tensorboard": TensorBoardSink,
+        "wandb": WandbSink,
+        "webhook": alerts.WebhookSink,
+    }
+    if name not in factories:
+        known = ", ".join(factories)
         raise ValueError(
-            f"there is no sink {name!r}; known are {', '.join(sorted(_NAMED))}; a folder for TensorBoard is"
-            " tensorboard:FOLDER"
+            f"there is no sink {name!r}; known are {known}; a folder for TensorBoard is tensorboard:FOLDER"
         )
-    module, _, attribute = _NAMED[name].partition(":")
-    factory: Callable[..., Sink] = getattr(import_module(module, __package__), attribute)
-    return factory
+    return factories[name]
 
 
 def sink_for(target: Any) -> Sink:

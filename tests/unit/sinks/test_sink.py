@@ -10,14 +10,8 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.history.forecast import Forecast
-from nanwatch.records.record import Frame
-from nanwatch.report.events import SkippedStep
-from nanwatch.report.finding import Finding
-from nanwatch.report.report import Report
-from nanwatch.report.spike import SpikeReport
 from nanwatch.session.api import DeferredWatch
-from nanwatch.sinks.sink import BatchSummary, Sink
+from nanwatch.sinks.sink import EVENTS, Sink
 from nanwatch.util.visible import counts
 from support.toys import Scale
 from support.watching import watch
@@ -25,56 +19,22 @@ from support.watching import watch
 ONES = torch.ones(2, dtype=torch.float16)
 
 
-class Failures(Sink):
-    """Takes failures and batches, and nothing else."""
-
-    def __init__(self) -> None:
-        self.reports: list[Report] = []
-        self.batches: list[int] = []
-        self.closed = 0
-
-    def on_batch(self, summary: BatchSummary) -> None:
-        self.batches.append(summary.batch)
-
-    def on_failure(self, report: Report) -> None:
-        self.reports.append(report)
-
-    def on_close(self) -> None:
-        self.closed += 1
-
-
 class Everything(Sink):
-    """Takes every event, by its name."""
+    """Takes every event: its name, and what came with it."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, Any]] = []
-
-    def on_batch(self, summary: BatchSummary) -> None:
-        self.events.append(("batch", summary.batch))
-
-    def on_frame(self, frame: Frame) -> None:
-        self.events.append(("frame", (frame.batch, frame.name)))
-
-    def on_nonfinite(self, finding: Finding) -> None:
-        self.events.append(("nonfinite", finding.batch))
-
-    def on_failure(self, report: Report) -> None:
-        self.events.append(("failure", report.batch))
-
-    def on_forecast(self, batch: int, forecast: Forecast) -> None:
-        self.events.append(("forecast", forecast.module))
-
-    def on_spike(self, report: SpikeReport) -> None:
-        self.events.append(("spike", report.cause))
-
-    def on_skipped_step(self, step: SkippedStep) -> None:
-        self.events.append(("skipped", step.batch))
-
-    def on_close(self) -> None:
-        self.events.append(("close", None))
+        self.events: list[tuple[str, tuple[Any, ...]]] = []
 
     def all(self, event: str) -> list[Any]:
-        return [value for name, value in self.events if name == event]
+        return [args[-1] for name, args in self.events if name == event]
+
+    @property
+    def batches(self) -> list[int]:
+        return [summary.batch for summary in self.all("on_batch")]
+
+
+for _event in EVENTS:
+    setattr(Everything, _event, lambda self, *args, event=_event: self.events.append((event, args)))
 
 
 def run(model: nn.Module, batches: int) -> None:
@@ -93,14 +53,17 @@ def test_each_event_comes() -> None:
                 run(model, 1)
             model[0].factor = float("inf")
             run(model, 1)
-    assert sink.all("frame")[:3] == [(0, "0"), (0, ""), (1, "0")]
-    assert len(sink.all("frame")) == 2 * 401
-    assert sink.all("batch") == [0, 100, 200, 300]
+    frames = [(frame.batch, frame.name) for frame in sink.all("on_frame")]
+    assert frames[:3] == [(0, "0"), (0, ""), (1, "0")]
+    assert len(frames) == 2 * 401
+    assert sink.batches == [0, 100, 200, 300]
     forecasts = [warning for warning in caught if "overflow expected" in str(warning.message)]
-    assert len(sink.all("forecast")) == len(forecasts) > 0
-    first = sink.all("nonfinite")[0]
-    assert sink.events.index(("nonfinite", first)) + 1 == sink.events.index(("failure", first))
-    assert sink.events[-1] == ("close", None)
+    assert len(sink.all("on_forecast")) == len(forecasts) > 0
+    names = [event for event, _ in sink.events]
+    first = names.index("on_nonfinite")
+    assert names[first : first + 2] == ["on_nonfinite", "on_failure"]
+    assert sink.all("on_nonfinite")[0].batch == sink.all("on_failure")[0].batch
+    assert names[-1] == "on_close"
 
 
 def test_a_skipped_step_comes() -> None:
@@ -114,11 +77,11 @@ def test_a_skipped_step_comes() -> None:
             scaler.scale(model(torch.ones(1, 2)).sum() * factor).backward()
             scaler.step(optimizer)
             scaler.update()
-    assert sink.all("skipped") == [1]
-    assert sink.all("failure") == []
+    assert [step.batch for step in sink.all("on_skipped_step")] == [1]
+    assert sink.all("on_failure") == []
 
 
-@pytest.mark.parametrize("event", ["on_batch", "on_frame", "on_nonfinite", "on_failure", "on_close"])
+@pytest.mark.parametrize("event", ["on_batch", "on_frame", "on_failure"])
 def test_a_sink_that_raises_is_dropped(event: str) -> None:
     """One warning and one count; the failure is raised all the same, and the sink behind it is told."""
 
@@ -127,7 +90,7 @@ def test_a_sink_that_raises_is_dropped(event: str) -> None:
         raise OSError("no route to host")
 
     calls: list[str] = []
-    behind, model = Failures(), nn.Sequential(Scale())
+    behind, model = Everything(), nn.Sequential(Scale())
     before = counts[f"a sink raised in {event}"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -142,12 +105,8 @@ def test_a_sink_that_raises_is_dropped(event: str) -> None:
     assert counts[f"a sink raised in {event}"] == before + 1
     (message,) = [str(warning.message) for warning in caught]
     assert "nanwatch logs no more to the sink Slack, which raised OSError: no route to host" in message
-    assert (behind.batches, len(behind.reports), behind.closed) == ([0, 1, 2], 2, 1)
-
-
-def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match=r"no sink 'bacon'; known are jsonl, prometheus.*tensorboard:FOLDER"):
-        watch(nn.Identity(), sinks="bacon")
+    events = [name for name, _ in behind.events]
+    assert (behind.batches, events.count("on_failure"), events.count("on_close")) == ([0, 1, 2], 2, 1)
 
 
 def test_a_misspelt_event_is_refused() -> None:
@@ -157,14 +116,14 @@ def test_a_misspelt_event_is_refused() -> None:
 
 
 def test_a_trainers_callback_closes_a_sink_with_its_watch() -> None:
-    """The trial of its options calls nothing, and refuses what `watch` refuses."""
-    sink, model = Failures(), nn.Sequential(Scale())
+    """The trial of its options calls nothing, and refuses what `watch` refuses, with the names that there are."""
+    sink, model = Everything(), nn.Sequential(Scale())
     sink.every = 3
     deferred = DeferredWatch({"sinks": sink})
-    assert sink.closed == 0
+    assert sink.events == []
     deferred.start(model)
     run(model, 4)
     deferred.stop()
-    assert (sink.batches, sink.closed) == ([0, 3], 1)
-    with pytest.raises(ValueError, match="there is no sink 'x'"):
-        DeferredWatch({"sinks": "x"})
+    assert (sink.batches, sink.events.count(("on_close", ()))) == ([0, 3], 1)
+    with pytest.raises(ValueError, match=r"no sink 'bacon'; known are jsonl, prometheus.*tensorboard:FOLDER"):
+        DeferredWatch({"sinks": "bacon"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from math import inf, isfinite
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,25 +54,21 @@ def test_the_headroom_is_that_of_the_frames(made: list[Frame]) -> None:
         assert values["nanwatch/headroom_module"] == f"{name or '(root)'} {label}, {dtype}"
 
 
-@pytest.mark.parametrize(("module", "tag"), [("wo", "wo"), ("", "(root)")])
-def test_a_forecast_is_a_number_and_words(module: str, tag: str) -> None:
-    """The batch of the expected overflow, and the sentence, at the batch that led to it."""
-    entries: list[tuple[int, dict[str, float | str]]] = []
-    forecast = Forecast(module, "output", "float16", 1.9, 0.4, 5300, 600)
-    FunctionSink(lambda values, batch: entries.append((batch, values))).on_forecast(7, forecast)
-    assert entries == [(7, {f"nanwatch_forecast_batch/{tag}": 5300.0, "nanwatch/forecast": str(forecast)})]
-
-
-def test_a_fault_is_a_flag_and_the_summary() -> None:
-    """No headroom is logged of what has none left."""
+def test_a_forecast_and_a_fault_are_numbers_and_words() -> None:
+    """The batch of the expected overflow and the sentence; a flag and the summary, and no headroom that is not left."""
     health = tensor_health(torch.tensor([1.0, inf]))
-    finding = find(
-        [Frame(4, "wo", "Linear", (Record("output", "output", (2,), "float32", 1.0, inf, False, health),))]
-    )
+    record = Record("output", "output", (2,), "float32", 1.0, inf, False, health)
+    finding = find([Frame(4, "wo", "Linear", (record,))])
     assert finding is not None
     entries: list[tuple[int, dict[str, float | str]]] = []
-    FunctionSink(lambda values, batch: entries.append((batch, values))).on_nonfinite(finding)
-    assert entries == [(4, {"nanwatch/is_finite": 0.0, "nanwatch/finding": summary(finding)})]
+    sink = FunctionSink(lambda values, batch: entries.append((batch, values)))
+    forecast = Forecast("", "output", "float16", 1.9, 0.4, 5300, 600)
+    sink.on_forecast(7, forecast)
+    sink.on_nonfinite(finding)
+    assert entries == [
+        (7, {"nanwatch_forecast_batch/(root)": 5300.0, "nanwatch/forecast": str(forecast)}),
+        (4, {"nanwatch/is_finite": 0.0, "nanwatch/finding": summary(finding)}),
+    ]
 
 
 def test_the_least_headroom_is_that_of_all_frames_since_it_was_taken() -> None:
