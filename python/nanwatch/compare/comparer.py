@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.readable import dtype_name
-from ..report.page import Chart
-from ..trace.result import Comparison, Place, line, plural
+from ..trace.result import Comparison, Place, plural
 from ..util.visible import module_name
 from .calls import (
     SUM,
@@ -106,15 +105,16 @@ class Comparer:
 
     def __init__(
         self,
-        calls: tuple[Sequence[ModuleCall], Sequence[ModuleCall]],
+        calls: Sequence[Sequence[ModuleCall]],
         pairs: list[CallPair],
         tokens: Tokens,
         factor: float,
         noise: Noise,
         conventions: dict[Any, str],
+        remarks: Sequence[str] = (),
     ) -> None:
         self.pairs = pairs
-        self.remarks: list[str] = []
+        self.remarks = [*remarks]
         self._calls = calls
         self._tokens = tokens
         self._factor = factor
@@ -152,8 +152,8 @@ class Comparer:
         places = tuple(place for pair in self.pairs if (place := self.place(pair)).error is not None)
         calls_a, calls_b = (len(calls) for calls in self._calls)
         compared = f"{plural(len(places), 'pair')} of module calls (A made {calls_a:,} calls, B {calls_b:,})"
-        chart, remarks = _chart(places, first), tuple(verdict.remarks)
-        return Comparison(verdict.equal, headline, first, tuple(facts), compared, remarks, places, chart)
+        remarks = tuple(verdict.remarks)
+        return Comparison(verdict.equal, headline, first, tuple(facts), compared, remarks, places)
 
     def differs(self, event: Event) -> bool:
         """Return whether an event is above the noise."""
@@ -251,7 +251,8 @@ class Comparer:
     def _looks_like(self, event: Event, pair: CallPair) -> list[str]:
         """Return in words what may make the difference of an event, for which a pair of calls is blamed."""
         words, compared = list[str](), self._events[event]
-        if event[0] == "outputs" and all(len(modules) == 1 for modules in pair.modules):
+        is_fed_apart = event == ("inputs", pair)  # as by the caller
+        if not is_fed_apart and all(len(modules) == 1 for modules in pair.modules):
             words = module_differences(pair)
         if compared is not None and (rows := self._values(event, compared.values)) is not None:
             parts = max(pair.sides, key=len)
@@ -330,22 +331,3 @@ def _spell(event: Event) -> str:
 
 def _spell_error(error: float | None) -> str:
     return "not comparable" if error is None else f"{error:.2g}"
-
-
-def _chart(places: Sequence[Place], first: Place | None) -> Chart | None:
-    """Return a chart of the error over depth."""
-    names = [place.name for place in places]
-    lines = [
-        line("error", "output", "", names, [place.error for place in places]),
-        line("error of the input", "input", "dotted", names, [place.input_error for place in places]),
-        line("limit", "near", "dashed", names, [place.limit for place in places]),
-    ]
-    if first is not None and first in places:
-        mark = line("first", "gone", "", [first.name], [first.error])
-        lines.append({**mark, "isMark": True, "x": [places.index(first)]})
-    hint = "Relative error of every compared module's output, in the order of the calls in A. Zeros are gaps."
-    label = "relative error and limit of each module's output, on a logarithmic scale"
-    chart = Chart(
-        "depth", "Error over depth", hint, label, "call of a module, in order", "relative error", lines
-    )
-    return chart if places else None

@@ -18,7 +18,7 @@ from torch.utils import _pytree
 
 from ..instrumentation.execution_context import RngState
 from ..instrumentation.slot import TemporaryWrapper, attached
-from ..numerics.readable import dtype_name
+from ..numerics._reference import without_repeats
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..util.modules import WeakIdentityDict, each_module, each_parameter, is_in
 from .calls import ModuleCall, Run, coarsest, most_common, own_tensors
@@ -62,6 +62,8 @@ class Snapshot:
                 self._containers.append((x, list(x)))
                 values += x
             elif isinstance(x, Tensor) and not nn.parameter.is_lazy(x):
+                if without_repeats(x)[1] > 1:
+                    continue  # expanded: PyTorch refuses to write to it
                 gradient = x.grad if x.is_leaf else None
                 self._tensors.append((x, x.detach().clone(), gradient))
                 values.append(gradient)
@@ -103,7 +105,7 @@ class Snapshot:
 
 
 class ModelRuns:
-    """One of two models, and how to run it. `dtype` is that of most outputs, `stored` that of most parameters."""
+    """A model and its runs. `dtype` is that of most outputs of its own run, `stored` that of most parameters."""
 
     def __init__(
         self, model: nn.Module, call: Caller | None, inputs: Any, snapshot: Snapshot, most_bytes: int
@@ -117,14 +119,11 @@ class ModelRuns:
         self._inputs = inputs
         self._snapshot = snapshot
         self._most_bytes = most_bytes
-        self._rounding: torch.dtype | None = None
-        self._take(self._run(model, None))
+        run = self._run(model, None)
+        self.calls = list(run.values())
+        self.dtype = dtype_of(self.calls)
         self.stored = most_common((x.dtype for x in each_parameter(model)), self.dtype)
-        self._runs = {self.dtype: {call.key: call for call in self.calls}}
-
-    def _take(self, calls: list[ModuleCall]) -> None:
-        self.calls = calls
-        self.dtype = most_common((x.dtype for call in calls for x in call.outputs), torch.float32)
+        self._runs = {(self.dtype, self.stored): run}
 
     @property
     def is_compiled(self) -> bool:
@@ -135,31 +134,24 @@ class ModelRuns:
         """Return whether the module of this path is compiled."""
         return any(map(_is_compiled, self._modules.get(path, ())))
 
+    def module(self, path: str) -> nn.Module:
+        """Return the module of this path, behind what torch.compile has put around it."""
+        return self._modules[path][-1]
+
     def tensors(self) -> dict[TensorKey, Tensor]:
-        """Return parameters and buffers of floating-point dtypes by module and name, rounded where the copies' are."""
+        """Return parameters and buffers of floating-point dtypes by module and name."""
         return {
-            (path, name): x if self._rounding is None else x.to(self._rounding)
-            for path, modules in self._modules.items()
-            for name, x in own_tensors(modules[-1]).items()
+            (path, name): x for path in self._modules for name, x in own_tensors(self.module(path)).items()
         }
 
-    def run_in(self, dtype: torch.dtype) -> Run:
-        """Return the calls of a copy in this dtype, or of the model itself where that is its own."""
-        if dtype not in self._runs:
-            self._runs[dtype] = self.run_copy(dtype)
-        return self._runs[dtype]
+    def run_in(self, dtype: torch.dtype, stored: torch.dtype | None = None) -> Run:
+        """Return the calls in `dtype` with weights rounded to `stored`: of a copy, unless the model is like this."""
+        key = dtype, coarsest(stored or self.stored, self.stored)
+        if key not in self._runs:
+            self._runs[key] = self.run_copy(*key)
+        return self._runs[key]
 
-    def copied(self, dtype: torch.dtype, stored: torch.dtype) -> ModelRuns:
-        """Return the model as a copy in `dtype`, with weights that are rounded to `stored` before."""
-        copied = copy.copy(self)
-        if coarsest(stored, self.stored) is not self.stored:
-            copied._rounding, copied.stored, copied._runs = stored, stored, {}
-        copied._take(list(copied.run_in(dtype).values()))
-        if copied.dtype is not dtype:
-            raise ValueError(f"it computes in {dtype_name(copied.dtype)} there too")
-        return copied
-
-    def run_copy(self, dtype: torch.dtype, shaken: Sequence[TensorKey] = ()) -> Run:
+    def run_copy(self, dtype: torch.dtype, stored: torch.dtype, shaken: Sequence[TensorKey] = ()) -> Run:
         """Return the calls of a copy, with these tensors as far from their values as rounding may have put them."""
         model = copy.deepcopy(self._plain)
         for _, module in each_module(model):
@@ -168,24 +160,24 @@ class ModelRuns:
                     module._modules[name] = child._modules[_COMPILED]
             for name in _compiled_in_place(module):
                 del vars(module)[name]
-        if self._rounding is not None:
-            model.to(self._rounding)
+        if stored is not self.stored:
+            model.to(stored)
         modules = dict(each_module(model))
         steps = [torch.finfo(own_tensors(modules[path])[name].dtype).eps / 2 for path, name in shaken]
         model.to(dtype)
         generator = torch.Generator().manual_seed(0)
         for (path, name), step in zip(shaken, steps, strict=True):
-            x = own_tensors(modules[path])[name]
+            x, _ = without_repeats(own_tensors(modules[path])[name])
             x.mul_(1 + step * (torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1))
         if self.dtype is not self.stored:  # the call makes it compute under autocast
             device = next((x.device.type for x in each_parameter(model)), "cpu")
             model.forward = torch.autocast(device, enabled=False)(model.forward)
-        calls = self._run(model, dtype)
-        for call in calls:
-            call.module = self._modules[call.path][-1]  # so that the copy is freed
-        return {call.key: call for call in calls}
+        run = self._run(model, dtype)
+        for call in run.values():
+            call.module = self.module(call.path)  # so that the copy is freed
+        return run
 
-    def _run(self, model: nn.Module, dtype: torch.dtype | None) -> list[ModuleCall]:
+    def _run(self, model: nn.Module, dtype: torch.dtype | None) -> Run:
         """Run a model on the inputs, cast to this dtype, and return the calls in the order of their starts."""
         self._snapshot.restore()
         device = next((x.device for x in each_parameter(model)), None)
@@ -205,7 +197,12 @@ class ModelRuns:
         if root is None:
             raise ValueError(f"no module of the {type(model).__name__} was called: see call_a and call_b")
         inside = [call for call in calls if call is root or root.holds(call)]  # a warm-up comes before
-        return sorted(inside, key=lambda call: call.start)
+        return {call.key: call for call in sorted(inside, key=lambda call: call.start)}
+
+
+def dtype_of(calls: Iterable[ModuleCall]) -> torch.dtype:
+    """Return the dtype of most outputs."""
+    return most_common((x.dtype for call in calls for x in call.outputs), torch.float32)
 
 
 def _compiled_in_place(module: nn.Module) -> dict[str, Any]:

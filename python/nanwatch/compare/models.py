@@ -12,11 +12,14 @@ from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
 from ..trace.result import Comparison
 from ..util.visible import module_name, spell, without_wrappers
-from .calls import FLOATS, CallPair, Run, Tokens, coarsest, own_tensors
+from .calls import FLOATS, CallPair, ModuleCall, Run, Tokens, coarsest, own_tensors
 from .comparer import Comparer, Noise, Verdict
 from .matching import match_calls
-from .model_runs import Caller, ModelRuns, Snapshot, TensorKey
-from .words import are_of_a_kind, gaps, parameter_differences
+from .model_runs import Caller, ModelRuns, Snapshot, TensorKey, dtype_of
+from .words import are_of_a_kind, gap_between, gaps, parameter_differences
+
+# A buffer is unlike another one where this share of its elements is further apart than rounding makes them.
+_UNLIKE = 0.25
 
 
 def compare(
@@ -71,9 +74,11 @@ def compare(
         tokens = mask if tokens is None and isinstance(mask, Tensor) and mask.ndim == 2 else tokens
     snapshot = Snapshot([model_a, model_b])
     with snapshot.kept():
-        a = ModelRuns(model_a, call_a, inputs, snapshot, most_bytes)
-        b = ModelRuns(model_b, call_b, inputs, snapshot, most_bytes)
-        return _compared(a, b, Tokens(tokens), factor).result()
+        models = [
+            ModelRuns(model, call, inputs, snapshot, most_bytes)
+            for model, call in ((model_a, call_a), (model_b, call_b))
+        ]
+        return _compared(models, Tokens(tokens), factor).result()
 
 
 def check_factor(factor: float) -> None:
@@ -82,52 +87,53 @@ def check_factor(factor: float) -> None:
         raise ValueError(f"factor should be above 1, the noise floor itself, got {factor}")
 
 
-def _compared(a: ModelRuns, b: ModelRuns, tokens: Tokens, factor: float) -> Verdict:
+def _compared(models: list[ModelRuns], tokens: Tokens, factor: float) -> Verdict:
     """Compare two models as they are, and 16-bit models also as copies in float32."""
     remarks: list[str] = []
     conventions: dict[Any, str] = {}
-    noise = _measured(a, b, remarks)
+    noise = _measured(models, [model.dtype for model in models], None, remarks)
     precise = None
     # Copies of a compiled model are not compiled, so they say nothing about it.
-    if torch.finfo(noise.coarse).bits <= 16 and not (a.is_compiled or b.is_compiled):
-        copies = _copies((a, b), remarks)
+    if torch.finfo(noise.coarse).bits <= 16 and not any(model.is_compiled for model in models):
+        stored = coarsest(*(model.stored for model in models))
+        copies = _copies(models, stored, remarks)
         if len(copies) == 2:
-            in_float32 = _measured(copies[0], copies[1], remarks)
-            pairs = match_calls(copies[0].calls, copies[1].calls, tokens)
-            shaken = _shaken(pairs, copies)
+            in_float32 = _measured(models, [torch.float32] * 2, stored, remarks)
+            pairs = match_calls(copies[0], copies[1], tokens)
+            shaken = _shaken(pairs, models, stored, remarks)
             words = in_float32.words + "; rounding of what one model alone holds" * bool(shaken)
             in_float32 = in_float32._replace(shaken=shaken, words=words)
             noise = noise._replace(shaken=shaken)
-            calls = copies[0].calls, copies[1].calls
-            precise = Comparer(calls, pairs, tokens, factor, in_float32, conventions).compare()
-    pairs = match_calls(a.calls, b.calls, tokens)
-    comparer = Comparer((a.calls, b.calls), pairs, tokens, factor, noise, conventions)
-    comparer.remarks += remarks
+            precise = Comparer(copies, pairs, tokens, factor, in_float32, conventions, remarks).compare()
+    calls = [model.calls for model in models]
+    pairs = match_calls(calls[0], calls[1], tokens)
+    comparer = Comparer(calls, pairs, tokens, factor, noise, conventions, remarks)
     verdict = comparer.compare()
     if precise is not None and verdict.equal is not None:
         verdict = _with_copies(verdict, precise, dtype_name(noise.coarse))
     verdict = _with_parameters(comparer, verdict)
-    for side, model in zip("AB", (a, b), strict=True):
-        first = verdict.first
-        path = None if first is None else first.module_a if side == "A" else first.module_b
-        if path is not None and model.is_compiled_at(path):
+    names = () if verdict.first is None else (verdict.first.module_a, verdict.first.module_b)
+    for side, model, path in zip("AB", models, names, strict=False):
+        if model.is_compiled_at(path):
             graph = f"{module_name(path)} of {side} is compiled, and the modules inside a graph make no calls"
             how = "compile its parts one by one in place of it, and compare again to name one"
             verdict = verdict._replace(remarks=(*verdict.remarks, f"{graph}: {how}"))
     return verdict
 
 
-def _measured(a: ModelRuns, b: ModelRuns, remarks: list[str]) -> Noise:
-    """Run the models in low and in high precision."""
-    coarse = coarsest(a.dtype, b.dtype)
+def _measured(
+    models: list[ModelRuns], dtypes: list[torch.dtype], stored: torch.dtype | None, remarks: list[str]
+) -> Noise:
+    """Run the models, with weights rounded to `stored`, in the coarser of the dtypes and in higher precision."""
+    coarse = coarsest(*dtypes)
     low = torch.float32 if coarse is torch.float64 else coarse
     high = torch.float64 if low is torch.float32 else torch.float32
     runs = []
-    for side, (model, counterpart) in enumerate(((a, b), (b, a))):
-        if FLOATS.index(model.dtype) > FLOATS.index(counterpart.dtype):
+    for side, (model, dtype) in enumerate(zip(models, dtypes, strict=True)):
+        if FLOATS.index(dtype) > FLOATS.index(dtypes[1 - side]):
             continue  # its weights are rounded already
         try:
-            runs.append((side, model.run_in(low), model.run_in(high)))
+            runs.append((side, model.run_in(low, stored), model.run_in(high, stored)))
         except Exception as error:  # of the user's code, which may know one precision only
             remarks.append(f"{'AB'[side]} did not run in {dtype_name(high)}: {spell(error)}")
     names = " and ".join("AB"[side] for side, *_ in runs)
@@ -135,45 +141,59 @@ def _measured(a: ModelRuns, b: ModelRuns, remarks: list[str]) -> Noise:
     words += ", scaled to float64" if coarse is torch.float64 else ""
     if not names:
         words = f"not measured, assumed to be 4 eps of {dtype_name(coarse)}"
-    return Noise(coarse, coarsest(coarse, a.stored, b.stored), runs, words)
+    return Noise(coarse, coarsest(coarse, *(model.stored for model in models)), runs, words)
 
 
-def _copies(models: tuple[ModelRuns, ModelRuns], remarks: list[str]) -> list[ModelRuns]:
-    """Return copies in float32 of those models that run in it, with weights as the coarser of the two stores them."""
+def _copies(models: list[ModelRuns], stored: torch.dtype, remarks: list[str]) -> list[list[ModuleCall]]:
+    """Return the calls of copies in float32, with weights rounded to `stored`, of those models that run in it."""
     copies = []
     for name, model in zip("AB", models, strict=True):
         try:
-            copies.append(model.copied(torch.float32, coarsest(*(each.stored for each in models))))
+            calls = list(model.run_in(torch.float32, stored).values())
+            if (dtype := dtype_of(calls)) is not torch.float32:
+                raise ValueError(f"it computes in {dtype_name(dtype)} there too")
+            copies.append(calls)
         except Exception as error:  # of the user's code, which may know one precision only
             remarks.append(f"{name} did not run in float32: {spell(error)}")
     return copies
 
 
-def _shaken(pairs: list[CallPair], models: list[ModelRuns]) -> list[tuple[int, Run, Run]]:
+def _shaken(
+    pairs: list[CallPair], models: list[ModelRuns], stored: torch.dtype, remarks: list[str]
+) -> list[tuple[int, Run, Run]]:
     """Run each model that alone holds a tensor in this way with that tensor shaken, as a cast may have rounded it.
 
     Such are a buffer of frequencies that the other side computes, and a weight into which a factor went. A buffer that
-    modules of one kind have further apart than rounding makes it is a difference of its own.
+    is further from all of its name on the other side than rounding makes it is a difference of its own.
     """
-    stored = coarsest(*(model.stored for model in models))
     prints = [{key: fingerprint(x.to(stored)) for key, x in model.tensors().items()} for model in models]
     known: set[TensorKey] = set()
     for pair in pairs:
         tensors = [{*own_tensors(module)} for modules in pair.modules for module in modules]
         is_one_kind = are_of_a_kind(pair)
-        unlike = {
-            gap.name for gap in gaps(pair) if not (is_one_kind and gap.is_buffer and not gap.is_rounding)
-        }
+        unlike = {gap.name for gap in gaps(pair) if not (is_one_kind and gap.is_buffer and gap.beyond)}
         shared = set.intersection(*tensors) - unlike
         known |= {(call.path, name) for side in pair.sides for call in side for name in shared}
     runs = []
     for side, model in enumerate(models):
-        shared_prints = {*prints[1 - side].values()}
-        keys = [
-            key for key, number in prints[side].items() if number not in shared_prints and key not in known
-        ]
+        tensors_here, tensors_there = model.tensors(), models[1 - side].tensors()
+        numbers_there = {*prints[1 - side].values()}
+        keys = []
+        for key, number in prints[side].items():
+            if key in known or number in numbers_there:
+                continue
+            (path, name), x = key, tensors_here[key]
+            namesakes = [y for (_, same_name), y in tensors_there.items() if same_name == name]
+            namesakes = [y for y in namesakes if y.shape == x.shape and name in model.module(path)._buffers]
+            gaps_to = [gap_between(name, x.cpu(), y.cpu(), is_buffer=True) for y in namesakes]
+            if gaps_to and all(gap is not None and gap.beyond > _UNLIKE for gap in gaps_to):
+                where = f"{name} of {module_name(path)} of {'AB'[side]}"
+                remarks.append(f"{where} is further from each {name} of {'BA'[side]} than rounding makes it")
+            else:
+                keys.append(key)
         if keys:
-            runs.append((side, model.run_in(model.dtype), model.run_copy(model.dtype, keys)))
+            in_float32 = torch.float32, coarsest(stored, model.stored)
+            runs.append((side, model.run_in(*in_float32), model.run_copy(*in_float32, keys)))
     return runs
 
 
@@ -194,12 +214,12 @@ def _with_copies(result: Verdict, precise: Verdict, name: str) -> Verdict:
 
 
 def _with_parameters(comparer: Comparer, result: Verdict) -> Verdict:
-    """Return the result with what modules keep apart: a leaf with another parameter or eps is never equal."""
+    """Return the result with what modules keep apart: one with another own tensor or eps is never equal."""
     pairs = {pair.names: pair for pair in reversed(comparer.pairs)}.values()
-    leaves = [(pair, words) for pair in pairs if pair.is_leaf and (words := parameter_differences(pair))]
+    unlike = [(pair, words) for pair in pairs if (words := parameter_differences(pair))]
     # What makes up for another weight is another weight, or code: then all that follows agrees.
-    is_lost = len(leaves) == 1 and comparer.spreads()
-    faults = [(pair, words) for pair, words in leaves[::-1] if is_lost or comparer.agrees(pair)]
+    is_lost = len(unlike) == 1 and comparer.spreads()
+    faults = [(pair, words) for pair, words in unlike[::-1] if is_lost or comparer.agrees(pair)]
     if result.equal and faults:
         pair, words = faults[0]
         where = (

@@ -64,13 +64,13 @@ def _token_words(rows: Tensor, shape: Sequence[int], floor: float) -> list[str]:
 class Gap(NamedTuple):
     """A parameter or buffer that two modules do not have alike.
 
-    `is_rounding` says that the rounding of its elements may be all of it.
+    `beyond` is the share of its elements that are further apart than rounding may put them.
     """
 
     name: str
     words: str
     is_buffer: bool
-    is_rounding: bool
+    beyond: float
 
 
 def gaps(pair: CallPair) -> list[Gap]:
@@ -88,12 +88,14 @@ def gaps(pair: CallPair) -> list[Gap]:
         if any(len({x.shape[1:] for x in side}) > 1 for side in parts):
             continue
         x, y = (side[0] if len(side) == 1 else torch.cat([*map(torch.atleast_1d, side)]) for side in parts)
-        gap = _gap(name, x, y, is_buffer=name in pair.modules[0][0]._buffers) if x.shape == y.shape else None
-        apart += [] if gap is None else [gap]
+        is_buffer = name in pair.modules[0][0]._buffers
+        if x.shape == y.shape and (gap := gap_between(name, x, y, is_buffer=is_buffer)) is not None:
+            apart.append(gap)
     return apart
 
 
-def _gap(name: str, x: Tensor, y: Tensor, *, is_buffer: bool) -> Gap | None:
+def gap_between(name: str, x: Tensor, y: Tensor, *, is_buffer: bool) -> Gap | None:
+    """Return how far two tensors of one shape are apart, or None where they are equal."""
     dtypes = "" if x.dtype is y.dtype else f", {dtype_name(x.dtype)} in A and {dtype_name(y.dtype)} in B"
     coarse = coarsest(x.dtype, y.dtype)
     if not is_buffer:
@@ -102,10 +104,10 @@ def _gap(name: str, x: Tensor, y: Tensor, *, is_buffer: bool) -> Gap | None:
         return None
     x, y = x.double(), y.double()
     error = errors_between(x.reshape(1, -1), y.reshape(1, -1)).total
-    is_rounding = bool(((x - y).abs() <= torch.finfo(coarse).eps * torch.maximum(x.abs(), y.abs())).all())
+    is_beyond = (x - y).abs() > torch.finfo(coarse).eps * torch.maximum(x.abs(), y.abs())
     is_turned = x.ndim == 2 and x.shape[0] == x.shape[1] and torch.equal(x.t(), y)
     words = "is transposed" if is_turned else f"is {error:.2g} apart{dtypes}"
-    return Gap(name, f"its {name} {words}", is_buffer, is_rounding) if error else None
+    return Gap(name, f"its {name} {words}", is_buffer, float(is_beyond.double().mean())) if error else None
 
 
 def are_of_a_kind(pair: CallPair) -> bool:
@@ -126,14 +128,14 @@ def module_differences(pair: CallPair) -> list[str]:
 
 
 def parameter_differences(pair: CallPair) -> list[str]:
-    """Return in words which parameters, and which eps, leaf modules of equal outputs do not have alike.
+    """Return in words which own tensors modules of equal outputs do not have alike, and of leaves which eps.
 
     Modules of two kinds or settings may keep a weight in two ways, and a buffer may have been rounded.
     """
     settings = _settings_apart(pair)
-    words = [text for name, text in settings.items() if name == "eps"]
+    words = [text for name, text in settings.items() if name == "eps" and pair.is_leaf]
     if are_of_a_kind(pair) and not settings.keys() - {"eps", "training"}:
-        words += [gap.words for gap in gaps(pair) if not (gap.is_rounding and gap.is_buffer)]
+        words += [gap.words for gap in gaps(pair) if gap.beyond or not gap.is_buffer]
     return words
 
 

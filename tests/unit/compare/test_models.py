@@ -158,6 +158,7 @@ def test_tokens_that_do_not_count_may_differ() -> None:
 def test_models_and_random_state_are_left_alone() -> None:
     """Statistics, modes, gradients and random states; both draw the same dropout."""
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(16, 4))
+    model.register_buffer("expanded", torch.ones(1).expand(4))
     model(X).sum().backward()
     other = copy.deepcopy(model)
     saved = copy.deepcopy(model.state_dict())
@@ -380,6 +381,20 @@ def test_a_buffer_that_the_cast_rounded_is_no_difference() -> None:
     near = nanwatch.compare(a, turned(102.0, is_kept=True), X.bfloat16())
     assert near.first is not None
     assert near.headline.startswith("Equal in bfloat16; the float32 copies differ first in 1 ")
+
+
+class Ported(Turned):
+    """The same in another class, as a port has it."""
+
+
+def test_a_buffer_of_another_base_is_no_rounding() -> None:
+    """In one layer of a port, whose modules are of other classes."""
+    a, b = turned(100.0, is_kept=True), turned(105.0, is_kept=True)
+    b[1].__class__ = Ported
+    found = nanwatch.compare(a, b, X.bfloat16())
+    assert found.first is not None
+    assert found.first.module_a == "1"
+    assert any(words.startswith("its frequencies is ") for words in found.words("Looks like"))
 
 
 def embedded() -> nn.Sequential:
