@@ -124,7 +124,7 @@ def _add_batches_and_page(parser: Any) -> None:
         metavar=("N", "M"),
         help="of traces: batch N of A against batch M of B",
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts too")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
 
 
 def twice_main(arguments: list[str]) -> int:

@@ -8,11 +8,10 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from ..report.page import Chart
 from ..util.visible import module_name, without_wrappers
 from .align import Ints, Rows, align
 from .columns import arrow
-from .result import Comparison, Place, line, plural
+from .result import Comparison, Place, plural
 from .trace_file import Trace, batch_words, ends_of, in_order, strings
 
 _Number = TypeVar("_Number", bound=np.generic)
@@ -27,7 +26,6 @@ RTOL = 1e-3
 _ROUNDING = 4.0
 _GREW = 10
 _LISTED = 5  # modules that one side lacks
-_POINTS = 2000
 
 _TEXTS = ("module", "class", "label", "role", "shape", "dtype")
 _NUMBERS = ("batch", "call", "abs_min", "abs_max", "isfinite", "recomputed", "fingerprint")
@@ -103,9 +101,7 @@ def diff(
     bits = f", {int(records.both_have_bits.sum()):,} of them bit by bit" if "bits" in apart else ""
     compared = f"{plural(len(records.a), 'record')} of {plural(len(pairs), 'batch', 'batches')}"
     compared += f", {int(is_apart.sum()):,} apart (rtol {rtol:g}{bits})"
-    batch = int(records.batch[records.a[-1]]) if first is None else first.batch
-    chart = records.chart(batch)
-    return Comparison(first is None, headline, first, tuple(facts), compared, remarks, chart=chart)
+    return Comparison(first is None, headline, first, tuple(facts), compared, remarks)
 
 
 def _batches(
@@ -284,22 +280,6 @@ class _Records:
         """Return the record of A in a pair in words, such as "output of fc1"."""
         row = int(self.a[at])
         return f"{self.texts['label'].text(row)} of {module_name(self.texts['module'].text(row))}"
-
-    def chart(self, batch: int | None) -> Chart | None:
-        """Return a chart of the outputs of one batch in the order of their calls."""
-        high_a, high_b = self.pairs(self.high)
-        is_known = ~(np.isnan(high_a) & np.isnan(high_b))
-        places = np.flatnonzero(self.is_role("output") & (self.batch[self.a] == batch) & is_known)[:_POINTS]
-        names = [self._name(at) for at in places.tolist()]
-        lines = [
-            line("A", "output", "", names, high_a[places].tolist()),
-            line("B", "near", "dotted", names, high_b[places].tolist()),
-        ]
-        title = "Largest magnitude of every output, in the order of the calls"
-        label = "abs max of every output in A and in B, on a logarithmic scale"
-        hint = f"Batch {batch}; a nan or an inf is a gap."
-        chart = Chart("calls", title, hint, label, "call of a module, in order", "largest magnitude", lines)
-        return chart if names else None
 
 
 def _relative(a: float, b: float) -> float:

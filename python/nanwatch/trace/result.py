@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..report.page import Chart, InNotebook, page
@@ -82,16 +82,14 @@ class Comparison(InNotebook):
     compared: str
     remarks: tuple[str, ...] = ()
     modules: tuple[Place, ...] = ()
-    chart: Chart | None = field(default=None, repr=False, compare=False)
 
     def words(self, head: str) -> list[str]:
         """Return the words of the facts with this head."""
         return [words for name, words in self.facts if name == head]
 
     def to_json(self) -> str:
-        """Return the result, without its chart, as one JSON document."""
+        """Return the result as one JSON document."""
         document = {"schema": SCHEMA, "version": VERSION, **plain(self)}
-        del document["chart"]
         return json.dumps(document, allow_nan=False, indent=2)
 
     def to_text(self) -> str:
@@ -103,12 +101,30 @@ class Comparison(InNotebook):
         return "\n".join(map(visible, [*lines, *([""] if notes else []), *notes]))
 
     def to_html(self) -> str:
-        """Return a page that opens offline. Needs `jinja2`; write it as UTF-8."""
+        """Return a page that opens offline, with a chart of the `modules`. Needs `jinja2`; write it as UTF-8."""
         facts = [*self.facts, *(("Note", remark) for remark in self.remarks)]
-        charts = [] if self.chart is None else [self.chart]
+        charts = [self._chart()] if self.modules else []
         return page(
             "Comparison.to_html()", self.headline, self.compared, facts, charts, is_bad=not self.equal
         )
+
+    def _chart(self) -> Chart:
+        """Return a chart of the error over depth."""
+        places, names = self.modules, [place.name for place in self.modules]
+        lines = [
+            line("error", "output", "", names, [place.error for place in places]),
+            line("error of the input", "input", "dotted", names, [place.input_error for place in places]),
+            line("limit", "near", "dashed", names, [place.limit for place in places]),
+        ]
+        if self.first is not None and self.first in places:
+            mark = line(
+                "first", "gone", "", [self.first.name], [self.first.error], [places.index(self.first)]
+            )
+            lines.append({**mark, "isMark": True})
+        hint = "Relative error of every compared module's output, in the order of the calls in A. Zeros are gaps."
+        label = "relative error and limit of each module's output, on a logarithmic scale"
+        across, high = "call of a module, in order", "relative error"
+        return Chart("depth", "Error over depth", hint, label, across, high, lines)
 
 
 def _wrapped(head: str, words: str) -> list[str]:
