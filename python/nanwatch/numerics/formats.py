@@ -121,22 +121,6 @@ NUMBER_FORMATS = (
 )
 
 BY_NAME: Mapping[str, NumberFormat] = {form.name: form for form in NUMBER_FORMATS}
-_SPELT = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint", "C": "complex"}
-SAFETENSORS: Mapping[str, str] = {
-    **{
-        f"{short}{bits}": f"{kind}{bits}"
-        for short, kind in _SPELT.items()
-        for bits in (8, 16, 32, 64, 128)
-        if f"{kind}{bits}" in BY_NAME
-    },
-    "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-}
-"""PyTorch's names of the dtypes by those in files of safetensors."""
 # The modulus of a complex number is bounded by what its parts can hold, to half a bit.
 _PARTS = {form.name: f"float{form.bits // 2}" for form in NUMBER_FORMATS if form.kind == "complex"}
 _LIMITS = {form.name: form.ends for form in NUMBER_FORMATS if form.is_float}

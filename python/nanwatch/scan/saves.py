@@ -1,17 +1,14 @@
 """Functions that write checkpoints: while a guard is there, each of their calls goes through it.
 
-The lowest public function of a format is replaced where it is looked up, so that `save_pretrained`, Trainer, Lightning
-and accelerate are covered by it, also where they imported `safetensors.torch.save_file` before. Modules that are
-imported later are changed then.
+A function is replaced in every module that has it, so that `save_pretrained`, Trainer, Lightning and accelerate are
+covered, also where they imported it before. Modules that are imported later are changed then.
 """
 
 from __future__ import annotations
 
 import copy
-import ctypes
 import functools
 import inspect
-import math
 import os
 import sys
 import threading
@@ -19,14 +16,12 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed
 
-from ..numerics.formats import SAFETENSORS
 from ..util.imports import when_imported
 from ..util.visible import suppressed
 
@@ -39,20 +34,20 @@ class Seam(NamedTuple):
     called: str = ""  # in words; "" for one that deletes a checkpoint that has a successor
     content: str = ""
     place: str = ""
-    again: tuple[str, ...] = ()  # other modules with the same function under the same name
     is_folder: bool = False
 
 
-_SAVER = "torch.distributed.checkpoint.state_dict_saver"
+_DCP = "torch.distributed.checkpoint"
 _LIGHTNING = ("lightning.fabric.plugins.io.torch_io", "lightning_fabric.plugins.io.torch_io")
 _SEAMS = (
-    Seam("torch.serialization", "save", "torch.save", "obj", "f", ("torch",)),
-    Seam("safetensors.torch", "serialize_file", "safetensors", "tensor_dict", "filename"),
+    Seam("torch.serialization", "save", "torch.save", "obj", "f"),
+    Seam("safetensors.torch", "save_file", "safetensors", "tensors", "filename"),
     # By itself, because it makes another error of each ValueError.
     Seam("safetensors.torch", "save_model", "safetensors", "model", "filename"),
-    # `async_save` calls it too, in a thread.
-    Seam(_SAVER, "save", "torch.distributed.checkpoint.save", "state_dict", "checkpoint_id",
-         ("torch.distributed.checkpoint",), is_folder=True),
+    # `async_save` calls these in a thread: the second one sends the content to a process.
+    Seam(f"{_DCP}.state_dict_saver", "save", f"{_DCP}.save", "state_dict", "checkpoint_id", is_folder=True),
+    Seam(f"{_DCP}._async_process_executor", "_AsyncCheckpointProcess.save", f"{_DCP}.async_save", "staged_state_dict",
+         "checkpoint_id", is_folder=True),
     # Whole, because a model of several files is one checkpoint, and the files of the one before are deleted first.
     Seam("transformers.modeling_utils", "PreTrainedModel.save_pretrained", "save_pretrained", "state_dict",
          "save_directory", is_folder=True),
@@ -65,26 +60,22 @@ _MARK = ".nonfinite"
 
 
 class Save:
-    """One call that saves: its content, its place, and how to go on."""
+    """One call that saves: its function in words, its content and place, and how to go on.
+
+    `content` is nested containers of tensors, or a model. `path` is None for an open file and for a storage of the
+    user's own.
+    """
 
     def __init__(self, seam: Seam, bound: inspect.BoundArguments, original: Callable[..., Any]) -> None:
         self._seam = seam
         self._bound = bound
         self._original = original
         self.function = seam.called
-        place = bound.arguments.get(seam.place)
+        content, place = bound.arguments.get(seam.content), bound.arguments.get(seam.place)
+        self.content = bound.arguments.get("self") if content is None else content
         if place is None:
             place = getattr(bound.arguments.get("storage_writer"), "path", None)
-        # None for an open file and for a storage of the user's own.
         self.path = os.fsdecode(place) if isinstance(place, str | os.PathLike) else None
-
-    @property
-    def content(self) -> Any:
-        """Object to save: nested containers of tensors, or a model."""
-        content = self._bound.arguments.get(self._seam.content)
-        if self._seam.name == "serialize_file" and isinstance(content, dict):
-            return {name: _tensor_of(spec) for name, spec in content.items()}
-        return self._bound.arguments.get("self") if content is None else content
 
     @property
     def is_left_alone(self) -> bool:
@@ -99,7 +90,7 @@ class Save:
         arguments, distributed = self._bound.arguments, torch.distributed
         is_alone = arguments.get("no_dist") or not arguments.get("use_collectives", True)
         is_job = distributed.is_available() and distributed.is_initialized()
-        if self._seam.module != _SAVER or is_alone or not is_job:
+        if not self.function.startswith(_DCP) or is_alone or not is_job:
             return False
         return distributed.get_world_size(arguments.get("process_group")) > 1
 
@@ -124,41 +115,30 @@ class Save:
 
     def refuse_on_all_ranks(self, reason: str) -> BaseException:
         """Let the save fail on every rank that takes part, before anything is written. Return its error."""
-        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
-        def refuse(*_: Any, **__: Any) -> None:
-            raise CheckpointRefusedError(reason)
-
-        planner: Any = DefaultSavePlanner()
-        planner.set_up_planner = refuse
         try:  # the other ranks wait, and only an error of the save itself reaches them
-            self.write(planner=planner)
+            self.write(planner=_Refusal(reason))
         except BaseException as error:  # CheckpointException is no Exception
-            if _is_refusal(error):
+            if is_refusal(error):
                 return error
             raise
         raise AssertionError("a save without a plan has ended")
-
-
-def _tensor_of(spec: Any) -> torch.Tensor | None:
-    """Return a view of the memory that safetensors is to write: an address, or in older versions bytes."""
-    if isinstance(spec, dict):
-        name, shape = spec["dtype"], tuple(spec["shape"])
-        address, size = np.frombuffer(spec["data"], np.uint8).ctypes.data, len(spec["data"])
-    else:
-        name, shape, address, size = spec.dtype, tuple(spec.shape), spec.data_ptr, spec.data_len
-    dtype: torch.dtype | None = getattr(torch, SAFETENSORS.get(name, name), None)
-    if not size or dtype is None or not (dtype.is_floating_point or dtype.is_complex):
-        return None  # an integer is always finite
-    flat = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)
-    return flat.view(shape) if flat.numel() == math.prod(shape) else flat
 
 
 class CheckpointRefusedError(RuntimeError):
     """The reason why a rank has no part in a checkpoint."""
 
 
-def _is_refusal(error: BaseException) -> bool:
+class _Refusal:
+    """Planner of a save that has no plan. A process of `async_save` gets it pickled."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        raise CheckpointRefusedError(self._reason)
+
+
+def is_refusal(error: BaseException) -> bool:
     """Return whether a rank has refused to save, which is why all ranks have failed to."""
     failures = getattr(error, "failures", None)
     reasons = failures.values() if isinstance(failures, dict) else ()
@@ -201,24 +181,27 @@ def _live() -> list[Any]:
 def _replace(seam: Seam) -> None:
     try:
         *owners, name = seam.name.split(".")
-        places = [sys.modules[module] for module in (seam.module, *seam.again) if module in sys.modules]
-        for owner in owners:
-            places = [getattr(place, owner) for place in places]
-        original = vars(places[0])[name]
+        owner: Any = sys.modules[seam.module]
+        for part in owners:
+            owner = getattr(owner, part)
+        original = vars(owner)[name]
         function = _guarded(seam, original) if seam.called else _removing(original)
         with _changing:
-            for place in places if _guards else ():
-                if vars(place).get(name) is original:
-                    setattr(place, name, function)
-                    _undo.append(functools.partial(_put_back, place, name, function, original))
+            if _guards:
+                _undo.append(functools.partial(_swap, owner, function, original))
+                _swap(owner, original, function)
     except Exception:  # another version of the library
         suppressed(f"{seam.module}.{seam.name} could not be guarded")
 
 
-def _put_back(place: Any, name: str, function: Any, original: Any) -> None:
-    # Another library may have put its own function over this one, which then stays and guards nothing.
-    if vars(place).get(name) is function:
-        setattr(place, name, original)
+def _swap(owner: Any, old: Any, new: Any) -> None:
+    """Replace a function in its class, or in every module that has it, under whatever name."""
+    modules = [module for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
+    for place in [owner] if isinstance(owner, type) else modules:
+        # Any other way to ask a module of importlib's LazyLoader for its names would run it.
+        for name, value in [*object.__getattribute__(place, "__dict__").items()]:
+            if value is old:
+                setattr(place, name, new)
 
 
 def _guarded(seam: Seam, original: Any) -> Any:
@@ -238,7 +221,7 @@ def _guarded(seam: Seam, original: Any) -> Any:
         try:
             result = call.write()
         except BaseException as error:
-            if not _is_refusal(error):
+            if not is_refusal(error):
                 raise
             return guards[0].refused(call, error)
         for member in guards:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import nanwatch
 
@@ -21,10 +22,11 @@ def main() -> None:
     place = str(folder / "model")
 
     def save() -> None:
-        if how == "async":
-            dcp.async_save(state, checkpoint_id=place).result()
-        else:
+        if how == "now":
             dcp.save(state, checkpoint_id=place)
+        else:
+            kind = AsyncCheckpointerType[how]
+            dcp.async_save(state, checkpoint_id=place, async_checkpointer_type=kind).result()
 
     is_guarded = guards == "both" or number == 1
     watch = nanwatch.watch(

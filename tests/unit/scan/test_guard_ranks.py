@@ -16,7 +16,8 @@ from support.processes import environment
     ("policy", "how", "guards", "ends"),
     [
         ("warn", "now", "both", ["returned", "returned"]),
-        ("raise", "async", "both", ["CheckpointException", "NonFiniteError"]),
+        ("raise", "THREAD", "both", ["CheckpointException", "NonFiniteError"]),
+        ("raise", "PROCESS", "both", ["CheckpointException", "NonFiniteError"]),
         ("warn", "now", "second", ["CheckpointException", "returned"]),
     ],
 )
