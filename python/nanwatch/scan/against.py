@@ -74,8 +74,6 @@ def _change(first: Member, second: Member) -> Change:
 def _measured(first: Member, second: Member) -> Change:
     """Return the distance of two tensors of one shape, over all elements."""
     (left, a), (right, b) = first, second
-    assert left.load is not None
-    assert right.load is not None
     # `unrounded`: elements that are not the nearest in the second's format, and in the first's. `num_lost`: finite
     # ones that are nan or inf there.
     noise = square = largest = 0.0

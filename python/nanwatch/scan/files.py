@@ -39,7 +39,7 @@ _libc = ctypes.CDLL(None)
 
 
 class Stored(NamedTuple):
-    """One tensor of a checkpoint. Without `load` its values are not in the file, for the reason in `lost`.
+    """One tensor of a checkpoint.
 
     `load` returns the tensor, or the blocks of bytes of an `encoding` of GGUF, which stands for `shape` elements.
     `regions` are the addresses at which the file is mapped.
@@ -47,8 +47,7 @@ class Stored(NamedTuple):
 
     name: str
     file: Path
-    load: Callable[[], Tensor] | None = None
-    lost: str = ""
+    load: Callable[[], Tensor]
     encoding: Any = None
     shape: tuple[int, ...] = ()
     regions: tuple[range, ...] = ()
@@ -131,7 +130,7 @@ def _index(path: Path) -> Entries:
                 names.discard(entry.name)
             yield entry
     for name in sorted(names):
-        yield Stored(name, path, lost=f"{file_of[name][:80]} does not have it")
+        yield Problem("lost", True, f"{file_of[name][:80]} does not have it", (name,))
 
 
 def _file(path: Path) -> Entries:
@@ -184,10 +183,6 @@ def _regions(path: Path) -> tuple[range, ...]:
     return tuple(regions)
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
 # The formats.
 
 
@@ -222,7 +217,7 @@ def _torch_file(path: Path, *, is_mapped: bool) -> Entries:
         return
     regions = _regions(path)
     for keys, x in tensors_in(content):
-        yield Stored(".".join(keys) or "tensor", path, partial(_same, x), regions=regions)
+        yield Stored(".".join(keys) or "tensor", path, x.detach, regions=regions)
 
 
 def _numpy_file(path: Path) -> Entries:
@@ -252,7 +247,7 @@ def _gguf_file(path: Path) -> Entries:
             data = data.view(torch.bfloat16)
         encoding = entry.tensor_type if data.dtype is torch.uint8 else None
         shape = tuple(int(size) for size in reversed(entry.shape))
-        yield Stored(entry.name, path, partial(_same, data), "", encoding, shape, regions)
+        yield Stored(entry.name, path, data.detach, encoding, shape, regions)
 
 
 _DCP = "torch.distributed.checkpoint"

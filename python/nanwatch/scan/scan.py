@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import nullcontext, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from math import isinf
 from os import PathLike
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from ..history.suspicion import apart_from_siblings
 from ..numerics import _extension
-from ..numerics.formats import BY_NAME, TensorHealth, limits
-from ..numerics.ranges import PartialHealth, health_of, tensor_health
+from ..numerics.formats import TensorHealth, limits
+from ..numerics.ranges import PartialHealth, tensor_health
 from ..numerics.readable import dtype_name, is_plain, type_name, unreadable
 from ..util.progress import Tell, silent
 from ..util.visible import spell
@@ -33,9 +34,8 @@ _MANY_ZEROS, _MANY_ENCODED_ZEROS = 0.1, 0.25  # blocks of 4 bits make up to 17 %
 _MANY_SUBNORMALS = 0.01
 _SHOWN = 5  # dead rows whose numbers are kept
 _CASTS = ("float16", "bfloat16")
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_THREADS = 16  # more are no faster, and each has a part in memory
-_MOST_AT_A_TIME = 8  # tensors that a thread reads together
+_MOST_AT_A_TIME = 8  # tensors that a thread takes together
 _loading = Lock()
 
 
@@ -90,33 +90,17 @@ def _read_all(
     """Return the tensors of these files with what is in them, and the problems of the files."""
     entries = [entry for path in paths for entry in open_checkpoint(Path(path))]
     tensors = [entry for entry in entries if isinstance(entry, Stored)]
-    scans: dict[int, TensorScan] = {}
-    unread = iter(enumerate(tensors))  # of which each thread takes the next
-
-    def read_on() -> None:
-        while batch := [*islice(unread, at_a_time)]:
-            # The data flush the caches: each step's code is loaded once for several tensors (1 MiB: 0.5 of the time).
-            rows = [None if fingerprints else _health_row(stored) for _, stored in batch]
-            for (number, stored), row in zip(batch, rows, strict=True):
-                scans[number] = _read(stored, row, fingerprints)
-            for stored in {stored.regions: stored for _, stored in batch}.values():
-                stored.release()
-
-    tell("reading", 0, len(tensors), "tensors")
     num_threads = min(torch.get_num_threads(), _MOST_THREADS)
-    at_a_time = min(_MOST_AT_A_TIME, 1 + len(tensors) // (8 * num_threads))
+    size = min(_MOST_AT_A_TIME, 1 + len(tensors) // (8 * num_threads))
+    batches = [tensors[first : first + size] for first in range(0, len(tensors), size)]
+    scans: list[TensorScan] = []
+    tell("reading", 0, len(tensors), "tensors")
     with ThreadPoolExecutor(num_threads, "nanwatch-scan", _compute_alone) as pool:
-        try:
-            pending = [pool.submit(read_on) for _ in range(num_threads)]
-            while wait(pending, timeout=0.1).not_done:
-                tell("reading", len(scans), len(tensors), "tensors")
-            for future in pending:
-                future.result()
-        finally:
-            for _ in unread:  # after an error or Ctrl-C the threads find nothing more
-                pass
-    members = [(stored, scans[number]) for number, stored in enumerate(tensors)]
-    return members, [entry for entry in entries if isinstance(entry, Problem)]
+        for batch in pool.map(partial(_read_batch, fingerprints=fingerprints), batches):
+            scans += batch
+            tell("reading", len(scans), len(tensors), "tensors")
+    problems = [entry for entry in entries if isinstance(entry, Problem)]
+    return [*zip(tensors, scans, strict=True)], problems
 
 
 def _compute_alone() -> None:
@@ -130,25 +114,19 @@ def _compute_alone() -> None:
         set_num_threads(1)
 
 
-def _health_row(stored: Stored) -> Tensor | None:
-    """Return the health of a mapped tensor of one part; None for any other, or after an error."""
-    with suppress(Exception):  # which `_read` meets again
-        if stored.regions and stored.encoding is None:
-            x: Tensor = stored.load()  # type: ignore[misc]
-            # A file may have any byte where a bool should be.
-            if x.numel() <= PART and is_plain(x) and x.dtype is not torch.bool and not unreadable(x):
-                row: Tensor = _extension.health(x)
-                return row
-    return None
+def _read_batch(batch: Sequence[Stored], fingerprints: bool) -> list[TensorScan]:
+    scans = [_read(stored, fingerprints) for stored in batch]
+    for stored in {stored.regions: stored for stored in batch}.values():
+        stored.release()
+    return scans
 
 
-def _read(stored: Stored, row: Tensor | None, fingerprints: bool) -> TensorScan:
-    facts: dict[str, Any] = {"lost": stored.lost}  # those that are known before an error stay
+def _read(stored: Stored, fingerprints: bool) -> TensorScan:
+    facts: dict[str, Any] = {}  # those that are known before an error stay
     try:
-        if stored.load is not None:
-            # Of tensors that are not mapped one at a time is in memory.
-            with nullcontext() if stored.regions else _loading:
-                _read_values(stored, stored.load(), row, fingerprints, facts)
+        # Of tensors that are not mapped one at a time is in memory.
+        with nullcontext() if stored.regions else _loading:
+            _read_values(stored, stored.load(), fingerprints, facts)
     except ImportError:
         raise
     except (TypeError, NotImplementedError) as error:  # a dtype or a layout that PyTorch does not read
@@ -158,9 +136,7 @@ def _read(stored: Stored, row: Tensor | None, fingerprints: bool) -> TensorScan:
     return TensorScan(stored.name, str(stored.file), **facts)
 
 
-def _read_values(
-    stored: Stored, x: Tensor, row: Tensor | None, fingerprints: bool, facts: dict[str, Any]
-) -> None:
+def _read_values(stored: Stored, x: Tensor, fingerprints: bool, facts: dict[str, Any]) -> None:
     """Set the fields of a TensorScan."""
     is_encoded = stored.encoding is not None
     facts["dtype"] = dtype = stored.encoding.name.lower() if is_encoded else dtype_name(x.dtype)
@@ -171,34 +147,30 @@ def _read_values(
     if not is_plain(x):
         facts["health"] = tensor_health(x)
         return
-    if row is not None:
-        health = health_of(row.tolist(), shape)
-    else:
-        total = PartialHealth()
-        for start, raw, values in stored.parts(x, PART):
-            total.add(values, start)
-            if fingerprints:
-                total.add_bits(raw)
-        health = total.health(shape)
+    total = PartialHealth()
+    for start, raw, values in stored.parts(x, PART):
+        total.add(values, start)
+        if fingerprints:
+            total.add_bits(raw)
+    health = total.health(shape)
     facts["nbytes"], facts["health"] = x.nbytes, health
     if fingerprints:
         facts["fingerprint"] = total.fingerprint(*(("uint8", (x.numel(),)) if is_encoded else (dtype, shape)))
-    if not is_encoded and health.num_zero and x.dim() > 1:
+    if not is_encoded and x.is_floating_point() and x.dim() > 1:
         facts.update(_dead_rows(stored, x, health.num_zero))
 
 
 def _dead_rows(stored: Stored, x: Tensor, zeros: int) -> dict[str, Any]:
     """Return the rows of a matrix that are all zero. Nothing is read where fewer elements are zero than a row has."""
-    form = BY_NAME.get(dtype_name(x.dtype))
-    width = x.numel() // len(x)
-    if form is None or form.kind not in ("ieee", "fn") or not 1 < width <= zeros:
+    width = x.numel() // max(len(x), 1)
+    if not 1 < width <= zeros:
         return {}
     matrix, live = x.detach().reshape(len(x), width), torch.zeros(len(x), dtype=torch.bool)
     step = max(PART // width, 1)
     for first in range(0, len(x), step):
         band = matrix[first : first + step]
-        shifted = band.view(_SIGNED[band.element_size()]) << 1  # without the sign of -0.0
-        live[first : first + step] = shifted.any(1)
+        # PyTorch does not ask numbers of 8 bits.
+        live[first : first + step] = (band.float() if band.element_size() == 1 else band).any(1)
         stored.release()
     num_dead = len(live) - int(live.count_nonzero())
     dead = (number for number, is_live in enumerate(live.numpy()) if not is_live)
@@ -212,14 +184,13 @@ def _problems(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
     for tensor in tensors:
         if tensor.lost:
             yield Problem("lost", True, tensor.lost, (tensor.name,))
+        if tensor.unread:
+            yield Problem("not checked", False, tensor.unread, (tensor.name,))
         if tensor.health is not None and not tensor.health.isfinite:
             yield _nonfinite(tensor.name, tensor.health)
         if tensor.health is not None and tensor.is_float and not _is_mask(tensor.health):
             yield from _of_values(tensor, tensor.health)
     yield from _outliers(tensors)
-    for tensor in tensors:
-        if tensor.unread:
-            yield Problem("not checked", False, tensor.unread, (tensor.name,))
 
 
 def _nonfinite(name: str, health: TensorHealth) -> Problem:
@@ -256,8 +227,6 @@ def _of_values(tensor: TensorScan, health: TensorHealth) -> Iterator[Problem]:
         narrow = limits(target)
         assert narrow is not None
         if ends is None or ends.largest <= narrow.largest or largest == 0:  # nothing but zeros and nan
-            continue
-        if narrow.smallest_normal <= largest <= narrow.largest:
             continue
         cast = float(torch.tensor(largest, dtype=torch.float64).to(getattr(torch, target)))
         if isinf(cast):

@@ -160,7 +160,8 @@ def test_an_index_names_missing_files_and_tensors(tmp_path):
     names = {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors", "d": "../x.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     result = nanwatch.scan(tmp_path)
-    assert {tensor.name for tensor in result.tensors if tensor.lost} == {"b", "c", "d"}
+    lost = {problem.tensors for problem in result.problems if problem.kind == "lost"}
+    assert lost == {("b",), ("c",), ("d",)}
     files = [problem.text for problem in result.problems if problem.kind == "file"]
     assert ["'../x.safetensors'" in files[0], "'two.safetensors'" in files[1]] == [True, True]
 
