@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,10 +25,10 @@ from ..recording.optimizer_state import StepWeight
 from ..records.record import Frame
 from ..report.events import UpdateFinding, update_finding
 from ..report.finding import Place
+from ..util.modules import is_in
 from ..util.visible import spell, suppressed, warn_user
-from .rules import Evaluations, Step, ends_of, suspects_of
-from .samples import WeightSample, each_weight, ids_of, sample_after, sample_step
-from .suspects import Suspect, Suspicions, gathered
+from .rules import Evaluations, Step, Suspect, ancestors, ends_of, suspects_of
+from .samples import Key, WeightSample, each_weight, ids_of, sample_after, sample_step
 from .window import Window, held_by_optimizers, place_of
 
 _T = TypeVar("_T")
@@ -38,6 +38,21 @@ _FIRST, _AFRESH = 3, 4
 _MORE, _MOST_STATES = 10, 32
 _MOST_FINDINGS, _MOST_ERRORS = 64, 3
 _AT_BACKWARD = ("missing-zero-grad", "accumulation", "no-gradient", "zero-gradient", "train-mode-wrong")
+
+# Audits in a row in which a weight must be suspected. A head that the loss leaves out, an expert without tokens, a
+# branch behind a gain of 0 and a learning rate that warms up are no fault, and are over in fewer.
+_NEEDED = {
+    "no-gradient": 6,
+    "zero-gradient": 6,
+    "zero-lr": 5,
+    "absorbed": 3,
+    "not-in-optimizer": 3,
+    "other-module-trained": 3,
+    "train-mode-wrong": 3,
+}
+_NEEDED_ELSE = 2
+# Share of a module's elements that need not have a fault of the module: its biases take any update.
+_MISSING = {"absorbed": 0.25, "zero-gradient": 0.25}
 
 
 def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
@@ -62,6 +77,60 @@ def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
             return None
 
     return safe
+
+
+class Suspicions:
+    """Counts of how often in a row each weight of one optimizer was suspected of each kind of fault."""
+
+    def __init__(self) -> None:
+        self._in_a_row: dict[tuple[str, str, str | None], int] = {}
+        self._certain: set[tuple[str, str, str | None]] = set()
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a suspicion is neither certain nor gone."""
+        return any(key not in self._certain for key in self._in_a_row)
+
+    def add(
+        self, suspects: Iterable[Suspect], weights: Iterable[WeightSample]
+    ) -> Iterator[tuple[Suspect, int]]:
+        """Take the suspects of one audit, and yield the faults that are certain by now, each once: see `gathered`."""
+        new = {suspect[:3]: suspect for suspect in suspects}
+        self._in_a_row = {key: self._in_a_row.get(key, 0) + 1 for key in new}
+        ripe = [
+            suspect
+            for key, suspect in new.items()
+            if key not in self._certain and self._in_a_row[key] >= _NEEDED.get(suspect.kind, _NEEDED_ELSE)
+        ]
+        self._certain |= {suspect[:3] for suspect in ripe}
+        sizes = {weight.key: weight.size for weight in weights}
+        trained = {weight.key: weight.size for weight in weights if weight.is_trained}
+        for kind in dict.fromkeys(suspect.kind for suspect in ripe):
+            alike = [suspect for suspect in ripe if suspect.kind == kind]
+            are_trained = all((suspect.module, suspect.label) in trained for suspect in alike)
+            yield from gathered(alike, trained if are_trained else sizes)
+
+
+def gathered(ripe: Sequence[Suspect], weights: Mapping[Key, int]) -> Iterator[tuple[Suspect, int]]:
+    """Yield one fault for each largest module whose weights have it: all of these, or nearly all of their elements.
+
+    The number is that of the trained weights that are meant.
+    """
+    hits = {(suspect.module, suspect.label) for suspect in ripe}
+    named: set[tuple[str, str | None]] = set()
+    for suspect in ripe:
+        module, label, count = suspect.module, suspect.label, 1
+        for above in ancestors(module) if label is not None else ():
+            inside = {key: size for key, size in weights.items() if is_in(key[0], above)}
+            missing = sum(size for key, size in inside.items() if key not in hits)
+            if inside and missing <= _MISSING.get(suspect.kind, 0.0) * sum(inside.values()):
+                module, label, count = above, None, len(inside)
+        # A module of one weight is named with it.
+        if label is None and count == 1 and suspect.label is not None:
+            module, label = suspect.module, suspect.label
+        if (module, label) not in named:
+            named.add((module, label))
+            yield Suspect(suspect.kind, module, label, suspect.numbers), count
 
 
 class _Track:

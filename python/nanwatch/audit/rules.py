@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, isclose
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from ..report.finding import Place
 from ..util.modules import is_in
 from ..util.visible import suppressed
 from .samples import Key, WeightSample, is_full, number, plain, same_bits, sample
-from .suspects import Suspect, ancestors
 from .window import (
     Arrival,
     Backward,
@@ -40,6 +40,15 @@ _GREW = 1.01  # a norm is larger beyond rounding
 # Means over so unequal numbers of tokens do not add up to a mean. Padded rows of random lengths are 1.1 to 1.5 apart in
 # most steps. The last batch of an epoch may be smaller once.
 _UNEQUAL = 1.1
+
+
+class Suspect(NamedTuple):
+    """A weight that may have a fault of this kind; `label` is None where a module is meant."""
+
+    kind: str
+    module: str
+    label: str | None
+    numbers: Mapping[str, float] = {}
 
 
 @dataclass(eq=False)
@@ -92,6 +101,14 @@ def _suspects(
 ) -> Iterator[Suspect]:
     for weight in weights:
         yield Suspect(kind, weight.module, weight.label, numbers or {})
+
+
+def ancestors(module: str) -> Iterator[str]:
+    """Yield the name of the module and of all that it is in, up to the root."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+    yield ""
 
 
 def _no_gradient(step: Step) -> Iterator[Suspect]:
