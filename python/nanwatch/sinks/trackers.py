@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from math import inf
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,10 @@ ACCEPTED = (
     " dict and the number of the batch, a name such as 'tensorboard:runs/a'"
 )
 Values: TypeAlias = Mapping[str, float | str]
+# Classes of a module that is imported with the first of them, as it needs the network's modules.
+_ALERTS = {
+    "jsonl": "JsonLinesSink", "prometheus": "PrometheusSink", "slack": "SlackSink", "webhook": "WebhookSink"
+}  # fmt: skip
 
 
 def spell_module(name: str) -> str:
@@ -232,22 +237,16 @@ def log_for(target: Any) -> Callable[..., LogSink] | None:
 
 def factory_of(name: str) -> Callable[..., Sink]:
     """Return what makes the sink of this name. Raises ValueError, with the names that there are, for another."""
-    from . import alerts
-
-    factories: dict[str, Callable[..., Sink]] = {
-        "jsonl": alerts.JsonLinesSink,
-        "prometheus": alerts.PrometheusSink,
-        "slack": alerts.SlackSink,
-        "tensorboard": TensorBoardSink,
-        "wandb": WandbSink,
-        "webhook": alerts.WebhookSink,
-    }
-    if name not in factories:
-        known = ", ".join(factories)
+    factories: dict[str, Callable[..., Sink]] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
+    if name in factories:
+        return factories[name]
+    if name not in _ALERTS:
+        known = ", ".join(sorted([*factories, *_ALERTS]))
         raise ValueError(
             f"there is no sink {name!r}; known are {known}; a folder for TensorBoard is tensorboard:FOLDER"
         )
-    return factories[name]
+    factory: Callable[..., Sink] = getattr(import_module(".alerts", __package__), _ALERTS[name])
+    return factory
 
 
 def sink_for(target: Any) -> Sink:
