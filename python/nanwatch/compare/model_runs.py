@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -236,7 +237,7 @@ def _recorded(model: nn.Module, most_bytes: int) -> Iterator[list[ModuleCall]]:
             continue
         if _is_compiled(module):
             compiled.append(path)
-        wrappers.append(_Wrapper(module, _plain_path(path), log))
+        wrappers.append(TemporaryWrapper(module, partial(_record, log, _plain_path(path))))
     with attached(wrappers):
         yield log.calls
 
@@ -276,34 +277,25 @@ class _CallLog:
         return copies
 
 
-class _Wrapper(TemporaryWrapper):
-    """Wrapper that records the calls of its module."""
-
-    def __init__(self, module: nn.Module, path: str, log: _CallLog) -> None:
-        super().__init__(module)
-        self._path = path
-        self._log = log
-
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the call."""
-        log = self._log
-        if is_compiling() or threading.get_ident() != log.thread:
-            return self.run_inner(module, args, kwargs)
-        parent = log.inside[-1] if log.inside else None
-        if parent is not None:
-            parent.is_leaf = False
-        key = (self._path, log.occurrences[self._path])
-        log.occurrences[self._path] += 1
-        call = ModuleCall(key, type(module).__name__, module, parent, next(log.clock))
-        call.inputs = log.kept(call_leaves(args, kwargs))
-        weight = module._parameters.get("weight")
-        call.weight_shape = () if weight is None else tuple(weight.shape)
-        log.inside.append(call)
-        try:
-            result = self.run_inner(module, args, kwargs)
-        finally:
-            log.inside.pop()
-        call.end = next(log.clock)
-        call.outputs = [x for x in log.kept(leaves(result, "output")) if x.is_floating_point()]
-        log.calls.append(call)
-        return result
+def _record(log: _CallLog, path: str, wrapper: TemporaryWrapper, args: Any, kwargs: Any) -> Any:
+    """Make and record a call of the wrapper's module."""
+    if is_compiling() or threading.get_ident() != log.thread:
+        return wrapper.run_inner(args, kwargs)
+    module, parent = wrapper.module, log.inside[-1] if log.inside else None
+    if parent is not None:
+        parent.is_leaf = False
+    key = (path, log.occurrences[path])
+    log.occurrences[path] += 1
+    call = ModuleCall(key, type(module).__name__, module, parent, next(log.clock))
+    call.inputs = log.kept(call_leaves(args, kwargs))
+    weight = module._parameters.get("weight")
+    call.weight_shape = () if weight is None else tuple(weight.shape)
+    log.inside.append(call)
+    try:
+        result = wrapper.run_inner(args, kwargs)
+    finally:
+        log.inside.pop()
+    call.end = next(log.clock)
+    call.outputs = [x for x in log.kept(leaves(result, "output")) if x.is_floating_point()]
+    log.calls.append(call)
+    return result

@@ -21,12 +21,11 @@ the re-run restores, and lose its writes to buffers. So that thread waits for th
 
 from __future__ import annotations
 
-import dis
 import functools
 import sys
 import threading
 import weakref
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -91,10 +90,6 @@ class _PythonCallSlot:
         self.default_call: Callable[..., Any] | None = None
         # Bound methods, because Python 3.11 counts two more calls of the recursion limit for a callable object.
         self._calls: dict[int, Any] = {}
-        # The function that reads the slot, and the offset in its code of the first read.
-        self._asking = code = nn.Module._wrapped_call_impl.__code__
-        offsets = (step.offset for step in dis.get_instructions(code) if step.argval == ATTRIBUTE)
-        self._first = next(offsets, sys.maxsize)
 
     def _get(self, module: nn.Module | None, kind: type | None = None) -> Any:
         if module is None:
@@ -102,11 +97,10 @@ class _PythonCallSlot:
         call = self._calls.get(id(module)) or module.__dict__.get(ATTRIBUTE)
         if call is None and self.default_call is not None:
             return self.default_call.__get__(module)
-        if call is None:
-            # nn.Module.__call__ reads the slot twice. Another thread may detach the wrapper in between.
-            caller = sys._getframe(1)
-            if caller.f_code is self._asking and caller.f_lasti > self._first:
-                return module._call_impl
+        # nn.Module.__call__ reads the slot twice, and calls the second answer if the first is not None. Another thread
+        # may detach the wrapper in between.
+        if call is None and sys._getframe(1).f_code is nn.Module._wrapped_call_impl.__code__:
+            return module._call_impl
         return call
 
     # A partial, because Dynamo follows functions and takes the result of other callables as it is.
@@ -226,12 +220,6 @@ def needs_operators(module: nn.Module) -> bool:
     return bool(getattr(module, IS_WATCHED, False) or _slot.has_site(id(module)))
 
 
-def own_call(module: nn.Module) -> Callable[..., Any]:
-    """Return the function that makes the module's call where no wrapper is attached."""
-    compiled: Callable[..., Any] | None = module.__dict__.get(ATTRIBUTE)
-    return module._call_impl if compiled is None else compiled
-
-
 def attach(module: nn.Module, wrapper: Any) -> None:
     """Attach the wrapper to the module's slot, outside all wrappers there."""
     key = id(module)
@@ -312,23 +300,22 @@ class PythonWatchedCall(CallWrapper):
 
 
 class TemporaryWrapper(CallWrapper):
-    """Wrapper before a module's call until the end of a `with` block. Keeps the module alive."""
+    """Wrapper of a module's call until the end of a `with` block. Keeps the module alive.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    `run(wrapper, args, kwargs)` makes the call. `run_inner` makes it as if this wrapper were not attached.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[[TemporaryWrapper, Any, Any], Any]) -> None:
+        self.module, self._run = module, run
         self.inner: Any = None
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Make the call through `run`."""
-        return self.run(self._module, args, kwargs)
+        """Make the call."""
+        return self._run(self, args, kwargs)
 
-    @abstractmethod
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the module's call."""
-
-    def run_inner(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the call as if this wrapper were not attached."""
-        return (module._call_impl if self.inner is None else self.inner)(*args, **kwargs)
+    def run_inner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the call without this wrapper."""
+        return (self.module._call_impl if self.inner is None else self.inner)(*args, **kwargs)
 
 
 @contextmanager
@@ -336,23 +323,9 @@ def attached(temporary: Iterable[TemporaryWrapper]) -> Iterator[None]:
     """Attach these wrappers to their modules inside the block."""
     with ExitStack() as after:
         for wrapper in temporary:
-            after.callback(detach, wrapper._module, wrapper)
-            attach(wrapper._module, wrapper)
+            after.callback(detach, wrapper.module, wrapper)
+            attach(wrapper.module, wrapper)
         yield
-
-
-class _ThreadWrapper(TemporaryWrapper):
-    """Wrapper that makes the calls of the thread that created it through a function, and other threads' as before."""
-
-    def __init__(self, module: nn.Module, run: Run) -> None:
-        super().__init__(module)
-        self._run = run
-        self._thread = threading.get_ident()
-
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the call."""
-        is_ours = threading.get_ident() == self._thread
-        return (self._run if is_ours else self.run_inner)(module, args, kwargs)
 
 
 def wrap_calls(modules: Iterable[nn.Module], run: Run) -> AbstractContextManager[None]:
@@ -360,31 +333,19 @@ def wrap_calls(modules: Iterable[nn.Module], run: Run) -> AbstractContextManager
 
     For use inside `BatchSnapshot.again`, where no watch records and compiled modules run eagerly.
     """
-    return attached(_ThreadWrapper(module, run) for module in {id(x): x for x in modules}.values())
+    owner = threading.get_ident()
+
+    def run_here(wrapper: TemporaryWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != owner:
+            return wrapper.run_inner(args, kwargs)
+        return run(wrapper.module, args, kwargs)
+
+    return attached(TemporaryWrapper(module, run_here) for module in {id(x): x for x in modules}.values())
 
 
 def is_of_thread(owner: int) -> bool:
     """Return whether the calling thread is this one, or an autograd thread, perhaps of a backward of this one."""
     return threading.get_ident() == owner or torch._C._current_graph_task_id() != -1
-
-
-class ExclusiveWrapper(TemporaryWrapper):
-    """Wrapper during a run that the creating thread has alone. Its calls bypass all watches, others' wait for the end.
-
-    At most PATIENCE seconds: after that no thread waits any more.
-    """
-
-    def __init__(self, module: nn.Module, has_ended: threading.Event) -> None:
-        super().__init__(module)
-        self._owner, self._has_ended = threading.get_ident(), has_ended
-
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the call."""
-        if is_of_thread(self._owner):
-            return own_call(module)(*args, **kwargs)
-        if not self._has_ended.wait(PATIENCE):
-            self._has_ended.set()
-        return self.run_inner(module, args, kwargs)
 
 
 _alone = threading.local()  # `has_ended` is set at the end of the outermost `unwatched` of this thread
@@ -400,11 +361,20 @@ def waiting_ends() -> Callable[[], None]:
 def unwatched(root: nn.Module) -> Iterator[None]:
     """Record no call of a module in the tree inside the block. Other threads that call one wait for its end.
 
-    Of blocks inside each other they wait for the outermost. The watches stay attached, so that one that is stopped or
-    paused meanwhile stays so.
+    At most PATIENCE seconds: after that no thread waits any more. Of blocks inside each other they wait for the
+    outermost. The watches stay attached, so that one that is stopped or paused meanwhile stays so.
     """
     outer = getattr(_alone, "has_ended", None)
-    has_ended = outer or threading.Event()
+    has_ended, owner = outer or threading.Event(), threading.get_ident()
+
+    def run(wrapper: TemporaryWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_of_thread(owner):
+            compiled = wrapper.module.__dict__.get(ATTRIBUTE)
+            return (wrapper.module._call_impl if compiled is None else compiled)(*args, **kwargs)
+        if not has_ended.wait(PATIENCE):
+            has_ended.set()
+        return wrapper.run_inner(args, kwargs)
+
     watched = [module for _, module in each_module(root) if wrappers(module)]
     # Hooks of gradients on weights are in no slot, so their recorders are suspended.
     recorders = {id(x.recorder): x.recorder for module in watched for x in watching_at(id(module))}
@@ -416,7 +386,7 @@ def unwatched(root: nn.Module) -> Iterator[None]:
         for recorder in recorders.values():
             recorder.suspend(True)
             after.callback(recorder.suspend, False)
-        after.enter_context(attached(ExclusiveWrapper(module, has_ended) for module in watched))
+        after.enter_context(attached(TemporaryWrapper(module, run) for module in watched))
         yield
 
 
