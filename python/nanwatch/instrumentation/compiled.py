@@ -11,8 +11,8 @@ recorders. Without a wrapper the operator does nothing, and the graph serves the
 module or option where the graph has the operator. A graph without it has a guard for each module: that nobody watches
 it. Graphs that were made before Dynamo was changed here get one guard for all.
 
-Dynamo's variables stand for the values of a call while it traces. `_Plan` walks over them as recording/walk.py does
-over values. To let Dynamo trace a walk in Python doubled the time to trace GPT-2.
+Dynamo's variables stand for the values of a call while it traces. `_Plan` makes containers of them for the walk in
+recording/walk.py. To let Dynamo trace that walk doubled the time to trace GPT-2.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ..numerics import _extension
 from ..recording.recorder import PythonRecorder
-from ..recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, SCALARS, spell_key
+from ..recording.walk import MAX_DEPTH, MAX_LEAVES, SCALARS, Leaf, Unwalked, call_leaves, leaves
 from ..util.modules import WeakIdentityDict, each_module
 from ..util.visible import warn_user
 from . import slot
@@ -224,9 +224,16 @@ record_ = _extension.define(
 )
 
 
-_NOT_READ = "in compiled code only plain tensors are read"
-_TOO_MANY = "too many values in compiled code"
+_NOT_READ = Unwalked("in compiled code only plain tensors are read")
 _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+_OPAQUE = object()  # for any value that is neither a container nor a tensor
+
+
+class _TensorLeaf:
+    """Tensor in a plan: Dynamo's variable for it, or None where it is not read."""
+
+    def __init__(self, variable: Any = None) -> None:
+        self.variable = variable
 
 
 def _put_begin(module: Any, tx: Any, site: Any, args: Any, kwargs: Any) -> None:
@@ -241,14 +248,11 @@ def _put_record(module: Any, tx: Any, site: Any, caller: Any, args: Any, kwargs:
     plan = _Plan(tx, type(module.value).__name__)
     for role, named in (("w", module.value._parameters), ("b", module.value._buffers)):
         for name, x in named.items():
-            if x is None or (role == "b" and not (x.is_floating_point() or x.is_complex())):
-                continue
-            if _is_plain(x):
-                plan.add(role, name, module.var_getattr(tx, name))
-            else:
-                plan.add_line(role, "u", name, _NOT_READ)
+            if x is not None and (role == "w" or x.is_floating_point() or x.is_complex()):
+                variable = module.var_getattr(tx, name).realize() if _is_plain(x) else None
+                plan.add(role, [(name, _TensorLeaf(variable))])
     plan.add_inputs(args, kwargs)
-    plan.add("o", "output", output)
+    plan.add("o", leaves(plan.twin(output, True), "output", False))
     plan.put(site, caller)
 
 
@@ -272,80 +276,68 @@ class _Plan:
 
     def add_inputs(self, args: Any, kwargs: Any) -> None:
         """Add the arguments of a call."""
-        for key, variable in (*enumerate(args), *kwargs.items()):
-            self.add("i", f"input[{key}]", variable)
+        named = {key: self.twin(variable) for key, variable in kwargs.items()}
+        self.add("i", call_leaves(tuple(map(self.twin, args)), named, objects=False))
 
-    def add(self, role: str, label: str, variable: Any, depth: int = 0) -> None:
-        """Add the leaves of a value, with the labels of walk.leaves.
+    def add(self, role: str, values: Iterable[Leaf]) -> None:
+        """Add lines of leaves."""
+        for label, leaf in values:
+            letter, reason = "n" if leaf is None else "x", ""
+            if isinstance(leaf, _TensorLeaf) and leaf.variable is not None:
+                letter = "t"
+                self._tensors.append(leaf.variable)
+            elif isinstance(leaf, _TensorLeaf | Unwalked):
+                letter, reason = "u", "\t" + (leaf if isinstance(leaf, Unwalked) else _NOT_READ)
+            self._lines.append(f"{role}{letter} {label}{reason}")
+
+    def twin(self, variable: Any, enters_objects: bool = False, depth: int = 0) -> Any:
+        """Return what the walk over values takes for the variable's: containers, scalars and _TensorLeaf.
 
         Dynamo guards on everything that it reads, and fails on some values (sparse tensors). So this reads only plain
-        tensors among the values that the user's own code has not touched so far.
+        tensors among the values that the user's own code has not touched so far. With `enters_objects` an object that
+        the traced code has made is a dictionary of its attributes.
         """
+        tx = self._tx
         if not variable.is_realized():
             value = variable.original_value()
             if not _is_harmless(value, MAX_DEPTH):
                 is_read = isinstance(value, Tensor | list | tuple | dict) or is_dataclass(value)
-                self.add_line(role, *(("u", label, _NOT_READ) if is_read else ("x", label)))
-                return
+                return _TensorLeaf() if is_read else _OPAQUE
         variable = variable.realize()
         kind = variable.python_type()
         if issubclass(kind, Tensor):
-            if kind in _PLAIN_TENSORS and getattr(variable, "layout", None) is torch.strided:
-                self.add_line(role, "t", label)
-                self._tensors.append(variable)
-            else:
-                self.add_line(role, "u", label, _NOT_READ)
-            return
-        children = self._children(variable)
-        if children is None and role == "o":
-            children = self._attributes(variable)
-        if children is None:
-            is_none = variable.is_python_constant() and variable.as_python_constant() is None
-            self.add_line(role, "n" if is_none else "x", label)
-        elif len(self._lines) > MAX_LEAVES or depth == MAX_DEPTH:
-            self.add_line(role, "u", label, _TOO_MANY)
-        else:
-            for key, child in children:
-                self.add(role, f"{label}[{key}]", child, depth + 1)
-
-    def _children(self, variable: Any) -> Iterable[tuple[object, Any]] | None:
-        """Return keys and variables of what is in a container, or None for any other value."""
-        tx = self._tx
-        kind = variable.python_type()
+            is_plain = kind in _PLAIN_TENSORS and getattr(variable, "layout", None) is torch.strided
+            return _TensorLeaf(variable if is_plain else None)
+        pairs: list[tuple[Any, Any]]
         if issubclass(kind, tuple | list):
-            items = variable.unpack_var_sequence(tx)
-            is_data = len(items) > MAX_SCALARS and all(item.is_python_constant() for item in items)
-            return None if is_data else enumerate(items)
-        if issubclass(kind, dict):
-            pairs = [
-                pair.unpack_var_sequence(tx)
-                for pair in variable.call_method(tx, "items", [], {}).unpack_var_sequence(tx)
-            ]
-            return [(_spell(key), item) for key, item in pairs]
-        if is_dataclass(kind):
-            return [(field.name, variable.var_getattr(tx, field.name)) for field in fields(kind)]
-        return None
+            pairs = list(enumerate(variable.unpack_var_sequence(tx)))
+        elif issubclass(kind, dict):
+            items = variable.call_method(tx, "items", [], {}).unpack_var_sequence(tx)
+            keys = [(key, x) for key, x in (item.unpack_var_sequence(tx) for item in items)]
+            pairs = [(_constant(key, key.python_type().__name__), x) for key, x in keys]
+        elif is_dataclass(kind):
+            pairs = [(field.name, variable.var_getattr(tx, field.name)) for field in fields(kind)]
+        else:
+            pairs = self._attributes(variable) if enters_objects else []
+            if not pairs:
+                constant = _constant(variable, _OPAQUE)
+                return constant if isinstance(constant, SCALARS) else _OPAQUE
+        if depth > MAX_DEPTH:
+            return []  # the walk goes no deeper
+        values = {key: self.twin(x, enters_objects, depth + 1) for key, x in pairs}
+        return list(values.values()) if issubclass(kind, tuple | list) else values
 
-    def _attributes(self, variable: Any) -> Iterable[tuple[object, Any]] | None:
+    def _attributes(self, variable: Any) -> list[tuple[Any, Any]]:
         """Return the attributes, without numbers and texts, of an object that the traced code has made."""
         is_callable = any("__call__" in vars(kind) for kind in variable.python_type().__mro__)
         if variable.source is not None or is_callable:
-            return None
+            return []
         attributes = self._tx.output.side_effects.store_attr_mutations.get(variable, {})
-        return [(name, value) for name, value in attributes.items() if not _is_scalar(value)] or None
-
-    def add_line(self, role: str, letter: str, label: str, reason: str = "") -> None:
-        """Add the line of a value."""
-        self._lines.append(f"{role}{letter} {label}\t{reason}" if reason else f"{role}{letter} {label}")
+        return [(name, x) for name, x in attributes.items() if not isinstance(_constant(x, x), SCALARS)]
 
 
-def _is_scalar(variable: Any) -> bool:
-    return variable.is_python_constant() and isinstance(variable.as_python_constant(), SCALARS)
-
-
-def _spell(key: Any) -> str:
-    is_constant = key.is_python_constant()
-    return spell_key(key.as_python_constant()) if is_constant else key.python_type().__name__
+def _constant(variable: Any, otherwise: Any) -> Any:
+    return variable.as_python_constant() if variable.is_python_constant() else otherwise
 
 
 def _is_harmless(value: Any, depth: int) -> bool:
