@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,17 +44,19 @@ class AttentionLogits:
         return tuple(1.0 if x <= threshold else threshold / x for x in self.largest)
 
 
-class Scores(NamedTuple):
-    """Arguments that logits are made of: `query` and `key` of shape (batch, heads, tokens, width)."""
-
-    query: Tensor
-    key: Tensor
-    mask: Tensor | None
-    is_causal: bool
-    scale: float
+def _is_readable(x: Any) -> bool:
+    if not isinstance(x, Tensor) or is_captured(x):
+        return False
+    return not unreadable(x) and is_plain(x) and not x.is_complex() and x.numel() > 0
 
 
-def _sdpa_scores(
+def _four_dims(x: Tensor) -> Tensor:
+    """Return a view with a batch and heads: one head where there are three dimensions."""
+    return x if x.ndim == 4 else x.unsqueeze(1) if x.ndim == 3 else x[None, None]
+
+
+def sdpa_logits(
+    class_name: str,
     query: Tensor,
     key: Tensor,
     value: object,
@@ -63,64 +65,53 @@ def _sdpa_scores(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: object = False,
-) -> Scores | None:
+) -> Tensor | None:
+    """Return the largest logit of each head that no mask takes away; 0 where all are negative, None if unreadable.
+
+    The arguments are those of scaled_dot_product_attention. Works head by head and on some rows at a time, and leaves
+    out the keys that a causal mask hides from all of them.
+    """
     given = (query, key) if attn_mask is None else (query, key, attn_mask)
-    if not all(map(_is_readable, given)) or not 2 <= query.ndim <= 4 or not query.numel() or not key.numel():
+    if not all(map(_is_readable, given)) or not 2 <= query.ndim <= 4:
         return None
     query, key = _four_dims(query.detach()), _four_dims(key.detach())
-    if len(query) != len(key):  # one of them is broadcast
-        batch = max(len(query), len(key))
-        query, key = query.expand(batch, -1, -1, -1), key.expand(batch, -1, -1, -1)
-    mask = None if attn_mask is None else attn_mask.detach()
-    return Scores(query, key, mask, is_causal, float(query.shape[-1] ** -0.5 if scale is None else scale))
-
-
-def _softmax_scores(input: Tensor, dim: int | None = None, *_: object, **__: object) -> Tensor | None:
-    if not _is_readable(input) or not input.is_floating_point() or not input.numel():
-        return None
-    return input.detach() if dim in (-1, input.ndim - 1) else None
-
-
-def _is_readable(x: Any) -> bool:
-    if not isinstance(x, Tensor) or is_captured(x):
-        return False
-    return not unreadable(x) and is_plain(x) and not x.is_complex()
-
-
-def _four_dims(x: Tensor) -> Tensor:
-    """Return a view with a batch and heads: one head where there are three dimensions."""
-    return x if x.ndim == 4 else x.unsqueeze(1) if x.ndim == 3 else x[None, None]
-
-
-def largest_logits(scores: Scores) -> Tensor:
-    """Return the largest logit of each head that no mask takes away; 0 where all are negative.
-
-    Works head by head and on some rows at a time, and leaves out the keys that a causal mask hides from all of them.
-    """
-    query, key, mask = scores.query, scores.key, scores.mask
-    batch, heads, num_rows, _ = query.shape
+    batch = max(len(query), len(key))  # one of them may be broadcast
+    query, key = (x.expand(batch, -1, -1, -1) for x in (query, key))
+    heads, num_rows, width = query.shape[1:]
     num_columns = key.shape[2]
-    kind, given = query.device.type, query.dtype
-    dtype = torch.float64 if given is torch.float64 else torch.float32
+    mask = None if attn_mask is None else attn_mask.detach().expand(batch, heads, num_rows, num_columns)
+    kind, rounded = query.device.type, query.dtype
+    dtype = torch.float64 if rounded is torch.float64 else torch.float32
     if torch.is_autocast_enabled(kind) and dtype is torch.float32:
-        given = torch.get_autocast_dtype(kind)  # the user's call has rounded its arguments to this
-    if mask is not None:
-        mask = mask.expand(batch, heads, num_rows, num_columns)
+        rounded = torch.get_autocast_dtype(kind)  # the user's call has rounded its arguments to this
     rows = max(1, _TILE // num_columns)
     largest = torch.zeros(heads, dtype=dtype, device=query.device)
     heads_per_key = heads // key.shape[1]  # 1 without grouped queries
     with torch.autocast(kind, enabled=False):
         for item, head in itertools.product(range(batch), range(heads)):
-            keys = key[item, head // heads_per_key].to(given).to(dtype).mT * scores.scale
+            keys = key[item, head // heads_per_key].to(rounded).to(dtype).mT
+            keys = keys * float(width**-0.5 if scale is None else scale)
             for row in range(0, num_rows, rows):
-                end = min(num_columns, row + rows) if scores.is_causal else num_columns
-                logits = query[item, head, row : row + rows].to(given).to(dtype) @ keys[:, :end]
+                end = min(num_columns, row + rows) if is_causal else num_columns
+                logits = query[item, head, row : row + rows].to(rounded).to(dtype) @ keys[:, :end]
                 if mask is not None:
                     logits = _masked(logits, mask[item, head, row : row + rows, :end])
-                if scores.is_causal:
+                if is_causal:
                     logits.tril_(row)
                 largest[head] = torch.maximum(largest[head], logits.amax())
     return largest
+
+
+def _softmax_logits(
+    class_name: str, input: Tensor, dim: int | None = None, *_: object, **__: object
+) -> Tensor | None:
+    if not _is_readable(input) or not input.is_floating_point() or dim not in (-1, input.ndim - 1):
+        return None
+    if input.ndim == 4:
+        return input.detach().amax(dim=(0, 2, 3)).clamp(min=0)
+    # The first dimension may be batch and heads, as in nn.MultiheadAttention.
+    is_attention = input.ndim == 3 and "attention" in class_name.lower()
+    return input.detach().amax().reshape(1).clamp(min=0) if is_attention else None
 
 
 def _masked(logits: Tensor, mask: Tensor) -> Tensor:
@@ -153,8 +144,8 @@ class _Replacement:
 
 # hook(args, kwargs) after each call.
 _READ: list[tuple[Any, GlobalHooks]] = [
-    (_sdpa_scores, GlobalHooks(functools.partial(_Replacement, "scaled_dot_product_attention"))),
-    (_softmax_scores, GlobalHooks(functools.partial(_Replacement, "softmax"))),
+    (sdpa_logits, GlobalHooks(functools.partial(_Replacement, "scaled_dot_product_attention"))),
+    (_softmax_logits, GlobalHooks(functools.partial(_Replacement, "softmax"))),
 ]
 
 
@@ -167,16 +158,16 @@ class AttentionWatch:
         self._latest: dict[str, tuple[Tensor, int]] = {}  # by module
         method = weakref.WeakMethod(self._read)
 
-        def hook(describe: Callable[..., Scores | Tensor | None], args: Any, kwargs: Any) -> None:
+        def hook(logits_of: Callable[..., Tensor | None], args: Any, kwargs: Any) -> None:
             if (read := method()) is not None:
                 with (
                     suppressing("a call of attention could not be read"),
                     torch.no_grad(),
                     only_our_dispatch(),
                 ):
-                    read(describe, args, kwargs)
+                    read(logits_of, args, kwargs)
 
-        hooks = [hooks.add(functools.partial(hook, describe)) for describe, hooks in _READ]
+        hooks = [hooks.add(functools.partial(hook, logits_of)) for logits_of, hooks in _READ]
         self._handles = Handles(self, hooks)
 
     def remove(self) -> None:
@@ -188,20 +179,12 @@ class AttentionWatch:
         latest = dict(self._latest)
         return {name: AttentionLogits(tuple(x.tolist()), batch) for name, (x, batch) in latest.items()}
 
-    def _read(self, describe: Callable[..., Scores | Tensor | None], args: Any, kwargs: Any) -> None:
+    def _read(self, logits_of: Callable[..., Tensor | None], args: Any, kwargs: Any) -> None:
         call = self._recorder.call_under_way()
         if call is None or call[0] % self._every:
             return
         batch, name, class_name = call
-        x = describe(*args, **kwargs)
-        if isinstance(x, Scores):
-            logits = largest_logits(x)
-        elif x is not None and x.ndim == 4:
-            logits = x.amax(dim=(0, 2, 3)).clamp(min=0)
-        elif x is not None and x.ndim == 3 and "attention" in class_name.lower():
-            # The first dimension may be batch and heads, as in nn.MultiheadAttention.
-            logits = x.amax().reshape(1).clamp(min=0)
-        else:
+        if (logits := logits_of(class_name, *args, **kwargs)) is None:
             return
         # A value that is not finite shows as the largest number: the rows of the module tell where it came from.
         most = torch.finfo(logits.dtype).max

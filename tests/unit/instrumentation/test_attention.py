@@ -13,8 +13,7 @@ from torch.nn import functional
 from nanwatch.instrumentation.attention import (
     LARGEST,
     AttentionLogits,
-    _sdpa_scores,
-    largest_logits,
+    sdpa_logits,
 )
 from nanwatch.session.api import watch
 
@@ -89,9 +88,9 @@ def test_largest_is_that_of_the_matrix(case: str, dtype: torch.dtype) -> None:
     query, key, given = CASES[case]
     q, k = inputs(query, key, dtype)
     expected = logits_of(q, k, **given)
-    scores = _sdpa_scores(q, k, None, **given)
-    assert scores is not None
-    assert torch.allclose(largest_logits(scores).double(), expected, rtol=3e-6, atol=1e-6)
+    largest = sdpa_logits("", q, k, None, **given)
+    assert largest is not None
+    assert torch.allclose(largest.double(), expected, rtol=3e-6, atol=1e-6)
 
 
 @pytest.mark.usefixtures("each_recorder")
@@ -144,25 +143,22 @@ def test_functions_come_back_after_the_last_watch_and_other_patches_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Watches stop in any order. A function that another library put over ours stays, and still works."""
-    softmax = functional.softmax
-    models = [Attention() for _ in range(3)]
-    first, second = (watch(model, attention=True) for model in models[:2])
+    softmax, models, x = functional.softmax, [Attention(), Attention()], inputs((1, 2, 5, 8), (1,))[0]
+    first, second = (watch(model, attention=True) for model in models)
     first.stop()
-    assert functional.scaled_dot_product_attention is not ORIGINAL
     ours = functional.scaled_dot_product_attention
+    assert ours is not ORIGINAL
     with monkeypatch.context() as patched:
         patched.setattr(
-            functional, "scaled_dot_product_attention", lambda *args, **kwargs: ours(*args, **kwargs)
+            functional, "scaled_dot_product_attention", lambda *args, **given: ours(*args, **given)
         )
         theirs = functional.scaled_dot_product_attention
         second.stop()
         assert functional.scaled_dot_product_attention is theirs
-        x, _ = inputs((1, 2, 5, 8), (1,))
         assert torch.equal(theirs(x, x, x), ORIGINAL(x, x, x))
-        third = watch(models[2], attention=True)
-        models[2](x, x, x)
-        assert len(third.attention) == 1
-        third.stop()
+        with watch(models[0], attention=True) as third:
+            models[0](x, x, x)
+            assert len(third.attention) == 1
         assert functional.scaled_dot_product_attention is theirs
     functional.scaled_dot_product_attention = ORIGINAL
     assert functional.softmax is softmax
