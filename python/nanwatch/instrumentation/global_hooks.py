@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -100,16 +100,15 @@ class GlobalHooks:
         return changed
 
 
-class GlobalHook:
+class GlobalHook(NamedTuple):
     """Handle of one hook."""
 
-    def __init__(self, hooks: GlobalHooks, number: int) -> None:
-        self._hooks = hooks
-        self._number = number
+    hooks: GlobalHooks
+    number: int
 
     def remove(self) -> None:
         """Remove the hook. Does nothing the second time."""
-        self._hooks.remove(self._number)
+        self.hooks.remove(self.number)
 
 
 class Handles:
