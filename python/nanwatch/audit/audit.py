@@ -20,8 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.global_hooks import Handles, after_steps, before_steps, with_check_after_closure
 from ..instrumentation.wrapped_names import named_modules
-from ..recording.events import Event, Recorder
-from ..recording.optimizer_state import StepWeight
+from ..recording.events import Event, Recorder, StepWeight
 from ..records.record import Frame
 from ..report.events import UpdateFinding, update_finding
 from ..report.finding import Place

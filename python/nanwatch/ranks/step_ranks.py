@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics.readable import local_shard, only_our_dispatch
-from ..recording.optimizer_state import RankFault, StepWeight
+from ..recording.events import RankFault, StepWeight
 from ..util.job import rank_and_world_size
 from .exchange import Exchange, Ranks, Side, Verdict
 from .replicas import Replicas

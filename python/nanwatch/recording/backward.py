@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..records.record import Frame, Record
 from ..report.finding import Finding, OriginKind, finding_of
 from .events import Arrival, BackwardCall
 
 
-@dataclass(frozen=True, slots=True)
-class NonFiniteBackward:
-    """The finding of a backward and the frames that it had up to there."""
-
-    finding: Finding
-    frames: tuple[Frame, ...]
-
-
 def find_in_backward(
     calls: Sequence[BackwardCall], arrivals: Sequence[Arrival], *, rank: int = 0
-) -> NonFiniteBackward | None:
-    """Return the finding of the first non-finite gradient, or None.
+) -> tuple[Finding, tuple[Frame, ...]] | None:
+    """Return the finding of the first non-finite gradient and the frames up to there, or None.
 
     `calls` are in the order of their frames, `arrivals` in the order in which they came. The finding's sequence is the
     place among the calls of its batch.
@@ -46,7 +38,7 @@ def find_in_backward(
         # The frame of the module around keeps the gradients that came before this one: only they led here.
         early = [_record(calls, x) for x in arrivals if x.call == around and x.time < first.time]
         frames.insert(-1, calls[around].frame._replace(records=tuple(early)))
-    return NonFiniteBackward(replace(finding, remarks=remarks), tuple(frames))
+    return replace(finding, remarks=remarks), tuple(frames)
 
 
 def _record(calls: Sequence[BackwardCall], arrival: Arrival) -> Record:

@@ -1,4 +1,4 @@
-"""Recorder settings, the callbacks that a recorder invokes, and the recorder interface.
+"""Recorder settings, the callbacks that a recorder invokes and what they hand over, and the recorder interface.
 
 Two recorders do the same work; see recorder.py.
 """
@@ -79,6 +79,28 @@ class Arrival(NamedTuple):
     record: int
     part: Part
     time: int
+
+
+class StepWeight(NamedTuple):
+    """Weight of a model before a step: its full name, itself, samples of it and of its gradient.
+
+    `group_size` is the number of ranks over which torch.distributed.all_reduce reduced the gradient, as far as seen.
+    """
+
+    name: str
+    tensor: Tensor
+    values: Tensor
+    gradient: Tensor | None
+    group_size: int | None = None
+
+
+class RankFault(NamedTuple):
+    """Kind of a fault across ranks, the weight that has it, the step; a rank that lost its gradient, or -1."""
+
+    kind: str
+    name: str
+    step: int
+    rank: int
 
 
 class Start(NamedTuple):

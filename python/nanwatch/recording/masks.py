@@ -149,23 +149,25 @@ def _inspected(module_type: type[nn.Module]) -> frozenset[str]:
     return frozenset(label for i, name in named for label in (f"input[{i}]", f"input[{name}]"))
 
 
-def excuse(x: Tensor, record: Record, health: TensorHealth, allowed: bool | Excuses) -> NoteKind | None:
-    """Return the note of a tensor whose values are meant, and remember the tensor; None for any other."""
+def excuse(
+    x: Tensor | None, record: Record, health: TensorHealth, allowed: bool | Excuses
+) -> NoteKind | None:
+    """Return the note of a tensor whose values are meant, and remember the tensor; None for any other.
+
+    A tensor that a device has read is None.
+    """
     if record.isfinite:
         return None
-    # A tensor made in inference mode has no version, so that nothing tells when it changes.
-    version = None if x.is_inference() else x._version
-    counts = health.num_nan, health.num_posinf, health.num_neginf
-    if isinstance(allowed, Excuses):
-        kind = allowed.kind(x, record.role, record.label, health)
-        if kind is not None and version is not None:
-            _excused[x] = version, counts, kind
-        if kind is not None:
-            return kind
-    elif allowed and not health.num_nan:
+    if not isinstance(allowed, Excuses) and allowed and not health.num_nan:
         return "allowed"
-    if version is None:
-        return None
+    kind = allowed.kind(x, record.role, record.label, health) if isinstance(allowed, Excuses) else None
+    # A tensor made in inference mode has no version, so that nothing tells when it changes.
+    if x is None or x.is_inference():
+        return kind
+    version, counts = x._version, (health.num_nan, health.num_posinf, health.num_neginf)
+    if kind is not None:
+        _excused[x] = version, counts, kind
+        return kind
     base = x if x._base is None else x._base
     *known, kind = _excused.get(x) or _excused.get(base) or (None, None, None)
     return kind if known == [version, counts] else None

@@ -1,13 +1,14 @@
-"""Values that a frame of a module call shows, and the record of one value."""
+"""Values that a frame of a call or of a step shows, and the record of one value."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from ..numerics import readable
 from ..numerics._fingerprint import sketch
@@ -28,7 +29,7 @@ from ..numerics.readable import (
     only_our_dispatch,
     unreadable,
 )
-from ..records.note import CAPTURED, PLAIN_MASK, Note, NoteKind
+from ..records.note import CAPTURED, PLAIN_MASK, Note
 from ..records.record import Record, Role
 from ..util.modules import WeakIdentityDict, each_module
 from ..util.visible import suppressed
@@ -94,6 +95,32 @@ def state_of(module: nn.Module, path: str = "") -> list[tuple[Role, str, Tensor]
         if child is not None and not may_be_called(child):
             values += state_of(child, f"{path}{key}.")
     return values
+
+
+class StateTensor(NamedTuple):
+    """Tensor of an optimizer: its label, the parameter that it belongs to, and whether it is that parameter."""
+
+    label: str
+    tensor: Tensor
+    parameter: Tensor
+    is_parameter: bool
+
+
+def state_tensors(optimizer: Optimizer, names: dict[int, str]) -> Iterator[StateTensor]:
+    """Yield the tensors of an optimizer's state: `exp_avg[0.weight]`, with the name of its parameter.
+
+    `names` are those of the model's parameters, by id. Another parameter, such as a float32 copy of a weight, is called
+    by its place, `[group][position]`, and comes itself too: `param[0][3]`.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for position, x in enumerate(group["params"]):
+            name = names.get(id(x))
+            where = f"[{number}][{position}]" if name is None else f"[{name}]"
+            if name is None:
+                yield StateTensor(f"param{where}", x, x, True)
+            for key, value in optimizer.state.get(x, {}).items():
+                if isinstance(value, Tensor):
+                    yield StateTensor(f"{key}{where}", value, x, False)
 
 
 def observe(
@@ -187,12 +214,8 @@ def _examine(x: Tensor, record: Record, allow_inf: bool | Excuses, counts: bool)
     try:
         if record.isfinite is False or (record.abs_min == 0 and may_be_finite_mask(x, record)):
             health = tensor_health(x)
-            if record.role in ("input", "buffer") and is_mask(x, health):
-                note: Note | None = PLAIN_MASK
-            else:
-                kind = excuse(x, record, health, allow_inf)
-                note = None if kind is None else Note(kind)
-            record = _with_health(record, health, note)
+            plain = record.role in ("input", "buffer") and is_mask(x, health)
+            record = _with_health(x, record, health, plain, allow_inf)
         if counts and record.isfinite:
             record = record._replace(health=tensor_health(x))
     except Exception:
@@ -201,8 +224,11 @@ def _examine(x: Tensor, record: Record, allow_inf: bool | Excuses, counts: bool)
     return record
 
 
-def _with_health(record: Record, health: TensorHealth, excused: Note | None) -> Record:
-    note = record.note if excused is None else excused
+def _with_health(
+    x: Tensor | None, record: Record, health: TensorHealth, plain_mask: bool, allow_inf: bool | Excuses
+) -> Record:
+    kind = None if plain_mask else excuse(x, record, health, allow_inf)
+    note = PLAIN_MASK if plain_mask else record.note if kind is None else Note(kind)
     # A finite mask: its range says nothing about the model, and its counts nothing that the note does not.
     return record._replace(health=None if record.isfinite else health, note=note)
 
@@ -225,16 +251,9 @@ def completed_record(
     record = Record(label, role, shape, dtype, values[0], values[1], values[2] != 0, None)
     if len(values) == 3:
         return record
-    health = health_of(values[:11], shape)
-    excused: NoteKind | None = None
-    if role in ("input", "buffer") and len(shape) > 0 and values[11] != 0:
-        return _with_health(record, health, PLAIN_MASK)
-    if not record.isfinite and isinstance(allow_inf, Excuses):
-        # The tensor is gone. A row that is masked everywhere shows as nan in the output.
-        excused = allow_inf.kind(None, role, label, health)
-    elif not record.isfinite and allow_inf and not health.num_nan:
-        excused = "allowed"
-    return _with_health(record, health, None if excused is None else Note(excused))
+    plain_mask = role in ("input", "buffer") and len(shape) > 0 and values[11] != 0
+    # The tensor is gone. A row that is masked everywhere shows as nan in the output.
+    return _with_health(None, record, health_of(values[:11], shape), plain_mask, allow_inf)
 
 
 class _SketchedRecord(Record):

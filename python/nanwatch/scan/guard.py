@@ -18,8 +18,7 @@ from ..instrumentation.global_hooks import Handles
 from ..instrumentation.wrapped_names import named_modules, parameter_names
 from ..numerics._extension import instances_of
 from ..numerics.readable import local_shard, only_our_dispatch
-from ..recording.observe import holds_fractions, nonfinite, observe
-from ..recording.optimizer_state import state_tensors
+from ..recording.observe import holds_fractions, nonfinite, observe, state_tensors
 from ..records.record import Frame, Record, Role
 from ..report.finding import find
 from ..util.job import rank

@@ -28,8 +28,7 @@ from ..instrumentation.wrapped_names import find_module, named_modules, paramete
 from ..numerics.readable import Numbers, is_plain
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall, Event
-from ..recording.observe import nonfinite, observe, read
-from ..recording.optimizer_state import state_tensors
+from ..recording.observe import nonfinite, observe, read, state_tensors
 from ..records.record import Frame, Role
 from ..report.finding import Finding, find
 from ..util.job import rank
@@ -135,15 +134,15 @@ class OptimizerSteps:
         calls = [BackwardCall(*call) for call in calls]
         fault = find_in_backward(calls, [Arrival(*arrival) for arrival in arrivals], rank=rank())
         # The gradients of a non-finite forward are its consequence.
-        if fault is None or self._failures.knows(fault.finding.batch):
+        if fault is None or self._failures.knows(fault[0].batch):
             return
-        batch = fault.finding.batch
+        finding, frames = fault
+        batch = finding.batch
         # The recorder keeps and counts the frames of a backward after this call.
-        num_before, place = self._recorder.frames_of_batch(batch), fault.finding.sequence
+        num_before, place = self._recorder.frames_of_batch(batch), finding.sequence
         sequence = None if num_before is None or place is None else num_before + place
         self._failures.rerun.keep_loss(batch)
-        finding = replace(fault.finding, sequence=sequence)
-        report = self._reports.latest(finding, batch, fault.frames)
+        report = self._reports.latest(replace(finding, sequence=sequence), batch, frames)
         faults = [(call.frame, record) for call in calls for record in call.frame.records if record.is_fault]
         model, weights = self._model(), set[Weight]()
         modules = {} if model is None else {named.name: named.module for named in named_modules(model)}

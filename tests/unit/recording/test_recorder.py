@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 from collections import Counter, OrderedDict, UserDict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
-from nanwatch.recording.optimizer_state import state_tensors
+from nanwatch.recording.observe import state_tensors
 from nanwatch.recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, Unwalked, call_leaves, leaves
 from nanwatch.records.record import Frame
 from nanwatch.session.api import watch as start_watch
@@ -206,21 +206,6 @@ def test_the_start_of_a_batch_has_the_versions_of_tensors_one_level_deep(recorde
 
 
 @pytest.mark.parametrize("recorder", RECORDERS)
-def test_frames_since_are_the_latest_of_those_that_came_later(recorder: str) -> None:
-    """For any number given, and however many frames the ring has dropped."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with watched(model, recorder, max_frames=7) as watch:
-        for batches in range(5):
-            made = 3 * batches  # frames of a batch: both layers and the whole
-            held = watch._recorder.frames()
-            assert len(held) == min(made, 7)
-            for kept in range(made + 1):
-                found = watch._recorder.frames_since(kept)
-                assert found == (made, held[max(0, len(held) - (made - kept)) :])
-            model(torch.full((1, 2), float(batches)))
-
-
-@pytest.mark.parametrize("recorder", RECORDERS)
 def test_counts_are_those_of_each_tensor(recorder: str) -> None:
     """Also of a finite one, and of one that was counted in the batch before."""
     model, x = nn.Identity(), torch.tensor([[0.0, -1.0], [1e-40, 2.0]])
@@ -298,27 +283,6 @@ def test_a_watched_call_takes_no_more_of_the_recursion_limit_than_a_hook() -> No
     assert _extension.C is None or watched == unwatched > hooks
 
 
-def all_together(*jobs: Callable[[], object]) -> None:
-    """Run each job in a thread of its own, from one moment on; raise what the first of them raised."""
-    start, errors = threading.Barrier(len(jobs)), []
-
-    def run(job: Callable[[], object]) -> None:
-        start.wait(60)
-        try:
-            job()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-
-
 @pytest.mark.usefixtures("each_recorder", "switching")
 def test_trainings_in_threads_are_counted_once() -> None:
     """Four threads train one model: as many batches, calls and frames of both phases as an unwatched run makes."""
@@ -332,7 +296,9 @@ def test_trainings_in_threads_are_counted_once() -> None:
             for _ in range(steps):
                 model(torch.ones(3, 2)).sum().backward()
 
-        all_together(*[train] * threads)
+        with ThreadPoolExecutor(threads) as pool:
+            for training in [pool.submit(train) for _ in range(threads)]:
+                training.result(120)
         frames, counters = watch.frames, watch.counters
     batches = steps * threads
     assert watch.batch == batches - 1
