@@ -42,20 +42,6 @@ class Then(nn.Module):
         return self.second(self.between(self.first(x)))
 
 
-def test_a_tensor_that_passes_through_is_read_once_a_batch() -> None:
-    """Three modules hand the same tensor on: of eight sightings two are readings, the first and the model's output."""
-    model = nn.Sequential(nn.Identity(), nn.Identity(), nn.Identity())
-    x = torch.randn(5)
-    with watch(model, verify_hits=True) as w:
-        for batch in range(1, 4):
-            model(x)
-            counters = w.counters
-            assert (counters["tensors"], counters["tensors_read"]) == (8 * batch, 2 * batch)
-            assert counters["bytes_read"] == 2 * batch * x.numel() * x.element_size()
-    assert counters["cache_hits"] == 18
-    assert counters["stale_hits"] == 0
-
-
 class Table(nn.Module):
     """Several tables of one MiB, of which a call needs a row each."""
 
