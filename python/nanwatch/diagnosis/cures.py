@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import ceil, frexp, inf, isfinite, log2
 from typing import Any
 
@@ -85,11 +86,11 @@ def _try_option(trials: Trials) -> None:
                 setattr(module, option, old)
 
     if guilty in modules and trials.is_finite(experiment := trials.run(hold)):
-        close = trials.agreement(experiment)
-        if close.is_close:
+        is_close, effect = trials.agreement(experiment)
+        if is_close:
             code = code_of(trials.model, trials.guilty or "")
             what = f"{words}: make {type(guilty).__name__} with {option}={value!r}, as `{code}`"
-            trials.cures.append(Cure(what, True, None, "", close.words))
+            trials.cures.append(Cure(what, True, None, "", effect))
 
 
 def try_formats(
@@ -143,8 +144,6 @@ class _Formats:
         }
         self._root = trials.names.get(unwrapped(trials.snapshot.module), "")
         self._guilty = self._root if trials.guilty is None else trials.guilty
-        # Gradients of float16 weights have no scaler: a loss that grows with the square of the outputs has to fit.
-        self._squares = any(p.dtype is torch.float16 for p in trials.snapshot.module.parameters())
         # How the batch ran with nothing changed, or with nothing but the guilty module: what came before is the same.
         self._seen = Experiment()
         self._is_backward = trials.start is not None
@@ -160,14 +159,12 @@ class _Formats:
             return
         if not self._is_narrow():
             return
-        alone = self._run(lambda: run_in_fp32(self._modules[self._guilty]))
-        if error is not None and alone.error is None:
-            self._seen = alone  # a check of the program's own ended the first run before the guilty call did
-        words = in_float32(trials.model, self._guilty)
-        works = self._judge(words, alone, changed=self._guilty, expected=True)
+        works = self._in_float32(self._guilty, is_expected=True)
         is_wide_enough = self._bfloat16()
-        if not works:
-            self._larger(is_wide_enough=is_wide_enough)
+        larger = [name for name in self._around() if name != self._root]
+        works = works or any(map(self._in_float32, larger))
+        if not (works or is_wide_enough or self._guilty == self._root):
+            self._in_float32(self._root)
         if not is_wide_enough:
             self._clamp()
 
@@ -183,6 +180,17 @@ class _Formats:
             for name in [self._guilty, *self._around()][:_MOST_MODULES]:
                 if self._in_float32(name, on):
                     return
+
+    def _in_float32(self, name: str, on: str = "", *, is_expected: bool = False) -> bool:
+        experiment = self._run(lambda: run_in_fp32(self._modules[name]))
+        if self._seen.error is not None and experiment.error is None:
+            self._seen = (
+                experiment  # a check of the program's own ended the first run before the guilty call did
+            )
+        what = (
+            f"run {module_words(name)} in float32, nanwatch.run_in_fp32({code_of(self._trials.model, name)})"
+        )
+        return self._judge(what + on, experiment, changed=name, is_expected=is_expected)
 
     def _bfloat16(self) -> bool:
         """Try bfloat16, which has the range of float32, for all float16. Return whether it works."""
@@ -202,26 +210,13 @@ class _Formats:
         if weights:
             inputs = ", and give it bfloat16 inputs" if given else ""
             words.append(f"load the weights in bfloat16, model.to(torch.bfloat16){inputs}")
-            args, kwargs = (
-                cast(x, (torch.float16,), torch.bfloat16) for x in (snapshot.args, dict(snapshot.kwargs))
-            )
+            called_with = snapshot.args, dict(snapshot.kwargs)
+            args, kwargs = cast(called_with, (torch.float16,), torch.bfloat16)
             hold = partial(loaded, snapshot.module, torch.bfloat16)
             snapshot = replace(snapshot, args=args, kwargs=kwargs)
         if not words:
             return False
         return self._judge(" and ".join(words), self._run(hold, _under_bfloat16, snapshot))
-
-    def _larger(self, *, is_wide_enough: bool) -> None:
-        """Try the modules around the guilty one in float32, the smallest first, and the whole if bfloat16 fails."""
-        for name in self._around():
-            if name != self._root and self._in_float32(name):
-                return
-        if not is_wide_enough and self._guilty != self._root:
-            self._in_float32(self._root)
-
-    def _in_float32(self, name: str, on: str = "") -> bool:
-        experiment = self._run(lambda: run_in_fp32(self._modules[name]))
-        return self._judge(in_float32(self._trials.model, name) + on, experiment, changed=name)
 
     def _clamp(self) -> None:
         """Try to clamp the value that leaves float16 to its ends, where bfloat16 is not to be had."""
@@ -238,15 +233,16 @@ class _Formats:
     def _smaller_scale(self, start: BackwardStart) -> Cure | None:
         """Return the largest loss scale below the present one with which all gradients of the backward are finite.
 
-        A backward is in proportion to what it is given: the run with the least scale tells how much more has room, and
-        runs with that show it. None where no float16 takes part, whose range is the reason to scale, or where nothing
-        was shown; a cure that does not work where the scale is known and a scale of 1 does not help either.
+        A backward is in proportion to what it is given. None where no float16 takes part, whose range is the reason to
+        scale, or where nothing was shown; a cure that does not work where the scale is known and a scale of 1 does not
+        help either.
         """
         scale = self._trials.conditions.loss_scale
         given = [gradient_record(x) for x in start.gradients.values()]
         if not any(record.dtype == "float16" for record in (*given, *self._seen.gradients)):
             return None
 
+        @cache
         def room(divisor: float) -> float:
             gradients = {label: x / divisor for label, x in start.gradients.items()}
             made = self._run(start=start._replace(gradients=gradients)).gradients
@@ -255,20 +251,19 @@ class _Formats:
             bits = least_bits(record for record in made if record.dtype == "float16")
             return inf if bits is None else bits
 
-        divisor = min(_LARGEST_DIVISOR if scale is None else scale, _largest_divisor(given))
-        if divisor <= 1:
+        most = min(_LARGEST_DIVISOR if scale is None else scale, _largest_divisor(given))
+        if most <= 1:
             return None
+        divisor, words = most, "a loss scale that is {:g} times smaller"
+        if room(most) >= _LEAST_ROOM:
+            divisors = [*(2.0**i for i in range(1, ceil(log2(most)))), most]
+            divisor = divisors[bisect_left(divisors, True, key=lambda x: room(x) >= _LEAST_ROOM)]
         bits = room(divisor)
-        if bits == -inf:
-            return Cure(_words(divisor, scale), False) if divisor == scale else None
-        # What has room to spare can be given back. Small gradients are rounded, so the next run may tell of more.
-        while bits >= _LEAST_ROOM and divisor > 2:
-            spare = bits - _LEAST_ROOM if isfinite(bits) else log2(divisor) / 2
-            least = max(2.0, 2.0 ** ceil(log2(divisor) - spare))
-            if least >= divisor or (again := room(least)) < _LEAST_ROOM:
-                break
-            divisor, bits = least, again
-        return Cure(_words(divisor, scale), bits >= _LEAST_ROOM, bits if isfinite(bits) else None)
+        if bits == -inf and divisor != scale:
+            return None
+        if scale is not None:
+            words = f"a loss scale of {scale / divisor:g} in place of {scale:g}"
+        return Cure(words.format(divisor), bits >= _LEAST_ROOM, bits if isfinite(bits) else None)
 
     # One trial and what it means
 
@@ -279,12 +274,16 @@ class _Formats:
         snapshot: BatchSnapshot | None = None,
         start: BackwardStart | None = None,
     ) -> Experiment:
-        works = sum(cure.works for cure in self._trials.cures)
-        if not self._is_backward and (self._trials.runs >= MAX_RUNS or works >= _ENOUGH):
+        trials = self._trials
+        is_enough = sum(cure.works for cure in trials.cures) >= _ENOUGH
+        if not self._is_backward and (trials.runs >= MAX_RUNS or is_enough):
             raise _Done
+        # Gradients of float16 weights have no scaler: a loss that grows with the square of the outputs has to fit.
+        is_half = any(p.dtype is torch.float16 for p in trials.snapshot.module.parameters())
         is_changed = hold is not nullcontext or make is not make_call
-        squares = self._squares and not self._is_backward and is_changed
-        return self._trials.run(hold, make, snapshot, start, squares=squares)
+        return trials.run(
+            hold, make, snapshot, start, squares=is_half and is_changed and not self._is_backward
+        )
 
     def _judge(
         self,
@@ -292,7 +291,7 @@ class _Formats:
         experiment: Experiment,
         *,
         changed: str | None = None,
-        expected: bool = False,
+        is_expected: bool = False,
         needs_room: bool = True,
     ) -> bool:
         """Keep it as a cure if it works, or if a user would expect it to. Return whether it works.
@@ -310,11 +309,10 @@ class _Formats:
             room = least_bits(narrow if self._is_backward else [*self._failing(experiment), *outputs])
             works = room is None or room >= _LEAST_ROOM
         if works:
-            close = self._trials.agreement(experiment)
-            if not close.is_close:
-                remarks.append(f"with a change the batch is finite, but {close.words}: {what}")
-            works = close.is_close
-        if works or expected:
+            works, effect = self._trials.agreement(experiment)
+            if not works:
+                remarks.append(f"with a change the batch is finite, but {effect}: {what}")
+        if works or is_expected:
             self._trials.cures.append(Cure(what, works, room))
         return works
 
@@ -328,11 +326,8 @@ class _Formats:
         finding = self._trials.finding
         calls = [call for call in self._seen.calls if call.name in (self._guilty, finding.module)]
         weights = self._modules[self._guilty].parameters() if self._guilty in self._modules else ()
-        records = [record for call in calls for record in call.records]
-        dtypes = [
-            *(record.dtype for record in (*records, *finding.operands)),
-            *(str(x.dtype) for x in weights),
-        ]
+        records = [*finding.operands, *(record for call in calls for record in call.records)]
+        dtypes = [*(record.dtype for record in records), *(str(x.dtype) for x in weights)]
         return any(call.autocast is not None for call in calls) or any(map(is_narrow, dtypes))
 
     def _around(self) -> Iterator[str]:
@@ -376,23 +371,12 @@ def _largest_divisor(given: Sequence[Record]) -> float:
     return max(1.0, 2.0 ** (frexp(min(*divisors, _LARGEST_DIVISOR))[1] - 1)) if divisors else 1.0
 
 
-def _words(divisor: float, scale: float | None) -> str:
-    if scale is None:
-        return f"a loss scale that is {divisor:g} times smaller"
-    return f"a loss scale of {scale / divisor:g} in place of {scale:g}"
-
-
 # Modules in words
 
 
 def module_words(name: str) -> str:
     """Return the module in prose."""
     return f"`{name}`" if name else "the model"
-
-
-def in_float32(model: nn.Module, name: str) -> str:
-    """Return the words of the cure that runs this module of `model` in float32."""
-    return f"run {module_words(name)} in float32, nanwatch.run_in_fp32({code_of(model, name)})"
 
 
 def code_of(model: nn.Module, name: str) -> str:

@@ -45,6 +45,7 @@ _LARGEST = torch.finfo(torch.float32).max
 _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
 # A tensor of 512 MiB in float64.
 _MOST_ELEMENTS = 1 << 26
+_NOTHING = torch.empty(0), torch.empty(0), torch.empty(0)
 # Methods of a tensor that make it narrower.
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})
 Hold = Callable[[], AbstractContextManager[Any]]
@@ -58,13 +59,6 @@ class Conditions(NamedTuple):
 
 
 NO_CONDITIONS = Conditions()
-
-
-class Agreement(NamedTuple):
-    """Whether results are near those of float64, and in words how near."""
-
-    is_close: bool
-    words: str
 
 
 @dataclass
@@ -83,8 +77,8 @@ class Trials:
     cures: list[Cure] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     runs: int = 0
-    _truth: list[Tensor] | None = None
-    _is_known: bool = False
+    # Results of the runs in float64, None where one failed. The first is the measure of all trials.
+    _exact: list[list[Tensor] | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.names = module_names(self.model)
@@ -113,12 +107,9 @@ class Trials:
         return experiment.error is None and not bad and not experiment.has_bad_gradients
 
     def in_float64(self, around: Hold = nullcontext, *, backward: bool = False) -> bool:
-        """Run the batch in float64, under a change that only looks. Return whether all gradients are finite there.
-
-        The results of the first run are the measure of all trials.
-        """
+        """Run the batch in float64, under a change that only looks. Return whether all gradients are finite there."""
         snapshot, experiment = self.snapshot, Experiment()
-        args, kwargs = (cast(x, _NARROWER, torch.float64) for x in (snapshot.args, dict(snapshot.kwargs)))
+        args, kwargs = cast((snapshot.args, dict(snapshot.kwargs)), _NARROWER, torch.float64)
         mode = Float64(first_float((snapshot.args, dict(snapshot.kwargs))) or torch.float32)
         wide = replace(snapshot, args=args, kwargs=kwargs)
         again = with_leaves(wide)[0] if backward else wide
@@ -132,81 +123,71 @@ class Trials:
             results = [x.detach() for x in tensors_in(output)]
         except Exception:
             suppressed("a batch could not be run in float64")
-        if not self._is_known:
-            self._truth, self._is_known = results, True
+        self._exact.append(results)
         return not experiment.has_bad_gradients
 
     def agreement(
         self, experiment: Experiment, values: Sequence[Tensor] = (), exact: Sequence[Tensor] = ()
-    ) -> Agreement:
-        """Compare the results of a trial with those of float64, and tell what it moves.
+    ) -> tuple[bool, str]:
+        """Return whether the results of a trial are near those of float64, and in words what the trial moves.
 
         `values` are those of the changed expression, and `exact` what they are in float64. A guard that moves them by
         the epsilon of a textbook at most is right at a pole where the gradient of float64 fails too, whatever scale the
         results have.
         """
-        if not self._is_known:
+        if not self._exact:
             self.in_float64()
-        is_close, words = agreement(experiment.results, self._truth)
+        is_close, words = compared(experiment.results, self._exact[0])
         farthest, effect = _moved(values, exact)
         is_small = not is_close and 0 < farthest <= MOST_BY_GUARD
         if is_small and self.snapshot.grad and not self.in_float64(backward=True):
             is_close, words = True, f"float64's gradient fails too; {words}"
-        return Agreement(is_close, "; ".join(filter(None, [words, effect])))
+        return is_close, "; ".join(filter(None, [words, effect]))
 
 
-def agreement(values: Sequence[Tensor], truth: Sequence[Tensor] | None) -> Agreement:
+def compared(values: Sequence[Tensor], truth: Sequence[Tensor] | None) -> tuple[bool, str]:
     """Compare results with those of float64, at the elements that float64 gives as finite, and float32 can hold."""
     if truth is None or [x.shape for x in values] != [x.shape for x in truth]:
-        return Agreement(True, "not compared with float64")
-    total = failing = 0
+        return True, "not compared with float64"
+    failing = 0
     largest = error = 0.0
     is_close = is_near = True
+    is_known = False
     for value, exact in zip(values, truth, strict=True):
         if not (value.is_floating_point() or value.is_complex()):
             continue
         right, _, distance = _known(value, exact, _LARGEST)
-        total, failing = total + right.numel(), failing + exact.numel() - right.numel()
+        failing += exact.numel() - right.numel()
         if right.numel():
-            farthest = float(distance.max())
+            is_known, farthest = True, float(distance.max())
             largest, error = max(largest, float(right.abs().max())), max(error, farthest)
             near = float(distance.norm()) <= _MOST_CHANGE * float(right.norm())
             is_near &= near
             is_close &= near or farthest <= MOST_BY_GUARD
-    if not total:
-        return Agreement(True, "as it is, it fails in float64 too")
+    if not is_known:
+        return True, "as it is, it fails in float64 too"
     if not is_close:
-        return Agreement(
-            False, f"the result is {error:.3g} away from that of float64, of values up to {largest:.3g}"
-        )
-    also = f"; as it is, it fails in float64 at {failing:,} elements too" if failing else ""
+        return False, f"the result is {error:.3g} away from that of float64, of values up to {largest:.3g}"
+    words = f"agrees with float64, to {error / (largest or 1):.1e} of the largest value"
     if not is_near:
-        return Agreement(True, f"moves the result by {error:.1e} from that of float64{also}")
-    share = error / largest if largest else error
-    return Agreement(True, f"agrees with float64, to {share:.1e} of the largest value{also}")
+        words = f"moves the result by {error:.1e} from that of float64"
+    return True, words + (f"; as it is, it fails in float64 at {failing:,} elements too" if failing else "")
 
 
 def _moved(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[float, str]:
     """Return how far a guard moves the values of its expression from those of float64, and in words; "" for none."""
-    total = count = 0
-    farthest, example = 0.0, ""
-    for value, exact in zip(values, truth, strict=False):
-        if value.shape != exact.shape or not value.is_floating_point():
-            continue
-        right, new, distance = _known(value, exact, inf)
-        total += right.numel()
-        if not right.numel():
-            continue
-        is_off = distance > _MOST_CHANGE * right.abs() + 1e-6 * right.abs().max()
-        count += int(is_off.sum())
-        if is_off.any() and float(distance.max()) > farthest:
-            place = int(distance.argmax())
-            farthest, example = (
-                float(distance[place]),
-                f"{float(right[place]):.3g} becomes {float(new[place]):.3g}",
-            )
-    words = f"moves {count:,} of {total:,} elements that float64 gives as finite: {example}" if count else ""
-    return farthest, words
+    pairs = zip(values, truth, strict=False)
+    known = [_known(x, y, inf) for x, y in pairs if x.shape == y.shape and x.is_floating_point()]
+    right, new, distance = (torch.cat(parts) for parts in zip(*known, strict=True)) if known else _NOTHING
+    if not right.numel():
+        return 0.0, ""
+    is_off = distance > _MOST_CHANGE * right.abs() + 1e-6 * right.abs().max()
+    if not is_off.any():
+        return 0.0, ""
+    i = int(distance.argmax())
+    example = f"{float(right[i]):.3g} becomes {float(new[i]):.3g}"
+    words = f"moves {int(is_off.sum()):,} of {len(right):,} elements that float64 gives as finite: {example}"
+    return float(distance[i]), words
 
 
 def _known(value: Tensor, exact: Tensor, most: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,12 +214,10 @@ def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         for name, x in table.items()
         if x is not None and x.is_floating_point() and x.dtype != dtype
     ]
-    copies: dict[Tensor, Tensor] = {}
+    # Tied weights stay tied.
+    copies = {x: x.detach().to(dtype).requires_grad_(x.requires_grad) for _, _, x in places}
     try:
         for table, name, x in places:
-            # Tied weights stay tied.
-            if x not in copies:
-                copies[x] = x.detach().to(dtype).requires_grad_(x.requires_grad)
             table[name] = copies[x]
         yield
     finally:

@@ -166,12 +166,12 @@ class Rounds:
         is_unseen = self._trials.is_unseen and not all(bool(x.isfinite().all()) for x in seen)
         if is_unseen or not self._trials.is_finite(experiment):
             return False
-        close = self._trials.agreement(experiment, seen, exact)
-        is_right = close.is_close and not hidden
+        is_close, effect = self._trials.agreement(experiment, seen, exact)
+        is_right = is_close and not hidden
         if is_right:
-            self._trials.cures.append(_cure(trial, close.words))
+            self._trials.cures.append(_cure(trial, effect))
         elif not self._too_far:
-            self._too_far = f"; with {self._tried[-1]} the batch is finite, but {hidden or close.words}"
+            self._too_far = f"; with {self._tried[-1]} the batch is finite, but {hidden or effect}"
         return is_right
 
     def _values(self, program: Program, site: Site, nodes: Sequence[ast.AST]) -> dict[ast.AST, list[Any]]:
