@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..capsule.capsule import make_numbered, write_capsule
+from ..capsule.capsule import left_out, make_numbered, write_capsule
 from ..instrumentation.wrapped_names import module_names
 from ..report.finding import Finding
 from ..report.forms import FORMS, AnyReport, Form
 from ..report.report import NonFiniteError, Report
 from ..report.spike import SpikeReport
-from ..util.visible import spell
+from ..util.visible import first_few, spell
 from .batch_snapshot import BatchSnapshot
 from .diagnosis import Diagnosis, ModuleCall
 
@@ -132,7 +132,14 @@ class _Folder:
         rng, autocast = call.rng or snapshot.rng, call.autocast or snapshot.autocast
         facts: dict[str, Any] = {"finding": finding, "rank": self._rank, "rng": rng, "autocast": autocast}
         given = call.module, call.name, call.args, call.kwargs
-        self.write("the capsule", lambda folder: write_capsule(folder / "capsule", *given, **facts))
+
+        def write(folder: Path) -> Path:
+            path = write_capsule(folder / "capsule", *given, **facts)
+            if missing := [text.partition(": ")[0] for text in left_out(path)]:
+                self.remarks.append(f"the capsule leaves out {first_few(missing)}; its list left_out says why")
+            return path
+
+        self.write("the capsule", write)
 
     def forms(self, report: Callable[[], _AReport]) -> _AReport:
         """Write the forms of what `report` returns, each of which names all files.

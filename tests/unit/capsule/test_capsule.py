@@ -1,11 +1,16 @@
-"""A capsule holds a call bit for bit, says what it leaves out, and appears whole or not at all."""
+"""A capsule holds a call bit for bit, says what it leaves out, and appears whole or not at all.
+
+Opening one from a stranger runs no code, and fails by CapsuleError alone.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import pickle
 import re
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +18,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch import Capsule, write_capsule
+from nanwatch.capsule.capsule import CapsuleError
 from nanwatch.instrumentation.execution_context import Autocast, RngState
 from support.capsules import Pair, bits, round_trip, same
 from support.oracle import DTYPES, random_patterns
@@ -167,3 +173,63 @@ def test_a_sharded_weight_is_left_out(one_process_mesh, tmp_path):
     capsule = Capsule.open(write_capsule(tmp_path / "c", model, "", ()))
     assert "DTensor" in capsule.state["weight"]["why"]
     assert isinstance(capsule.state["bias"], Tensor)
+
+
+class Ratio(nn.Module):
+    """Takes its two tensors as a named tuple."""
+
+    def forward(self, pair: Pair) -> Tensor:
+        return pair.first / pair.second
+
+
+def test_the_report_of_a_failure_names_what_its_capsule_leaves_out(tmp_path):
+    model = Ratio()
+    with nanwatch.watch(model, output_dir=tmp_path, black_box=False), pytest.raises(nanwatch.NonFiniteError):
+        model(Pair(torch.zeros(2), torch.zeros(2)))
+    text = next(tmp_path.glob("batch-0/report.txt")).read_text()
+    assert (
+        "Note:  the capsule leaves out input[0] (support.capsules.Pair); its list left_out says why" in text
+    )
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_capsule(tmp_path / "c", mlp(), "", (torch.randn(2, 3), [{"a": 1}])) / "call.pt"
+
+
+def error_of(file: Path) -> str:
+    with pytest.raises(CapsuleError) as caught:
+        Capsule.open(file.parent)
+    assert str(file) in str(caught.value)
+    return str(caught.value)
+
+
+class Attack:
+    def __reduce__(self):
+        return os.mkdir, ("attacked",)
+
+
+def test_no_code_of_the_file_runs(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(torch.load(file, weights_only=True) | {"module": Attack()}, file)
+    error_of(file)
+    file.write_bytes(pickle.dumps(Attack()))
+    error_of(file)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_the_error_names_file_and_place(file):
+    """Also where the file was cut."""
+    whole = file.read_bytes()
+    for keep in (0, 100, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:keep])
+        error_of(file)
+    file.write_bytes(whole)
+    document = torch.load(file, weights_only=True)
+    for change, words in (
+        ({"args": None}, "'args'"),
+        ({"version": 7}, "is 7"),
+        ({"finding": "{}"}, "report"),
+    ):
+        torch.save(document | change, file)
+        assert words in error_of(file)
