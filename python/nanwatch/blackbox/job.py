@@ -13,11 +13,10 @@ from pathlib import Path
 from signal import SIGKILL
 
 from ..util.reading import plain
-from ..util.visible import module_name, spell, visible
+from ..util.visible import first_few, module_name, spell, visible
 from .story import SCHEMA, SUFFIX, VERSION, BlackBoxReport, BoxCall, read, signal_name
 
 _CALLS = 10
-_MOST_UNREAD = 4  # files that are named
 _PULSE = 1.5  # seconds from one sign of life to the next, and some more
 
 
@@ -60,9 +59,7 @@ class Job:
         if self.num_older:
             folder = Path(self.reports[0].path).parent
             lines += ["", f"Not shown: {self.num_older:,} black boxes of other runs in {folder}."]
-        lines += [f"Not read: {reason}." for reason in self.unread[:_MOST_UNREAD]]
-        if (more := len(self.unread) - _MOST_UNREAD) > 0:
-            lines.append(f"Not read: {more:,} more files.")
+        lines += [f"Not read: {first_few(self.unread)}."] if self.unread else []
         return "\n".join(map(visible, lines))
 
     def to_json(self) -> str:

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -112,15 +111,13 @@ class BoxFile:
     """The file at one moment.
 
     `state` has the words of the process by name, `calls` the calls that ended, oldest first, `threads` and `stacks` the
-    places of threads and the calls under way in them, `names` a module and its class for each number. Raises
-    ValueError, which names the file, for one that is no black box, OSError where it cannot be read.
+    places of threads and the calls under way in them, `names` a module and its class for each number. Damage raises
+    any error: of numpy, of a section, or of a word that is not there.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        if self.path.exists() and not self.path.is_file():
-            raise ValueError(f"{self.path} is no regular file; a black box ends with {SUFFIX}")
-        with self.path.open("rb") as file, _damage_named(self.path):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
             data = file.read(_MOST_BYTES)
             if not data.startswith(_MAGIC):
                 came = f"begins with {data[: len(_MAGIC)]!r}, not with {_MAGIC!r}" if data else "is empty"
@@ -155,18 +152,6 @@ class BoxFile:
         return name, class_name
 
 
-@contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
-    """Raise a ValueError that names the file for any error of numpy, of a section, or of a word that is not there."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(
-            f"{path} cannot be read as a black box: {spell(error)}; copy all of it again if it is a copy, read it with"
-            " the nanwatch that wrote it, or leave out --box for a report or a trace"
-        ) from error
-
-
 def _sections(data: bytes) -> tuple[dict[str, int], dict[str, Any]]:
     """Return the places of the sections that the first page describes, and their items."""
     places, sections = {}, {}
@@ -187,9 +172,18 @@ def read(path: str | os.PathLike[str]) -> BlackBoxReport:
 
     Raises ValueError, which names the file, for one that is no black box, and OSError.
     """
-    file = BoxFile(path)
-    with _damage_named(file.path):
-        return _report(file)
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file; a black box ends with {SUFFIX}")
+    try:
+        return _report(BoxFile(path))
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{path} cannot be read as a black box: {spell(error)}; copy all of it again if it is a copy, read it with"
+            " the nanwatch that wrote it, or leave out --box for a report or a trace"
+        ) from error
 
 
 def _report(file: BoxFile) -> BlackBoxReport:

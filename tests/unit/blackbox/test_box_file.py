@@ -101,6 +101,6 @@ def test_damaged_and_foreign_files_give_an_answer_or_a_clear_error(tmp_path: Pat
     os.mkfifo(pipe)
     for file, words in ((path, "cannot be read as a black box.* begins with"), (pipe, "is no regular file")):
         with pytest.raises(ValueError, match=f"{file} {words}"):
-            BoxFile(file)
+            read_black_box(file)
     with pytest.raises(FileNotFoundError):
-        BoxFile(tmp_path / "none")
+        read_black_box(tmp_path / "none")
