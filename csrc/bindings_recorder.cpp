@@ -94,6 +94,8 @@ void bind_recorder(py::module_& m) {
       .def_property_readonly("num_other_threads", &CallRecorder::num_other_threads)
       .def("watch_buffers",
            [](CallRecorder& self, py::list buffers) { self.signals.watch_buffers(std::move(buffers)); })
+      .def("watch_generators",
+           [](CallRecorder& self, py::dict cuda) { self.signals.watch_generators(std::move(cuda)); })
       .def("watch_name", [](CallRecorder& self, py::dict names,
                             const std::string& name) { self.signals.watch_name(std::move(names), name); })
       .def_readwrite("gathers_from", &CallRecorder::gathers_from)

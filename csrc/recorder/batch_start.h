@@ -7,6 +7,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/Generator.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -25,43 +26,23 @@
 
 namespace nanwatch {
 
-// State of the CPU's random number generator. PyTorch makes a tensor of it, which takes ten times as long as the copy.
-class Random {
- public:
-  Random() : Random(*at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator())) {}
-
-  at::Tensor state() const {
-    at::Generator copy = at::detail::createCPUGenerator();
-    auto* const generator = at::check_generator<at::CPUGeneratorImpl>(copy);
-    generator->set_engine(engine_);
-    generator->set_next_float_normal_sample(next_float_);
-    generator->set_next_double_normal_sample(next_double_);
-    return copy.get_state();
-  }
-
- private:
-  explicit Random(at::CPUGeneratorImpl& generator) : Random(generator, std::lock_guard<std::mutex>(generator.mutex_)) {}
-  Random(at::CPUGeneratorImpl& generator, const std::lock_guard<std::mutex>&)
-      : engine_(generator.engine()),
-        next_float_(generator.next_float_normal_sample()),
-        next_double_(generator.next_double_normal_sample()) {}
-
-  at::mt19937 engine_;
-  std::optional<float> next_float_;
-  std::optional<double> next_double_;
-};
+inline at::Tensor state_of(at::Generator generator) {
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get_state();
+}
 
 // Used under the interpreter lock.
 class BatchStart {
  public:
   BatchStart(int64_t batch, bool is_function, PyObject* module, PyObject* args, PyObject* kwargs,
-             pybind11::object extra)
+             std::vector<at::Tensor> cuda, pybind11::object extra)
       : batch_(batch),
         is_function_(is_function),
         module_(pybind11::reinterpret_borrow<pybind11::object>(module)),
         args_(pybind11::reinterpret_borrow<pybind11::object>(args)),
         kwargs_(pybind11::reinterpret_borrow<pybind11::object>(kwargs != nullptr ? kwargs : Py_None)),
         extra_(std::move(extra)),
+        cuda_(std::move(cuda)),
         first_node_(int64_t(at::sequence_number::peek())) {
     for (size_t i = 0; i < kDevices.size(); ++i)
       autocast_[i] = {at::autocast::get_autocast_dtype(kDevices[i]), at::autocast::is_autocast_enabled(kDevices[i])};
@@ -109,8 +90,8 @@ class BatchStart {
     py::list versions;
     for (const auto& [tensor, version] : versions_) versions.append(py::make_tuple(tensor, version));
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - began_;
-    return type(batch_, module, args_ ? args_ : py::tuple(), kwargs_ ? kwargs_ : py::none(), py::cast(random_.state()),
-                py::tuple(autocast), inference_, grad_, versions, elapsed.count(),
+    return type(batch_, module, args_ ? args_ : py::tuple(), kwargs_ ? kwargs_ : py::none(), py::cast(random_),
+                py::tuple(py::cast(cuda_)), py::tuple(autocast), inference_, grad_, versions, elapsed.count(),
                 py::make_tuple(first_node_, end_node_), is_function_, extra_ ? extra_ : py::none());
   }
 
@@ -145,7 +126,8 @@ class BatchStart {
   bool is_function_;
   pybind11::object module_, weak_module_, args_, kwargs_, extra_;
   std::vector<std::pair<pybind11::object, uint32_t>> versions_;
-  Random random_;
+  at::Tensor random_ = state_of(at::detail::getDefaultCPUGenerator());
+  std::vector<at::Tensor> cuda_;  // states of the generators, by device
   std::array<Autocast, 2> autocast_{};
   bool inference_ = c10::InferenceMode::is_enabled(), grad_ = c10::GradMode::is_enabled();
   std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
@@ -162,8 +144,8 @@ struct CallOrigin {
   uint32_t box = box::kUnnamed;                  // the number of the module in the black box
 };
 
-// When Python is asked for its part of a start: where a small buffer was written to or replaced since it was asked
-// last, or while a name that somebody watches is true.
+// What the start of a batch asks of the process. Python is asked for its part of the start where a small buffer was
+// written to or replaced since it was asked last, or while a name that somebody watches is true.
 class StartSignals {
  public:
   void watch_name(pybind11::dict names, const std::string& name) {
@@ -174,6 +156,16 @@ class StartSignals {
   void watch_buffers(pybind11::list buffers) {
     buffers_ = std::move(buffers);
     note_buffers();
+  }
+  // Of torch.cuda, whose generators a start notes: it has none before CUDA is in use.
+  void watch_generators(pybind11::dict cuda) { cuda_ = std::move(cuda); }
+  std::vector<at::Tensor> generator_states() const {
+    std::vector<at::Tensor> states;
+    PyObject* const known = cuda_ ? PyDict_GetItemString(cuda_.ptr(), "default_generators") : nullptr;
+    for (Py_ssize_t i = 0; known != nullptr && PyTuple_Check(known) && i < PyTuple_GET_SIZE(known); ++i)
+      if (PyObject* const generator = PyTuple_GET_ITEM(known, i); THPGenerator_Check(generator))
+        states.push_back(state_of(reinterpret_cast<THPGenerator*>(generator)->cdata));
+    return states;
   }
   void note_buffers() { noted_ = state_of_buffers(); }
 
@@ -207,6 +199,7 @@ class StartSignals {
   }
 
   std::vector<std::pair<pybind11::dict, pybind11::object>> names_;
+  pybind11::object cuda_;
   pybind11::list buffers_;
   uint64_t noted_ = 0;
 };

@@ -177,8 +177,8 @@ bool CallRecorder::start_batch(Thread& thread, int32_t index, PyObject* module, 
     const bool is_function = nodes_[size_t(index)]->is_function;
     if (!is_function) let_go_of_starts();
     try {
-      thread.start =
-          BatchStart::shared(std::make_unique<BatchStart>(thread.batch, is_function, module, args, kwargs, extra));
+      thread.start = BatchStart::shared(std::make_unique<BatchStart>(thread.batch, is_function, module, args, kwargs,
+                                                                     signals.generator_states(), extra));
     } catch (const std::exception&) {
       PyErr_Clear();  // then the batch has no re-run
     }

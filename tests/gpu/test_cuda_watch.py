@@ -128,6 +128,22 @@ def test_an_overflow_is_found_with_operation_line_and_cure(on_nonfinite: Any) ->
     assert any(cure.works and "bfloat16" in cure.what for cure in finding.cures)
 
 
+def test_a_rerun_draws_the_same_numbers() -> None:
+    """Of 20 draws one is bad: a re-run from another state would find nothing."""
+
+    class Draws(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.log(torch.rand(1, device=x.device) - 0.05) + x
+
+    torch.manual_seed(0)
+    model = Draws().to(DEVICE)
+    with nanwatch.watch(model), torch.no_grad(), pytest.raises(NonFiniteError) as raised:
+        for _ in range(1000):
+            model(torch.ones(1, device=DEVICE))
+    assert raised.value.report.finding.operation == "aten.log.default"
+    assert raised.value.report.finding.batch > 0
+
+
 def test_a_scaler_may_skip_steps() -> None:
     """A scale that is too high is no failure: steps are skipped until it fits, and training goes on."""
     model = Net().to(DEVICE)

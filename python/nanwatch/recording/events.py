@@ -106,7 +106,8 @@ class RankFault(NamedTuple):
 class Start(NamedTuple):
     """Start of a batch: its outermost call, and the state on which that call depends.
 
-    `generator`: the state of the CPU's random numbers. `autocast`: by device. `versions`: of the tensors among the
+    `generator`: the state of the CPU's random numbers. `cuda`: of each CUDA device's, from `watch_generators`.
+    `autocast`: by device. `versions`: of the tensors among the
     arguments. `elapsed`: seconds since.
     `nodes`: autograd's sequence numbers of the forward's first node and of the first behind it. `is_function`: the
     call of a watched function, which may be a part of the loss. `extra`: what `on_batch_start` has answered.
@@ -117,6 +118,7 @@ class Start(NamedTuple):
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] | None
     generator: Tensor
+    cuda: tuple[Tensor, ...]
     autocast: tuple[tuple[str, torch.dtype, bool], ...]
     inference: bool
     grad: bool

@@ -198,7 +198,7 @@ class PythonRecorder:
     def _ignore(self, *_: object) -> None:
         """Do nothing: this recorder has no cache, and calls `on_batch_start` for each batch."""
 
-    watch_buffers = watch_name = forget_weights = forget_tensors = _ignore
+    watch_buffers = watch_generators = watch_name = forget_weights = forget_tensors = _ignore
 
     # State and frames, which a Watch reads
 
@@ -455,7 +455,8 @@ def start_of(
     modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     nodes = (torch._C._autograd._get_sequence_nr(), -1)
     is_function = hasattr(type(module), "is_watched_function")
-    state = (torch.get_rng_state(), autocast, *modes, versions)
+    cuda = tuple(generator.get_state() for generator in torch.cuda.default_generators)
+    state = (torch.get_rng_state(), cuda, autocast, *modes, versions)
     return Start(batch, module, args, kwargs, *state, 0.0, nodes, is_function, extra)
 
 

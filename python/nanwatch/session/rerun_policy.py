@@ -50,7 +50,7 @@ class RerunPolicy:
         self._entries = recorder.subscribe(Event.BATCH_START)
         self._entries.active = False
         if self.keeps_start:
-            recorder.watch_name(vars(torch.cuda), "_initialized")
+            recorder.watch_generators(vars(torch.cuda))
         self._output_dir, self._may_fork = options.output_dir, options.rerun_in == "child"
         self._model = ModelRef(model)
         self._num_failures = 0
@@ -74,10 +74,9 @@ class RerunPolicy:
             model = module if watched is None else watched  # a module's truth is its own
             if self._draws is None:
                 self._draws = self._entries.active = draws_outside_torch(model)
-            random = RngState.capture(others=self._draws)
             buffers = self._buffers.note(model)
             self._recorder.watch_buffers(self._buffers.names())
-            return buffers, random.cuda, random.others
+            return buffers, RngState.capture(others=True).others if self._draws else ()
         except Exception:
             suppressed("the values of buffers could not be kept for a re-run")
             return None
@@ -231,5 +230,5 @@ def _snapshot(start: Start) -> BatchSnapshot | None:
     """Return the start as a re-run takes it; None once its module is gone or it is not kept."""
     if start.module is None:
         return None
-    buffers, cuda, others = start.extra or ({}, (), ())
-    return BatchSnapshot.of(start, buffers, RngState(start.generator, cuda, others))
+    buffers, others = start.extra or ({}, ())
+    return BatchSnapshot.of(start, buffers, RngState(start.generator, start.cuda, others))

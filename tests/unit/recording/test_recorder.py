@@ -187,13 +187,16 @@ def test_the_walk_of_a_call_is_that_of_leaves(make: Callable[[], Any], recorder:
 
 
 @pytest.mark.parametrize("recorder", RECORDERS)
-def test_the_start_of_a_batch_has_the_versions_of_tensors_one_level_deep(recorder: str) -> None:
-    """By the versions a re-run tells whether its arguments are as they were."""
+def test_the_start_of_a_batch_has_its_arguments_and_generators(recorder: str, monkeypatch: Any) -> None:
+    """The versions of tensors one level deep, and the states from which the batch draws, here a stand-in for CUDA's."""
+    stand_in = torch.Generator().manual_seed(1)
+    monkeypatch.setattr(torch.cuda, "default_generators", (stand_in,))
     a, b, c, d = (torch.ones(1) for _ in range(4))
     starts: list[Any] = []
 
     class Asks(nn.Module):
         def forward(self, *args: Any, **kwargs: Any) -> None:
+            torch.rand(1, generator=stand_in)
             starts.append(w._recorder.start())
 
     model = Asks()
@@ -203,6 +206,7 @@ def test_the_start_of_a_batch_has_the_versions_of_tensors_one_level_deep(recorde
     (start,) = starts
     assert all(x is y for (x, _), y in zip(start.versions, [a, b, c], strict=True))
     assert [version for _, version in start.versions] == [0, 1, 0]
+    assert torch.equal(start.cuda[0], torch.Generator().manual_seed(1).get_state())
 
 
 @pytest.mark.parametrize("recorder", RECORDERS)
