@@ -1,13 +1,14 @@
-"""What nanwatch costs on a GPU: bandwidth of the range, steps of a 1B Llama in bfloat16, and where the host waits.
+"""What nanwatch costs on a GPU: bandwidth of the range, steps of Llamas in bfloat16, and where the host waits.
 
     python benchmarks/bench_gpu.py --json gpu.json             all parts
-    python benchmarks/bench_gpu.py --parts range decode        some of: range, train, decode, compile
+    python benchmarks/bench_gpu.py --parts range decode        some of: range, train, large, decode, compile
     python benchmarks/bench_gpu.py --rehearse                  tiny sizes on the CPU: shows that it runs
 
 range: the time of kernels as the profiler reads it on the device, over buffers that rotate so that none is in L2.
 nanwatch, the fastest plain read that we know (floor_cuda.cu), CUB's reduction, and torch.amax of the same bytes.
-train, decode, compile: seconds of a step until the device has done it, in rounds over all ways; a ratio is taken within
-a round, and its median counts. The profiler counts how often the host waits in a step and sums our kernels' time.
+train, large, decode, compile: seconds of a step until the device has done it, in rounds over all ways; a ratio is
+taken within a round, and its median counts. The profiler counts how often the host waits in a step and sums our
+kernels' time.
 Each row is printed and written as soon as it is there.
 """
 
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 import nanwatch
 from nanwatch.numerics import _extension
 
-PARTS = ("range", "train", "decode", "compile")
+PARTS = ("range", "train", "large", "decode", "compile")
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 NBYTES = tuple(1 << power for power in (10, 14, 18, 20, 22, 24, 26, 28, 30, 32))
 # Several times the L2 of an H200: a buffer is evicted before it is read again.
@@ -208,18 +209,20 @@ def profiled(step: Step) -> Row:
     return {"waits": sum(event.name in WAITS for event in profile.events()), "kernel_s": seconds}
 
 
-def llama(rehearse: bool, layers: int = 16) -> nn.Module:
+def llama(rehearse: bool, layers: int = 16, width: int = 2048, inner: int = 8192) -> nn.Module:
     """Sizes of Llama 3.2 1B, random weights in bfloat16."""
     torch.manual_seed(0)
     if rehearse:
         return llama_of(64, 128, layers=2, heads=4, vocabulary=32000).bfloat16()
     sizes = {"layers": layers, "heads": 32, "vocabulary": 128256, "num_key_value_heads": 8}
     with torch.device("cuda"):
-        return llama_of(2048, 8192, **sizes).bfloat16()
+        return llama_of(width, inner, **sizes).bfloat16()
 
 
-def training(model: nn.Module, called: Callable[..., Any], rehearse: bool) -> Step:
-    ids = tokens(*((1, 16) if rehearse else (4, 1024))).to(next(model.parameters()).device)
+def training(
+    model: nn.Module, called: Callable[..., Any], rehearse: bool, shape: tuple[int, int] = (4, 1024)
+) -> Step:
+    ids = tokens(*((1, 16) if rehearse else shape)).to(next(model.parameters()).device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
     def step() -> None:
@@ -281,6 +284,13 @@ def train_rows(rehearse: bool) -> Iterator[Row]:
     yield row_of("train", steps, 3 if rehearse else 25)
 
 
+def large_rows(rehearse: bool) -> Iterator[Row]:
+    """Eight layers of the sizes of Llama 3.1 8B: what a layer costs is the same in 32, and these fit three times."""
+    model = llama(rehearse, layers=8, width=4096, inner=14336).train()
+    steps = watched_steps(model, lambda m: training(m, m, rehearse, (2, 4096)), ("watch", "outputs"))
+    yield row_of("train 8B", steps, 3 if rehearse else 12)
+
+
 def decode_rows(rehearse: bool) -> Iterator[Row]:
     model = llama(rehearse).eval()
     steps = watched_steps(model, lambda m: decode(m, m), ("watch", "outputs", "every16", "transformers"))
@@ -322,7 +332,8 @@ def main() -> None:
         raise SystemExit("bench_gpu.py: torch sees no CUDA device here; --rehearse shows that it runs")
     about = machine(gpu="none" if options.rehearse else torch.cuda.get_device_name())
     rows: list[Row] = []
-    makers = {"range": range_rows, "train": train_rows, "decode": decode_rows, "compile": compile_rows}
+    makers = {"range": range_rows, "train": train_rows, "large": large_rows}
+    makers |= {"decode": decode_rows, "compile": compile_rows}
     for part in options.parts:
         for row in makers[part](options.rehearse):
             rows.append(row)
