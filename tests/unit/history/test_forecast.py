@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,56 +14,33 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.history.forecast import Forecast, Forecaster
-from nanwatch.recording.recorder import PeakMagnitudes
-from nanwatch.records.record import Frame, Record
 
 END = 65504.0
 
 
-class Fed:
-    """A forecaster that gets the peaks of a recorder."""
-
-    def __init__(self) -> None:
-        self.forecaster, self.largest = Forecaster(), PeakMagnitudes(threading.RLock())
-        self.is_due = self.forecaster.is_due
-
-    def add(self, frame: Frame) -> None:
-        self.largest.add(frame)
-
-    def end(self, batch: int) -> list[Forecast]:
-        gathered, names, values = self.largest.take()
-        self.forecaster.meet(names)
-        forecast = self.forecaster.end(batch, values) if gathered == batch else None
-        return [] if forecast is None else [forecast]
-
-
-def frame(batch: int, bits: float, name: str = "m") -> Frame:
-    row = Record("output", "output", (2,), "float16", 0.0, END * 2.0**-bits, True, None)
-    return Frame(batch, name, "Linear", (row,))
-
-
 def run(bits: Callable[[int], float], batches: int) -> tuple[list[Forecast], int | None]:
     """Return the forecasts for one output, and the batch in which it has no headroom left."""
-    forecaster, found = Fed(), []
+    forecaster, forecasts = Forecaster(), list[Forecast]()
+    forecaster.meet([("m", "output", "float16")])
     for batch in range(batches):
         now = bits(batch)
         if now <= 0:
-            return found, batch
+            return forecasts, batch
         if forecaster.is_due(batch):
-            forecaster.add(frame(batch, now))
-            found += forecaster.end(batch)
-    return found, None
+            forecast = forecaster.end(batch, np.array([END * 2.0**-now]).tobytes())
+            forecasts += [] if forecast is None else [forecast]
+    return forecasts, None
 
 
-def within(one: Forecast, hit: int | None) -> bool:
-    return hit is not None and abs(one.batch - hit) <= one.plus_minus
+def within(forecast: Forecast, hit: int | None) -> bool:
+    return hit is not None and abs(forecast.batch - hit) <= forecast.plus_minus
 
 
 @pytest.mark.parametrize("length", [60, 200, 500, 2000])
 def test_a_fall_is_foretold(length: int) -> None:
     """Twenty noisy, bent falls of so many batches, each after a while without any: what is told holds in 7 of 10."""
     rng = np.random.default_rng(length)
-    told: list[bool] = []
+    held: list[bool] = []
     for _ in range(20):
         start, noise, bend, calm = (
             rng.uniform(6, 14),
@@ -72,15 +48,15 @@ def test_a_fall_is_foretold(length: int) -> None:
             rng.uniform(0.8, 1.3),
             rng.integers(0, length),
         )
-        found, hit = run(
+        forecasts, hit = run(
             lambda b: start * (1 - (max(0, b - calm) / length) ** bend) + rng.normal(0, noise),  # noqa: B023
             calm + 2 * length,
         )
         assert hit is not None
-        assert len(found) <= 3
-        told += [within(one, hit) for one in found]
-    assert len(told) >= 5
-    assert sum(told) >= 0.7 * len(told)
+        assert len(forecasts) <= 3
+        held += [within(forecast, hit) for forecast in forecasts]
+    assert len(held) >= 5
+    assert sum(held) >= 0.7 * len(held)
 
 
 @pytest.mark.parametrize(
@@ -99,24 +75,18 @@ def test_a_healthy_run_is_silent(bits: Callable[[int, float, float], float]) -> 
     rng = np.random.default_rng(1)
     for _ in range(10):
         base, spread = rng.uniform(4, 12), rng.uniform(0.05, 0.5)
-        found, _ = run(lambda b: bits(b, base, rng.normal(0, spread)), 3000)  # noqa: B023
-        assert found == []
+        forecasts, _ = run(lambda b: bits(b, base, rng.normal(0, spread)), 3000)  # noqa: B023
+        assert forecasts == []
 
 
 def test_a_forecast_that_no_longer_holds_is_replaced() -> None:
     """A learning rate that falls to a third: a second line says what it replaces, and is right."""
-    found, hit = run(lambda b: 10 - 0.05 * min(b, 150) - 0.05 / 3 * max(0, b - 150), 500)
-    assert 2 <= len(found) <= 3
-    assert within(found[-1], hit)
-    for before, after in pairwise(found):
+    forecasts, hit = run(lambda b: 10 - 0.05 * min(b, 150) - 0.05 / 3 * max(0, b - 150), 500)
+    assert 2 <= len(forecasts) <= 3
+    assert within(forecasts[-1], hit)
+    for before, after in pairwise(forecasts):
         assert after.replaces == before.batch
         assert str(after).endswith(f"; replaces the forecast of batch {before.batch}")
-
-
-def interval(line: str) -> tuple[int, int]:
-    """The batch and the margin of a line."""
-    batch, margin = re.findall(r"near batch ([\d,]+) \(± ([\d,]+)\)", line)[0]
-    return int(batch.replace(",", "")), int(margin.replace(",", ""))
 
 
 class Growing(nn.Module):
@@ -148,13 +118,12 @@ def test_watch_warns(implementation: str, monkeypatch: pytest.MonkeyPatch) -> No
             warnings.simplefilter("always")
             with pytest.raises(nanwatch.NonFiniteError) as error:
                 run_on(model)
-        end = error.value.report.batch
-        assert end is not None
-        return [str(one.message) for one in caught if "overflow expected" in str(one.message)], end
+        assert error.value.report.batch is not None
+        messages = [str(warning.message) for warning in caught]
+        return [text for text in messages if "overflow expected" in text], error.value.report.batch
 
-    told, end = warned()
-    assert len(told) == 1
-    assert "1 more module follows" in told[0]  # its parent
-    batch, margin = interval(told[0])
-    assert abs(batch - end) <= margin
+    (text,), end = warned()
+    assert "1 more module follows" in text  # its parent
+    batch, margin = re.findall(r"near batch ([\d,]+) \(± ([\d,]+)\)", text)[0]
+    assert abs(int(batch.replace(",", "")) - end) <= int(margin.replace(",", ""))
     assert warned(forecast=False) == ([], end)

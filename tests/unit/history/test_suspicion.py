@@ -83,20 +83,7 @@ def test_modules_that_nobody_called_are_named() -> None:
     assert named in report.to_html()
 
 
-class Layered(nn.Module):
-    """Six equal layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def suspects_of(model: Layered, scale: float) -> tuple[Suspect, ...]:
+def suspects_of(model: Model, scale: float) -> tuple[Suspect, ...]:
     """Return the suspects of a failure in the third batch, from whose second on one weight is `scale` times larger."""
     with nanwatch.watch(model) as watch:
         model(torch.randn(1, 4))
@@ -107,7 +94,7 @@ def suspects_of(model: Layered, scale: float) -> tuple[Suspect, ...]:
         with pytest.raises(nanwatch.NonFiniteError) as error:
             model(torch.full((1, 4), float("nan")))
     report = error.value.report
-    assert all(one.module in report.to_html() for one in report.suspects)
+    assert all(suspect.module in report.to_html() for suspect in report.suspects)
     return nanwatch.Report.from_json(report.to_json()).suspects
 
 
@@ -115,11 +102,11 @@ def suspects_of(model: Layered, scale: float) -> tuple[Suspect, ...]:
 def test_a_weight_that_grew_is_named_with_its_siblings(scale: float, is_named: bool) -> None:
     """From eight times on: the weight, its first and its latest abs max, and the median of the other five layers."""
     expected = Suspect("layers.3.norm", "weight", scale, 1.0, "layers.*.norm", 5, 1.0)
-    assert suspects_of(Layered(), scale) == (expected,) * is_named
+    assert suspects_of(Model(), scale) == (expected,) * is_named
 
 
 def test_a_weight_that_was_far_from_its_siblings_already() -> None:
     """One that was so when the watch began did not grow, and is apart from the others: a bad checkpoint."""
-    model = Layered()
+    model = Model()
     nn.init.constant_(model.layers[2].norm.weight, 1e6)  # type: ignore[union-attr, arg-type]
     assert suspects_of(model, 1) == (Suspect("layers.2.norm", "weight", 1e6, None, "layers.*.norm", 5, 1.0),)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import re
 import threading
 import time
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -26,109 +24,62 @@ def server() -> Any:
     return serve()
 
 
-@dataclass
-class Seen:
-    """The finding of one rank of a scenario, and the delay before it."""
+class Seen(NamedTuple):
+    """The finding of one rank: its place in the batch, the rank's clock, and the part of the model that it holds."""
 
     finding: Finding | None
     sequence: int = 0
     clock: tuple[int, ...] | None = None
     part: str = ""
-    delay: float = 0.0
-    dies: bool = False  # right after it has told
 
 
-@dataclass
-class Scenario:
-    """Events in a job, and the truth about them."""
-
-    ranks: list[Seen]
-    origin: int
-    alike: int = 1
-    peer_timeout: float = 20.0
-    named: str = field(default="layer")
-
-
-def scenario(number: int) -> Scenario:
-    """The scenarios by turns, each with random ranks, places and delays."""
-    chance = random.Random(number)
-    world = chance.randint(2, 12)
-    source, batch, place = chance.randrange(world), chance.randint(0, 10_000), chance.randint(1, 200)
-
-    def others(seen: Seen) -> list[Seen]:
-        return [replace(seen, delay=chance.uniform(0, 0.3)) for _ in range(world)]
-
-    def with_source(ranks: list[Seen], seen: Seen) -> list[Seen]:
-        ranks[source] = replace(seen, delay=chance.uniform(0, 0.6))
-        return ranks
-
-    produced = Seen(finding("produced", batch), place)
-    match number:
-        case 0:  # one replica; its gradient makes the weights of all others nan in the next batch
-            later = Seen(finding("weight", batch + 1, label="weight"), 0)
-            return Scenario(with_source(others(later), produced), source)
-        case (
-            1
-        ):  # tensor parallel: a row-parallel layer sums what a column-parallel one has spoilt on one rank
-            later = Seen(finding("produced", batch, module="row"), place + 1)
-            return Scenario(with_source(others(later), produced), source)
-        case 2:  # a pipeline: the stages behind get it with their data, at the beginning of the same batch
-            ranks = [Seen(None, part=f"stage {rank}", delay=chance.uniform(0, 0.3)) for rank in range(world)]
-            for rank in range(source + 1, world):
-                ranks[rank].finding = finding("data", batch, module="stage", label="input[0]")
-            ranks[source] = replace(produced, part=f"stage {source}", delay=chance.uniform(0, 0.6))
-            return Scenario(ranks, source)
-        case 3:  # all gather one poisoned shard: nobody can say whose it was
-            ranks = others(Seen(finding("weight", batch, label="weight"), place))
-            return Scenario(ranks, 0, alike=world)
-        case _:  # the source is ahead by validation batches, and dies as soon as it has told
-            later = Seen(finding("weight", batch - 3, label="weight"), 0, clock=(batch + 1, 0))
-            first = replace(produced, clock=(batch, 2), dies=True)
-            return Scenario(with_source(others(later), first), source)
+FIRST = Seen(finding("produced", 7), 30)
+_WEIGHT, _STAGE = finding("weight", 8, label="weight"), finding("data", 7, module="stage", label="input[0]")
+# What four ranks see, of which rank 2 tells last; the true origin, and how many saw it at that place.
+SCENARIOS: dict[str, tuple[list[Seen], int, int]] = {
+    # One replica; its gradient makes the weights of all others nan in the next batch.
+    "replica": ([Seen(_WEIGHT)] * 2 + [FIRST, Seen(_WEIGHT)], 2, 1),
+    # A row-parallel layer sums what a column-parallel one has spoilt on one rank.
+    "tensor parallel": ([Seen(finding("produced", 7, module="row"), 31)] * 2 + [FIRST] + [Seen(None)], 2, 1),
+    # The stages behind get it with their data, at the beginning of the same batch.
+    "pipeline": (
+        [Seen(None), Seen(None), FIRST._replace(part="stage 2"), Seen(_STAGE, part="stage 3")], 2, 1
+    ),
+    # All gather one poisoned shard: nobody can say whose it was.
+    "shard": ([Seen(_WEIGHT, 5)] * 4, 0, 4),
+    # The source is ahead by validation batches.
+    "clock": ([Seen(_WEIGHT, clock=(9, 0))] * 2 + [FIRST._replace(clock=(8, 2))] + [Seen(None)], 2, 1),
+}  # fmt: skip
 
 
-def play(server: Any, played: Scenario) -> list[Origin | None]:
-    """All ranks as threads, each with its own connection; the origin that each of them names."""
-    world = len(played.ranks)
-    named: list[Origin | None] = [None] * world
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_origin_is_right_whoever_told_first(server: Any, name: str) -> None:
+    """Every rank names the same one, the true one: ranks are threads, each with its own connection."""
+    ranks, source, alike = SCENARIOS[name]
+    origins: dict[int, Origin] = {}
 
-    def live(rank: int) -> None:
-        seen = played.ranks[rank]
-        verdict = OriginConsensus(connect(server), rank, world, played.peer_timeout)
+    def live(rank: int, seen: Seen) -> None:
+        consensus = OriginConsensus(connect(server), rank, len(ranks), 20.0)
         try:
-            time.sleep(seen.delay)
+            time.sleep(0.3 * (rank == 2))
             if seen.finding is not None:
-                assert verdict.publish(seen.finding, seen.sequence, seen.clock, seen.part)
-                if seen.dies:
-                    return
-            else:
-                until = time.monotonic() + 30
-                while not verdict.pending() and time.monotonic() < until:
-                    time.sleep(0.01)
-            named[rank] = verdict.settle()
+                assert consensus.publish(*seen)
+            until = time.monotonic() + 30
+            while not consensus.pending() and time.monotonic() < until:
+                time.sleep(0.01)
+            origins[rank] = consensus.settle()
         finally:
-            verdict.stop()
+            consensus.stop()
 
-    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(world)]
+    threads = [threading.Thread(target=live, args=item) for item in enumerate(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    return named
-
-
-@pytest.mark.parametrize("number", [*range(4), pytest.param(4, marks=pytest.mark.slow)])
-def test_the_origin_is_right_whoever_told_first(server, number):
-    """Every rank that lives names the same one, the true one, in each kind of job and order of events."""
-    played = scenario(number)
-    named = play(server, played)
-    for rank, origin in enumerate(named):
-        if played.ranks[rank].dies:
-            continue
-        assert origin is not None, f"rank {rank} has no verdict"
-        assert (origin.rank, origin.num_alike) == (played.origin, played.alike)
-        assert origin.is_complete
-        assert origin.num_failed == sum(seen.finding is not None for seen in played.ranks)
+    assert len(origins) == len(ranks)
+    for origin in origins.values():
+        assert (origin.rank, origin.num_alike, origin.is_complete) == (source, alike, True)
+        assert origin.num_failed == sum(seen.finding is not None for seen in ranks)
 
 
 def test_nobody_waits_longer_than_peer_timeout_for_a_rank_that_never_answers(server):
@@ -159,7 +110,7 @@ def test_a_rank_that_is_stuck_writes_down_what_it_knows_and_holds_up_nobody(serv
         time.sleep(0.05)
     stuck.stop()
     failing.stop()
-    assert [one.rank for one in told] == [0]
+    assert [origin.rank for origin in told] == [0]
 
 
 @pytest.mark.parametrize("is_connected", [True, False])
