@@ -154,24 +154,6 @@ def rotary_position() -> Setup:
     return Setup(Rotated().half(), (torch.randn(40, 16).half(), positions))
 
 
-class Sampler(nn.Module):
-    """The distribution to draw the next token from."""
-
-    def __init__(self, temperature: float) -> None:
-        super().__init__()
-        self.temperature = temperature
-
-    def forward(self, logits: Tensor) -> Tensor:
-        scaled = logits / self.temperature  # culprit: temperature_zero
-        return torch.softmax(scaled, dim=-1)
-
-
-@failure("sampling at temperature 0", module="sampler", operations="div")
-def temperature_zero() -> Setup:
-    model = sequence(head=nn.Linear(8, 30), sampler=Sampler(0.0))
-    return Setup(model, (torch.randn(2, 8),))
-
-
 class Experts(nn.Module):
     """A mixture of experts with the mean input of each, for balancing."""
 

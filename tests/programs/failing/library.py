@@ -1,11 +1,11 @@
-"""Modules of PyTorch's own, used wrongly: the guilty line is the one that calls them."""
+"""Modules of PyTorch used wrongly, where the guilty line is the one that calls them, and functions of autograd."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from programs.case import PRODUCTS, Setup, failure
+from programs.case import PRODUCTS, Setup, failure, sequence
 
 
 class FineTuning(nn.Module):
@@ -73,3 +73,63 @@ def recurrence() -> Setup:
     with torch.no_grad():
         model.cell.weight.mul_(6)
     return Setup(model, (torch.randn(2, 200, 16),))
+
+
+class FastSoftmax(torch.autograd.Function):
+    """A softmax whose backward keeps only its result."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        weight = torch.exp(x)  # culprit: custom_function
+        y = weight / weight.sum(dim=-1, keepdim=True)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return y * (grad - (grad * y).sum(dim=-1, keepdim=True))
+
+
+class Mixture(nn.Module):
+    """Weights of a mixture by the fast softmax."""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return FastSoftmax.apply(logits)
+
+
+@failure("a torch.autograd.Function whose forward overflows", module="mixture", operations="exp")
+def custom_function() -> Setup:
+    model = sequence(head=nn.Linear(8, 4), mixture=Mixture())
+    return Setup(model, (torch.randn(4, 8) * 400,))
+
+
+class SignedSqrt(torch.autograd.Function):
+    """sign(x) sqrt(|x|), as bilinear pooling has it."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        root = x.abs().sqrt()
+        y = x / root  # culprit: signed_sqrt
+        ctx.save_for_backward(root)
+        return y
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
+        (root,) = ctx.saved_tensors
+        return grad / (2 * root)
+
+
+class BilinearPool(nn.Module):
+    """Products of features, pooled, then their signed roots."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return SignedSqrt.apply(h.square().mean(1))
+
+
+@failure("a torch.autograd.Function that divides by its own root at 0", module="pool", operations="div")
+def signed_sqrt() -> Setup:
+    model = sequence(features=nn.Sequential(nn.Linear(8, 6), nn.ReLU()), pool=BilinearPool())
+    with torch.no_grad():
+        model.features[0].bias[2] = -100.0  # a dead channel
+    return Setup(model, (torch.randn(3, 5, 8),))

@@ -90,41 +90,6 @@ def static_loss_scale() -> Setup:
     )
 
 
-class Demodulate(nn.Module):
-    def forward(self, symbol: Tensor) -> Tensor:
-        return torch.angle(symbol)  # culprit: complex_head_angle
-
-
-class Equaliser(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.taps = nn.Parameter(torch.tensor([1.0 + 0.1j, 0.0 + 0.0j]))
-
-    def forward(self, received: Tensor) -> Tensor:
-        delayed = torch.roll(received, 1, dims=-1)
-        return self.taps[0] * received + self.taps[1] * delayed
-
-
-class Receiver(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.equalise = Equaliser()
-        self.demodulate = Demodulate()
-
-    def forward(self, received: Tensor) -> Tensor:
-        return self.demodulate(self.equalise(received))
-
-
-@failure("pytorch/pytorch/issues/98276", module="demodulate", label="", operations="angle")
-def complex_head_angle() -> Setup:
-    """A demodulator of phase-shift keying with a learned equaliser."""
-    model = Receiver()
-    g = torch.Generator().manual_seed(0)
-    received = torch.randn(2, 8, dtype=torch.cfloat, generator=g)
-    received[1, 3] = 1e-24 + 2e-24j
-    return Setup(model, (received,), loss=lambda output: (1 - output.cos()).mean())
-
-
 class StemMask(nn.Module):
     def __init__(self, stems: int = 2) -> None:
         super().__init__()
