@@ -15,9 +15,10 @@ from nanwatch import run_in_fp32, watch
 from nanwatch.blackbox.story import BlackBoxReport
 from nanwatch.blackbox.story import read as read_black_box
 from support.black_boxes import black_box, needs_box
-from support.examined import Does, culprit, exponential, look
-from support.narrow import HALF, Take, both, surroundings
+from support.examined import culprit, exponential, look
+from support.narrow import HALF, both, surroundings
 from support.processes import environment, forked
+from support.toys import Does
 
 
 class CausalAttention(nn.Module):
@@ -91,7 +92,7 @@ def test_compiled_in_one_graph(is_half: bool) -> None:
 
 def test_a_compiled_model_takes_it_up_and_lets_it_go() -> None:
     """After compilation too: the graph is made anew when a module goes to float32 and when it comes back."""
-    model = nn.Sequential(Take(lambda x: x * 300), nn.Sequential(Take(lambda x: (x * x).log())))
+    model = nn.Sequential(Does(lambda x: x * 300), nn.Sequential(Does(lambda x: (x * x).log())))
     compiled, x = torch.compile(model, backend="aot_eager", fullgraph=True), torch.ones(2, dtype=HALF)
     assert compiled(x).isinf().all()
     handle = run_in_fp32(model[1])

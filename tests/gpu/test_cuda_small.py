@@ -9,7 +9,7 @@ from torch import nn
 import nanwatch
 from nanwatch.numerics import _extension, _reference
 from support.cuda_emulation import FORMATS, same
-from support.cuda_tensors import random_bits, random_finite
+from support.oracle import random_finite, random_patterns
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
@@ -21,8 +21,8 @@ pytestmark = [
 def test_runs(dtype: torch.dtype) -> None:
     """Heads, bodies and tails of one block and of several, alone and many in a launch."""
     xs = [
-        fill(dtype, count)[start:]
-        for fill in (random_bits, random_finite)
+        fill(dtype, (count,))[start:]
+        for fill in (random_patterns, random_finite)
         for count, start in ((0, 0), (5, 0), (40_003, 0), (300_003, 1))
     ]
     expected = torch.stack([_reference.abs_range(x) for x in xs])

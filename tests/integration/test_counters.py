@@ -16,7 +16,7 @@ from support.architectures import built, inputs_of
 from support.watching import watch
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder reads everything")
-NAMES = ["mt5", "llama", "resnet"]
+NAMES = ["t5", "llama", "resnet"]
 
 
 def watched(name: str) -> tuple[nn.Module, Watch]:

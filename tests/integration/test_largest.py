@@ -68,7 +68,7 @@ def of_frames(frames: tuple[Frame, ...], batch: int, inputs: bool = False) -> di
     return largest
 
 
-@pytest.mark.parametrize("name", ["mt5", "resnet"])
+@pytest.mark.parametrize("name", ["t5", "resnet"])
 def test_they_are_those_of_the_frames(name: str) -> None:
     """The largest magnitudes equal those of the frames, in real architectures, batch after batch, training or not."""
     model = built(name).eval()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from nanwatch.trace.trace_file import Trace
-from support.traces import batches, until
+from support.processes import until
+from support.written_traces import batches
 
 parquet = pytest.importorskip("pyarrow.parquet")
 

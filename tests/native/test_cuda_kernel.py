@@ -15,7 +15,7 @@ from torch import Tensor
 from nanwatch.numerics import _reference
 from support import cuda_emulation
 from support.cuda_emulation import FORMATS, Host, same
-from support.cuda_tensors import random_bits, random_finite
+from support.oracle import random_finite, random_patterns
 from support.stand_in_device import may_be_mask
 
 WAVE = 8  # two blocks for each of the stand-in's four multiprocessors
@@ -42,14 +42,14 @@ def reference(xs: list[Tensor]) -> Tensor:
 def test_sizes_around_a_vector_and_a_block(host: Host, dtype: torch.dtype) -> None:
     """A run of any length gives the reference's row, whatever its bits."""
     counts = (0, 1, 2, 15, 16, 17, 31, 33, 255, 4097)
-    xs = [fill(dtype, count) for fill in (random_bits, random_finite) for count in counts]
+    xs = [fill(dtype, (count,)) for fill in (random_patterns, random_finite) for count in counts]
     assert same(host.ranges(xs), reference(xs))
 
 
 @dtypes
 def test_every_alignment(host: Host, dtype: torch.dtype) -> None:
     """A run may start at any element of a 16-byte vector."""
-    x = random_finite(dtype, 80)
+    x = random_finite(dtype, (80,))
     xs = [x[start:-3] for start in range(16 // dtype.itemsize + 1)]
     assert same(host.ranges(xs), reference(xs))
 
@@ -75,7 +75,11 @@ def test_each_element_of_a_run_counts(host: Host, dtype: torch.dtype, kib: int) 
 @dtypes
 def test_blocks_may_come_in_any_order(host: Host, dtype: torch.dtype) -> None:
     """Whichever block is last writes the row, and the workspace is zero for the next call."""
-    xs = [random_finite(dtype, 100_000 // dtype.itemsize), random_bits(dtype, 20_000), torch.empty(0)]
+    xs = [
+        random_finite(dtype, (100_000 // dtype.itemsize,)),
+        random_patterns(dtype, (20_000,)),
+        torch.empty(0),
+    ]
     for seed in (1, 2):
         host.shuffle_blocks(seed)
         assert same(host.ranges(xs), reference(xs))
@@ -85,8 +89,8 @@ def test_blocks_may_come_in_any_order(host: Host, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("count", [0, FEW, FEW + 1, MANY + 2])
 def test_many_tensors_in_one_launch(host: Host, count: int) -> None:
     """Tensors of every format and many sizes keep their order; beyond the limit of parameters the list is cut."""
-    kinds = [(dtype, size) for size in (100, 0, 1) for dtype in FORMATS]
-    xs = [random_bits(*kinds[i % len(kinds)], seed=i) for i in range(count)]
+    kinds = [(dtype, (size,)) for size in (100, 0, 1) for dtype in FORMATS]
+    xs = [random_patterns(*kinds[i % len(kinds)], seed=i) for i in range(count)]
     host.launches()
     rows = host.ranges(xs)
     assert host.launches() == (2 if count > MANY else 1 if count else 0)
@@ -110,7 +114,7 @@ def assert_observed(host: Host, xs: list[Tensor]) -> None:
 @dtypes
 def test_any_bits_are_counted(host: Host, dtype: torch.dtype) -> None:
     """Counts, the finite part and the first non-finite position, with one block and with several."""
-    xs = [fill(dtype, count) for fill in (random_bits, random_finite) for count in (0, 1, 700, 30_000)]
+    xs = [fill(dtype, (count,)) for fill in (random_patterns, random_finite) for count in (0, 1, 700, 30_000)]
     assert_observed(host, xs)
 
 
@@ -133,7 +137,7 @@ def test_masks_are_told_from_what_only_looks_like_one(host: Host, dtype: torch.d
 @pytest.mark.parametrize("where", [0, 8191, 65_535, 99_999])
 def test_the_first_bad_element_of_a_large_tensor(host: Host, where: int) -> None:
     """Its position, whichever block it lies in and whichever comes last."""
-    x = random_finite(torch.float16, 100_000)
+    x = random_finite(torch.float16, (100_000,))
     x[where], x[99_999] = INF, float("nan")
     for seed in (0, 1):
         host.shuffle_blocks(seed)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from support.toys import Does
+
 from .case import Setup
 
 HEALTHY: dict[str, Callable[[], Setup]] = {}
@@ -27,17 +29,6 @@ def squares(output: Tensor) -> Tensor:
     return output.float().square().mean()
 
 
-class Call(nn.Module):
-    """A function of some layers and the inputs."""
-
-    def __init__(self, function: Callable[..., Tensor], *layers: nn.Module) -> None:
-        super().__init__()
-        self.function, self.layers = function, nn.ModuleList(layers)
-
-    def forward(self, *args: Tensor) -> Tensor:
-        return self.function(*self.layers, *args)
-
-
 @healthy
 def causal_mask_of_pytorch() -> Setup:
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
@@ -52,7 +43,7 @@ def causal_mask_by_hand() -> Setup:
         mask = torch.full((5, 5), -INF).triu(1)
         return softmax(q @ k.mT / 4 + mask) @ v
 
-    return Setup(Call(forward, nn.Linear(8, 24), nn.Softmax(-1)), (torch.randn(2, 5, 8),), loss=squares)
+    return Setup(Does(forward, nn.Linear(8, 24), nn.Softmax(-1)), (torch.randn(2, 5, 8),), loss=squares)
 
 
 @healthy
@@ -62,7 +53,7 @@ def mask_as_a_buffer() -> Setup:
     def forward(attend: nn.Module, x: Tensor) -> Tensor:
         return attend(x, x, x, attn_mask=model.mask)[0]
 
-    model = Call(forward, attention)
+    model = Does(forward, attention)
     model.register_buffer("mask", torch.full((5, 5), -INF).triu(1))
     return Setup(model, (torch.randn(2, 5, 8),), loss=squares, steps=2)
 
@@ -74,7 +65,7 @@ def causal_mask_with_alibi() -> Setup:
         mask = bias.masked_fill(torch.ones(5, 5).triu(1).bool(), -INF)
         return attend(x, x, x, attn_mask=mask)[0]
 
-    return Setup(Call(forward, nn.MultiheadAttention(8, 2, batch_first=True)), (torch.randn(2, 5, 8),))
+    return Setup(Does(forward, nn.MultiheadAttention(8, 2, batch_first=True)), (torch.randn(2, 5, 8),))
 
 
 @healthy
@@ -83,7 +74,7 @@ def classes_that_are_not_allowed() -> Setup:
         logits = head(x).masked_fill(torch.tensor([False, False, False, True]), -INF)
         return loss(logits, torch.zeros(len(x), dtype=torch.long))
 
-    return Setup(Call(forward, nn.Linear(8, 4), nn.CrossEntropyLoss()), (torch.randn(2, 8),), loss=squares)
+    return Setup(Does(forward, nn.Linear(8, 4), nn.CrossEntropyLoss()), (torch.randn(2, 8),), loss=squares)
 
 
 @healthy
@@ -98,7 +89,7 @@ def gru_of_packed_sequences() -> Setup:
         packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3, 2]), batch_first=True)
         return head(gru(packed)[1][-1])
 
-    model = Call(forward, nn.GRU(4, 8, batch_first=True), nn.Linear(8, 1))
+    model = Does(forward, nn.GRU(4, 8, batch_first=True), nn.Linear(8, 1))
     return Setup(model, (torch.randn(3, 5, 4),), loss=squares, steps=3)
 
 
@@ -110,7 +101,7 @@ def maximum_from_minus_infinity() -> Setup:
             best = torch.maximum(best, linear(part))
         return best
 
-    return Setup(Call(forward, nn.Linear(8, 4)), (torch.randn(2, 3, 8),), loss=squares)
+    return Setup(Does(forward, nn.Linear(8, 4)), (torch.randn(2, 3, 8),), loss=squares)
 
 
 @healthy
@@ -119,7 +110,7 @@ def beam_scores() -> Setup:
         scores = torch.tensor([0.0, -INF, -INF])[:, None] + F.log_softmax(head(x), -1)
         return scores.view(-1).topk(3).values
 
-    return Setup(Call(forward, nn.Linear(4, 6)), (torch.randn(3, 4),))
+    return Setup(Does(forward, nn.Linear(4, 6)), (torch.randn(3, 4),))
 
 
 @healthy

@@ -5,8 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -46,11 +45,3 @@ def other(path: Path, copy: Path, **facts: str) -> Path:
         data = new
     copy.write_bytes(data)
     return copy
-
-
-def until(happened: Callable[[], object], seconds: float = 30) -> None:
-    """Wait until something happened."""
-    end = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)

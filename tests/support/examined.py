@@ -19,18 +19,6 @@ from nanwatch.report.finding import Finding
 from nanwatch.session.api import watch
 
 
-class Does(nn.Module):
-    """A module whose forward is the given function."""
-
-    def __init__(self, forward: Callable[..., Any], *parts: nn.Module) -> None:
-        super().__init__()
-        self.function = forward
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*self.parts, *args, **kwargs)
-
-
 def snapshot_of(
     module: nn.Module, args: Any, kwargs: Any, buffers: Any = MappingProxyType({}), *, draws: bool = False
 ) -> BatchSnapshot:

@@ -34,17 +34,6 @@ class Block(nn.Module):
         return y
 
 
-class Take(nn.Module):
-    """Hands what it is given to a function."""
-
-    def __init__(self, answer: Callable[..., Any]) -> None:
-        super().__init__()
-        self.answer = answer
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.answer(*args, **kwargs)
-
-
 @dataclass
 class Plain:
     x: Tensor

@@ -171,6 +171,18 @@ def random_patterns(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -
     return torch.from_numpy(raw).view(dtype).reshape(shape)
 
 
+def finite_of(x: torch.Tensor) -> torch.Tensor:
+    """The same elements, those that are not finite replaced by the least positive number."""
+    if not x.dtype.is_floating_point:
+        return x
+    bad = torch.from_numpy(~np.isfinite(values_of(x)))
+    return x.view(_BITS[x.element_size()]).masked_fill(bad, 1).view(x.dtype)
+
+
+def random_finite(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    return finite_of(random_patterns(dtype, shape, seed))
+
+
 def assert_rows(got: list[object], want: np.ndarray, what: str) -> None:
     rows = np.array([tuple(row) for row in got], dtype=np.float64)
     wrong = np.flatnonzero(~((rows == want) | (np.isnan(rows) & np.isnan(want))).all(axis=1))

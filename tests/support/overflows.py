@@ -21,19 +21,9 @@ from nanwatch.diagnosis.cures import try_formats
 from nanwatch.report.finding import Finding
 from programs.case import Setup, follow
 from support.examined import snapshot_of
+from support.toys import Does
 
 HALF = torch.float16
-
-
-class Op(nn.Module):
-    """Hands what it is given to a function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
 
 
 class Attention(nn.Module):
@@ -46,18 +36,6 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = self.project(x)
         return (q @ q.transpose(-1, -2)).softmax(-1) @ q
-
-
-class Between(nn.Module):
-    """Its own code, between the calls of two layers, leaves float16's range and comes back into it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.second = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x) * 1e5) * 1e-5
 
 
 def linear(value: float, size: int = 4) -> nn.Linear:
@@ -114,34 +92,18 @@ def half(model: nn.Module) -> nn.Module:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, torch.dtype | None, list[tuple[str, bool]]]] = {
-    "a product in a module, finite again at its end": (
-        lambda: nn.Sequential(linear(1), Attention()),
-        big(2000.0),
-        HALF,
-        [("run `1` in float32", True), ("use bfloat16 in autocast", True)],
-    ),
     "a leaf whose result does not fit, under autocast": (
-        lambda: nn.Sequential(linear(100), linear(100), Op(torch.tanh), linear(1)),
+        lambda: nn.Sequential(linear(100), linear(100), Does(torch.tanh), linear(1)),
         big(100.0),
         HALF,
         [("run `1` in float32", False), ("use bfloat16 in autocast", True)],
     ),
-    "an ancestor is enough, under autocast": (
-        lambda: nn.Sequential(
-            linear(1), nn.Sequential(nn.Sequential(linear(300), Op(torch.relu)), linear(1e-4)), linear(1)
-        ),
-        big(100.0),
-        HALF,
-        [
-            ("run `1.0.0` in float32", False),
-            ("use bfloat16 in autocast", True),
-            ("run `1` in float32, nanwatch.run_in_fp32(model[1])", True),
-        ],
-    ),
     "an ancestor is enough, with half weights": (
         lambda: half(
             nn.Sequential(
-                linear(1), nn.Sequential(nn.Sequential(linear(300), Op(torch.relu)), linear(1e-4)), linear(1)
+                linear(1),
+                nn.Sequential(nn.Sequential(linear(300), Does(torch.relu)), linear(1e-4)),
+                linear(1),
             )
         ),
         big(100.0).half(),
@@ -152,26 +114,20 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, torch.dtype | None, list[tu
             ("run `1` in float32, nanwatch.run_in_fp32(model[1])", True),
         ],
     ),
-    "between two calls": (
-        lambda: nn.Sequential(linear(1), Between()),
-        big(100.0),
-        HALF,
-        [("run `1` in float32", True), ("use bfloat16 in autocast", True)],
-    ),
     "an exponential that fits in float32": (
-        lambda: half(nn.Sequential(linear(1), Op(torch.exp), Op(torch.log))),
+        lambda: half(nn.Sequential(linear(1), Does(torch.exp), Does(torch.log))),
         big(5.0).half(),
         None,
         [("run `1` in float32", False), ("load the weights in bfloat16", True)],
     ),
     "an exponential that fits nowhere": (
-        lambda: nn.Sequential(linear(1), Op(torch.exp)),
+        lambda: nn.Sequential(linear(1), Does(torch.exp)),
         big(100.0),
         HALF,
         [("run `1` in float32", False)],
     ),
     "half precision written into the code": (
-        lambda: nn.Sequential(linear(1), Op(lambda x: (x.half() * x.half()).float())),
+        lambda: nn.Sequential(linear(1), Does(lambda x: (x.half() * x.half()).float())),
         big(500.0),
         HALF,
         [("run `1` in float32", False)],

@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -86,6 +87,14 @@ def _within(answers: IO[str], child: int, timeout: float) -> int | None:
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
+
+
+def until(happened: Callable[[], object], seconds: float = 30) -> None:
+    """Wait for what a thread or another process does."""
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.002)
 
 
 def forking_python() -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from support.oracle import DTYPES, random_patterns
+from support.oracle import DTYPES, finite_of, random_patterns
 
 dtypes = st.sampled_from(DTYPES)
 
@@ -31,7 +31,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     x = random_patterns(dtype, (numel,), seed=draw(st.integers(0, 2**31)))
     if draw(st.booleans()):
         # Finite values too: of random bits a large tensor nearly always has a nan.
-        x = _without_nonfinite(x)
+        x = finite_of(x)
     place = draw(st.sampled_from(["own", "offset", "misaligned"]))
     if place == "offset":
         before = draw(st.integers(1, 17))
@@ -79,13 +79,3 @@ def _changed(draw: st.DrawFn, x: torch.Tensor) -> torch.Tensor:
         return x.unfold(dim, size, draw(st.integers(1, 3)))
     start = draw(st.integers(0, x.shape[dim] - 1))
     return x.narrow(dim, start, draw(st.integers(0, x.shape[dim] - start)))
-
-
-def _without_nonfinite(x: torch.Tensor) -> torch.Tensor:
-    if not x.dtype.is_floating_point:
-        return x
-    from support.oracle import values_of
-
-    bad = torch.from_numpy(~np.isfinite(values_of(x)))
-    raw = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-    return raw.masked_fill(bad, 1).view(x.dtype)

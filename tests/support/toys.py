@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +24,18 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor
+
+
+class Does(nn.Module):
+    """A module whose forward is the given function, of its parts and of what it is called with."""
+
+    def __init__(self, forward: Callable[..., Any], *parts: nn.Module) -> None:
+        super().__init__()
+        self.function = forward
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*self.parts, *args, **kwargs)
 
 
 class Own(nn.Module):

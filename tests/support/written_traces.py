@@ -1,4 +1,4 @@
-"""Traces from rows, without a run: for values that no short run makes."""
+"""Traces from rows, without a run, for values that no short run makes; and the batches in a file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from nanwatch.trace import columns
 from nanwatch.trace.trace_writer import write_table
 
 pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
 
 _FACTS = {"version": columns.VERSION, "nanwatch": "0", "torch": "0", "rank": 0, "every": 1, "lost_frames": 0}
 _USUAL = {
@@ -24,3 +25,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     """Write a trace of these rows, each with batch, call, module and abs_max at least."""
     write_table(pa.Table.from_pylist([_USUAL | row for row in rows], schema=columns.schema(_FACTS)), path)
     return path
+
+
+def batches(path: Path) -> list[int]:
+    return parquet.read_table(path)["batch"].to_pylist()

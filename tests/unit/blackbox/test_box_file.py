@@ -14,7 +14,8 @@ from torch import nn
 from nanwatch import watch
 from nanwatch.blackbox.story import BoxFile
 from nanwatch.blackbox.story import read as read_black_box
-from support.black_boxes import black_box, needs_box, until
+from support.black_boxes import black_box, needs_box
+from support.processes import until
 
 pytestmark = needs_box
 

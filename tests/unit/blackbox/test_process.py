@@ -17,8 +17,8 @@ from torch import nn
 from nanwatch.blackbox import process
 from nanwatch.blackbox.process import process_box
 from nanwatch.blackbox.story import read as read_black_box
-from support.black_boxes import black_box, needs_box, until
-from support.processes import environment
+from support.black_boxes import black_box, needs_box
+from support.processes import environment, until
 from support.watching import watch
 
 pytestmark = needs_box

@@ -20,7 +20,6 @@ from support.overflows import (
     CASES,
     HALF,
     Attention,
-    Op,
     big,
     failed,
     half,
@@ -30,6 +29,7 @@ from support.overflows import (
     wrong_cures,
 )
 from support.spy import Spy
+from support.toys import Does
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -43,7 +43,7 @@ def test_the_cures_are_true(name: str) -> None:
 
 def test_no_float32_for_what_is_float32() -> None:
     """Where no narrow format takes part there is no cure, and but one run."""
-    model = nn.Sequential(linear(1), Op(torch.exp))
+    model = nn.Sequential(linear(1), Does(torch.exp))
     start, finding = failed(model, big(1000.0))
     with mock.patch.object(trials, "run", wraps=trials.run) as runs:
         assert try_formats(start, finding, model) == ((), ())
@@ -53,7 +53,7 @@ def test_no_float32_for_what_is_float32() -> None:
 def test_what_does_not_come_back_is_not_cured() -> None:
     """A failure that a re-run does not show gets a remark and no cure, known before or not."""
     bad = iter([True])
-    op = Op(lambda x: x * float("inf") if next(bad, False) else x)
+    op = Does(lambda x: x * float("inf") if next(bad, False) else x)
     model = half(nn.Sequential(linear(1), op, linear(1)))
     start, finding = failed(model, big(1.0).half())
     cures, (remark,) = try_formats(start, finding, model)
@@ -190,7 +190,7 @@ def test_a_trial_that_raises_is_a_remark() -> None:
             raise RuntimeError("float16 only\nand a second line")
         return x * x
 
-    model = half(nn.Sequential(linear(1), Op(only_half)))
+    model = half(nn.Sequential(linear(1), Does(only_half)))
     x = outlier(1000.0).half()
     start, finding = failed(model, x)
     cures, remarks = try_formats(start, replace(finding, transient=False), model)
@@ -211,7 +211,7 @@ def test_ctrl_c_passes_and_leaves_nothing() -> None:
             raise KeyboardInterrupt
         return x * x / x
 
-    model = half(nn.Sequential(linear(1), Op(square)))
+    model = half(nn.Sequential(linear(1), Does(square)))
     start, finding = failed(model, big(1000.0).half())
     before, most = dicts_of(model), len(calls.values) + 1
     with pytest.raises(KeyboardInterrupt):

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from nanwatch import Finding, NonFiniteError, watch
 from nanwatch.diagnosis.isolation import ChildEndedError, can_fork, run_in_child, send
-from support.examined import Does, exponential
+from support.examined import exponential
 from support.spy import Spy
+from support.toys import Does
 
 IS_NO_LINUX = sys.platform != "linux"
 PLACES = ["in-process", *(["child"] if sys.platform == "linux" else [])]

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from support.examined import Does, culprit, look
+from support.examined import culprit, look
+from support.toys import Does
 
 INF, NAN = math.inf, math.nan
 

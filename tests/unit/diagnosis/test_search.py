@@ -14,8 +14,9 @@ from nanwatch.diagnosis.diagnosis import Diagnosis, enrich
 from nanwatch.diagnosis.search import find_operation
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
-from support.examined import Does, culprit, exponential, look, snapshot_of
+from support.examined import culprit, exponential, look, snapshot_of
 from support.spy import Spy
+from support.toys import Does
 
 INF, NAN = math.inf, math.nan
 

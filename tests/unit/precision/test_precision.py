@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import run_in_fp32
-from support.narrow import HALF, NARROW, Block, Frozen, Pair, Plain, Take, autocast, both, surroundings
+from support.narrow import HALF, NARROW, Block, Frozen, Pair, Plain, autocast, both, surroundings
+from support.toys import Does
 
 # Results of the module
 
@@ -61,7 +62,7 @@ def test_autocast_is_off_for_every_device() -> None:
         seen.update({kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda", "xpu")})
         return x
 
-    module = Take(look)
+    module = Does(look)
     run_in_fp32(module)
     torch.set_autocast_enabled("cuda", True)
     try:
@@ -98,7 +99,7 @@ def tensors(value: Any) -> list[Tensor]:
 def test_containers_are_walked(given: Any) -> None:
     """Half tensors in containers come as float32, in a container of the same type; the caller's stays as it was."""
     met = []
-    module = Take(lambda *args, **kwargs: met.append((*args, *kwargs.values())) or args[0])
+    module = Does(lambda *args, **kwargs: met.append((*args, *kwargs.values())) or args[0])
     before = [x.dtype for x in tensors(given)]
     with run_in_fp32(module):
         result = module(given, named=given)
@@ -117,7 +118,7 @@ def test_what_holds_no_half_tensor_is_the_same_object() -> None:
     """A cache that a module fills, and whatever else needs no cast, is handed on itself."""
     cache: dict[str, list[Tensor]] = {"keys": []}
     given = [cache, (torch.ones(2), 1), object(), Plain(torch.ones(2)), MappingProxyType({"a": 1})]
-    module = Take(lambda x, *others: (cache["keys"].append(x), others)[1])
+    module = Does(lambda x, *others: (cache["keys"].append(x), others)[1])
     with run_in_fp32(module, cast_output=False):
         result = module(torch.ones(2, dtype=HALF), *given)
     assert all(a is b for a, b in zip(result, given, strict=True))
@@ -193,7 +194,7 @@ def test_an_exception_leaves_the_weights() -> None:
     def fail(x: Tensor) -> Tensor:
         raise RuntimeError("meant")
 
-    module = nn.Sequential(nn.Linear(2, 2), Take(fail)).half()
+    module = nn.Sequential(nn.Linear(2, 2), Does(fail)).half()
     own = list(module.parameters())
     run_in_fp32(module)
     with autocast(), pytest.raises(RuntimeError, match="meant"):
@@ -206,7 +207,7 @@ def test_tied_weights_stay_tied() -> None:
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).half()
     module[1].weight = module[0].weight
     seen = []
-    inner = Take(lambda x: (seen.append(module[0].weight is module[1].weight), x)[1])
+    inner = Does(lambda x: (seen.append(module[0].weight is module[1].weight), x)[1])
     module.append(inner)
     plain = copy.deepcopy(module).float()
     x = torch.ones(1, 2, dtype=HALF)

@@ -19,7 +19,8 @@ from nanwatch.trace import trace_writer
 from nanwatch.trace.columns import VERSION
 from nanwatch.trace.trace_file import Trace
 from nanwatch.trace.trace_writer import TraceWriter, claim
-from support.traces import batches, until
+from support.processes import until
+from support.written_traces import batches
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
