@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ..util.program_code import SKIPPED_FILES, is_library
+from ..util.program_code import is_library
 from ..util.visible import users_frame
 
 Note = Callable[[str], object]
+# A module, the name of a function in it, and what takes its place.
+Replacement = tuple[Any, str, Callable[..., Any]]
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 _START = 1_700_000_000 * 10**9
-_CLOCKS = ("time", "perf_counter", "monotonic", "process_time")
-_KEEP_TIME = ("logging", "threading", "queue")
 # Parameters of a DataLoader that one without workers refuses.
 _OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 
@@ -63,31 +63,30 @@ def _seed(note: Note) -> Callable[[], object]:
             _note_call("random.Random()", note)
         python_seed(self, 0 if a is None else a, version)
 
-    def with_seed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def seeded(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda seed=None, *args, **kwargs: function(0 if seed is None else seed, *args, **kwargs)
 
-    functions: dict[str, tuple[Any, Any]] = {
-        "os.urandom()": (os.urandom, numbers.randbytes),
-        "torch.seed()": (torch.seed, lambda: torch.manual_seed(0).initial_seed()),
-        "random.seed()": (random.seed, with_seed(random.seed)),
-    }
+    functions: list[Replacement] = [
+        (os, "urandom", numbers.randbytes),
+        (random, "_urandom", numbers.randbytes),  # of SystemRandom, secrets and NumPy
+        (random, "seed", seeded(random.seed)),
+        (torch, "seed", lambda: torch.manual_seed(0).initial_seed()),
+    ]
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed(0)
-        for name in ("default_rng", "seed"):
-            functions[f"numpy.random.{name}()"] = getattr(numpy, name), with_seed(getattr(numpy, name))
+        functions += [(numpy, name, seeded(getattr(numpy, name))) for name in ("default_rng", "seed")]
     setattr(random.Random, "seed", seed)  # noqa: B010 - a method, for mypy
     return _replace(functions, note)
 
 
 def _stop_clocks(note: Note) -> Callable[[], object]:
     """Let each clock of the module time advance by 1 ms a call, from the same moment in each run."""
-    functions: dict[str, tuple[Any, Any]] = {}
-    for name in _CLOCKS:
+    functions: list[Replacement] = []
+    for name in ("time", "perf_counter", "monotonic", "process_time"):
         # A counter for each: threads of libraries, which ask one clock, do not move the others.
         now = itertools.count(_START, 1_000_000).__next__
-        functions[f"time.{name}()"] = getattr(time, name), lambda now=now: now() / 1e9
-        functions[f"time.{name}_ns()"] = getattr(time, f"{name}_ns"), now
+        functions += [(time, name, lambda now=now: now() / 1e9), (time, f"{name}_ns", now)]
     return _replace(functions, note)
 
 
@@ -119,34 +118,26 @@ def _note_call(name: str, note: Note) -> None:
         note(f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}")
 
 
-def _replace(functions: dict[str, tuple[Any, Any]], note: Note) -> Callable[[], object]:
-    """Replace functions, (old, new) by name, in their own modules and where the program has imported them by name.
+def _replace(functions: list[Replacement], note: Note) -> Callable[[], object]:
+    """Replace functions, each by its module and name, before the program imports them. Return what puts them back.
 
-    Calls that give no seed, or take no argument, are noted. Return a function that puts them back.
+    Calls that give no seed, or take no argument, are noted.
     """
+    before = [(module, name, getattr(module, name)) for module, name, _ in functions]
 
     def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if name == "os.urandom()" or not args or args[0] is None:
+            if name.endswith("urandom()") or not args or args[0] is None:
                 _note_call(name, note)
             return function(*args, **kwargs)
 
         return call
 
-    new = {id(old): noting(name, function) for name, (old, function) in functions.items()}
-    replaced: list[tuple[Any, str, Any]] = []
-    for key, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        # Programs ask for torch.seed in torch, whose other modules are left alone.
-        if (file.startswith(SKIPPED_FILES) and module is not torch) or key in _KEEP_TIME:
-            continue
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if id(value) in new:
-                replaced.append((module, name, value))
-                setattr(module, name, new[id(value)])
+    for module, name, function in functions:
+        setattr(module, name, noting(f"{module.__name__}.{name}()", function))
 
     def undo() -> None:
-        for place in replaced:
+        for place in before:
             setattr(*place)
 
     return undo
