@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
 from ..instrumentation.global_hooks import after_steps, before_steps
-from ..instrumentation.slot import default_call, set_default_call
+from ..instrumentation.slot import set_default_call
 from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
 from ..recording.walk import call_leaves, leaves
@@ -91,10 +91,6 @@ class Recorder:
 
     def start(self) -> None:
         """Record from now on. The hooks stay: they record nothing after `stop`, and the process ends soon."""
-        if default_call() is not None:
-            raise RuntimeError(
-                "another nanwatch command follows the calls of all modules already; end that first"
-            )
         set_default_call(self._default_call())
         before_steps.add(self._step_hook("gradient"))
         after_steps.add(self._step_hook("step"))
@@ -115,10 +111,8 @@ class Recorder:
         thread = threading.current_thread()
         # Threads that only PyTorch knows have a new number in each run.
         name = "" if thread is threading.main_thread() else thread.name.partition("-")[0]
-        if self._is_running:
-            batch = max(self.recording.batches - 1, 0)
-            tensor = TensorPrint(batch, kind, module, class_name, label, form, bits, name)
-            self.recording.tensors.append(tensor)
+        batch = max(self.recording.batches - 1, 0)
+        self.recording.tensors.append(TensorPrint(batch, kind, module, class_name, label, form, bits, name))
 
     def _default_call(self) -> Callable[..., Any]:
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -162,14 +156,18 @@ class Recorder:
         return result
 
     def _begin(self, module: nn.Module) -> None:
-        """Begin an outermost call, which may be a batch."""
+        """Begin an outermost call, which may be a batch, and name the parts of the module."""
         if self._model is None and has_parameters(module):
             self._model = module
         if module is self._model:
             if self.recording.batches == self._most_batches:
                 raise EnoughError
             self.recording.batches += 1
-        self._name_parts(module)
+        is_first = not self._names.objects()
+        for path, part in each_module(module) if self._names.get(module) is None else ():
+            if self._names.get(part) is None:
+                full = path if is_first else ".".join(filter(None, (type(module).__name__, path)))
+                self._names[part] = (full, type(part).__name__)
 
     def _gradient_hook(self, name: str, class_name: str, label: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
@@ -177,14 +175,6 @@ class Recorder:
                 self._add_leaf(gradient, "gradient", name, class_name, label)
 
         return hook
-
-    def _name_parts(self, root: nn.Module) -> None:
-        if self._names.get(root) is None:
-            is_first = not self._names.objects()
-            for path, module in each_module(root):
-                if self._names.get(module) is None:
-                    full = path if is_first else ".".join(filter(None, (type(root).__name__, path)))
-                    self._names[module] = (full, type(module).__name__)
 
     def _name(self, module: nn.Module, stack: list[str]) -> tuple[str, ...]:
         if (named := self._names.get(module)) is None:  # made during the call of another
