@@ -72,7 +72,6 @@ class EventErrors(NamedTuple):
     errors: Errors
     floor: float
     ratio: float
-    shape: tuple[int, ...]
     values: tuple[int, int]
 
 
@@ -125,13 +124,8 @@ class Comparer:
 
     def compare(self) -> Verdict:
         """Search for the first module that differs."""
-        equal, event, last, why = self._first()
-        first, where, likely = None, "", list[str]()
-        if event is not None and last is not None:
-            pair, where = self._blame(event, last)
-            first, likely = self.place(pair), self._looks_like(event, pair)
-        remarks = [*dict.fromkeys(self.remarks)][:_MOST_REMARKS]
-        return Verdict(self, equal, first, where, likely, why, remarks)
+        verdict = self._verdict()
+        return verdict._replace(remarks=[*dict.fromkeys(self.remarks)][:_MOST_REMARKS])
 
     def result(self, verdict: Verdict) -> Comparison:
         """Return a verdict with the errors of all modules."""
@@ -186,15 +180,19 @@ class Comparer:
 
     # The search.
 
-    def _first(self) -> tuple[bool | None, Event | None, Event | None, str]:
-        """Return whether the models are equal, the first event that differs, the last before, and why none."""
+    def _verdict(self) -> Verdict:
+        """Go through the events in the order of A until one differs."""
         root = next((pair for pair in self.pairs if pair.a[0].parent is None), None)
         result = None if root is None else self._events["outputs", root]
         if root is None or result is None:
-            return None, None, None, "the outputs of the two models have shapes that do not go together"
+            return Verdict(
+                self, None, why="the outputs of the two models have shapes that do not go together"
+            )
         if self.differs(("inputs", root)):
             words = "; ".join(self._looks_like(("inputs", root), root))
-            return None, None, None, f"the models were not given the same inputs{words and f' ({words})'}"
+            return Verdict(
+                self, None, why=f"the models were not given the same inputs{words and f' ({words})'}"
+            )
         last, largest = None, 0.0
         for event in sorted(self._events, key=lambda event: event[1].time(event[0], 0)):
             compared = self._events[event]
@@ -207,18 +205,23 @@ class Comparer:
                 self.remarks.append(words)
             elif not self._noise.runs and size <= self._factor * largest:
                 grown = f"the error grows from {largest:.2g} to {size:.2g} at {event[1].name} without a jump"
-                return None, None, None, f"{grown}, as rounding does, and the floor is not known"
+                return Verdict(self, None, why=f"{grown}, as rounding does, and the floor is not known")
+            elif last is None:
+                return Verdict(
+                    self, False, why=f"nothing could be compared before {_spell(event)}, which differs"
+                )
             else:
-                why = "" if last else f"nothing could be compared before {_spell(event)}, which differs"
-                return False, event, last, why
+                pair, where = self._blame(event, last)
+                return Verdict(self, False, self.place(pair), where, self._looks_like(event, pair))
             largest = max(largest, size)
         # The runs that the noise was measured in may have the fault too.
         narrowest = torch.finfo(self._noise.narrowest)
         units = _UNITS if narrowest.bits > 16 else _UNITS_OF_16_BITS
         if (size := result.errors.total) > units * narrowest.eps:
             apart = f"{size:.2g} apart, more than {units} units of {dtype_name(self._noise.narrowest)}"
-            return False, None, None, f"the outputs are {apart}, and what measured the noise is as far off"
-        return True, None, None, ""
+            why = f"the outputs are {apart}, and what measured the noise is as far off"
+            return Verdict(self, False, why=why)
+        return Verdict(self, True)
 
     def _convention(self, event: Event) -> str:
         """Return in words where the difference is gone: at the output of the module or of one around it."""
@@ -251,13 +254,14 @@ class Comparer:
     def _looks_like(self, event: Event, pair: CallPair) -> list[str]:
         """Return in words what may make the difference of an event, for which a pair of calls is blamed."""
         words, compared = list[str](), self._events[event]
-        is_fed_apart = event == ("inputs", pair)  # as by the caller
-        if not is_fed_apart and all(len(modules) == 1 for modules in pair.modules):
+        if event != ("inputs", pair) and all(len(modules) == 1 for modules in pair.modules):
             words = module_differences(pair)
         if compared is not None and (rows := self._values(event, compared.values)) is not None:
             parts = max(pair.sides, key=len)
             words += _part_of_difference(parts, *rows, self._factor * compared.floor)
-            words += shape_of_difference(*rows, compared.errors, compared.shape, compared.floor)
+            first = value(event[1].a, event[0], compared.values[0])
+            shape = () if first is None else first.shape
+            words += shape_of_difference(*rows, compared.errors, shape, compared.floor)
         return words
 
     # The errors of an event.
@@ -290,8 +294,7 @@ class Comparer:
             for of in ("total", "worst_row")
         )
         ratio = max(errors.total / whole, errors.worst_row / worst)
-        first = value(event[1].a, event[0], values[0])
-        return EventErrors(errors, whole, ratio, () if first is None else tuple(first.shape), values)
+        return EventErrors(errors, whole, ratio, values)
 
     def _noise_of(
         self, between: Sequence[tuple[int, Run, Run]], event: Event, values: tuple[int, int]

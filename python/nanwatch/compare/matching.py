@@ -81,8 +81,8 @@ class _Matcher:
             for side in sides
         ]
         for call_a, part in rows[0].items():
-            alike = (call for call, whole in rows[1].items() if _order([part], whole))
-            if (call_b := next((call for call in alike if self._fit(call_a, call)), None)) is not None:
+            alike = (b for b, whole in rows[1].items() if _are_alike(part, whole) and self._fit(call_a, b))
+            if (call_b := next(alike, None)) is not None:
                 self._add((call_a,), (call_b,))
         for number in (0, 1):
             groups: dict[int, list[ModuleCall]] = defaultdict(list)

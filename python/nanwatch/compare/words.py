@@ -24,19 +24,13 @@ def shape_of_difference(
     size = b.norm().clamp(min=1e-300)
     scale = float((a * b).sum() / (a * a).sum())
     if float((b - scale * a).norm() / size) < noise:
-        return ["another sign: B is -A"] if abs(scale + 1) < noise else [f"a scale: B is {scale:.4g} times A"]
+        return [f"a scale: B is {scale:.7g} times A"]
     scales = (a * b).sum(-1, keepdim=True) / (a * a).sum(-1, keepdim=True).clamp(min=1e-300)
     low, high = float(scales.min()), float(scales.max())
     # Another eps makes all tokens smaller, or all larger.
     if float((b - scales * a).norm() / size) < noise and (high < 1 or low > 1):
         return [f"a scale for each token, from {low:.4g} to {high:.4g}: the eps of a norm, or another norm"]
     words = []
-    varies = float((difference - difference.mean(0)).norm()) / float(difference.norm())
-    if len(a) > 1 and varies < max(0.05, 4 * floor / distance):
-        words.append("an offset: the same in each token, as of a bias")
-    ordered_a, ordered_b = (x.sort(-1)[0] for x in (a, b))
-    if distance > 0.01 and float((ordered_a - ordered_b).norm() / size) < noise:
-        words.append("a permutation: the same numbers in another order")
     columns = difference.norm(dim=0)
     off = columns > max(1e-3 * float(columns.max()), 2 * floor * float(a.norm(dim=0).max()))
     places = off.nonzero().flatten().tolist()

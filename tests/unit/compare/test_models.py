@@ -42,8 +42,6 @@ X = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
     ("function", "words"),
     [
         (lambda x: 3 * x, "a scale: B is 3 times A"),
-        (lambda x: x + torch.arange(16.0), "an offset: the same in each token"),
-        (lambda x: x.flip(-1), "a permutation"),
         (
             lambda x: torch.cat([x[..., :4], 2 * x[..., 4:6], x[..., 6:]], -1),
             "2 of 16 columns only, from 4 to 5",
@@ -128,18 +126,10 @@ def test_a_difference_that_is_undone_is_a_convention() -> None:
     )
 
 
-def test_another_weight_and_a_missing_bias_are_said() -> None:
+def test_a_missing_bias_is_said() -> None:
     a = mlp()
     b = copy.deepcopy(a)
-    with torch.no_grad():
-        b[0].weight[3] *= 1.1
     b[2].bias = None
-    found = nanwatch.compare(a, b, X)
-    assert found.first is not None
-    assert found.first.module_a == "0"
-    assert found.words("Looks like")[0].startswith("its weight is ")
-    assert "1 of 32 columns only, from 3 to 3" in found.words("Looks like")
-    b[0] = a[0]
     assert nanwatch.compare(a, b, X).words("Looks like")[0] == "only A has a bias"
 
 
@@ -155,35 +145,24 @@ def test_tokens_that_do_not_count_may_differ() -> None:
     assert len(packed.modules) == 4
 
 
+class Stateful(nn.Module):
+    """Model whose forward draws, and writes deep inside its attributes."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.linear, self.random, self.scale = nn.Linear(16, 4), random.Random(0), scale
+        self.norm, self.dropout = nn.BatchNorm1d(8), nn.Dropout()
+        self.layers: list[dict[str, Any]] = [{"cache": torch.zeros(4), "lengths": [0]}]
+        self.register_buffer("expanded", torch.ones(1).expand(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers[0]["lengths"].append(8)
+        x = self.linear(self.dropout(self.norm(x))) * self.layers[0]["cache"].add_(1)
+        return x * self.expanded * self.random.random() * self.scale
+
+
 def test_models_and_random_state_are_left_alone() -> None:
-    """Statistics, modes, gradients and random states; both draw the same dropout."""
-    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(16, 4))
-    model.register_buffer("expanded", torch.ones(1).expand(4))
-    model(X).sum().backward()
-    other = copy.deepcopy(model)
-    saved = copy.deepcopy(model.state_dict())
-    gradients = [x.grad for x in model.parameters()]
-    state, x = torch.get_rng_state(), X.clone().requires_grad_()
-    assert nanwatch.compare(model, other, x).equal
-    torch.testing.assert_close(dict(model.state_dict()), dict(saved), rtol=0, atol=0)
-    assert all(a is b.grad for a, b in zip(gradients, model.parameters(), strict=True))
-    assert torch.equal(state, torch.get_rng_state())
-    assert model.training
-    assert x.grad is None
-
-
-def test_caches_generators_and_gradients_are_left_alone() -> None:
-    """Writes of a forward deep inside its attributes change neither a later run nor the model."""
-
-    class Stateful(nn.Module):
-        def __init__(self, scale: float) -> None:
-            super().__init__()
-            self.linear, self.random, self.scale = nn.Linear(16, 4), random.Random(0), scale
-            self.layers: list[dict[str, Any]] = [{"cache": torch.zeros(4), "lengths": [0]}]
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.layers[0]["lengths"].append(8)
-            return self.linear(x) * self.layers[0]["cache"].add_(1) * self.random.random() * self.scale
+    """Statistics, modes, caches, gradients and random states: a write changes neither a later run nor the model."""
 
     def call(model: nn.Module, x: Tensor) -> None:
         with torch.enable_grad():
@@ -192,15 +171,20 @@ def test_caches_generators_and_gradients_are_left_alone() -> None:
     a, b = Stateful(1.0), Stateful(1.001)
     b.load_state_dict(a.state_dict())
     a.linear.weight.grad = torch.ones(4, 16)
-    found = nanwatch.compare(a, b, X, call_a=call, call_b=call)
+    saved, state, x = copy.deepcopy(a.state_dict()), torch.get_rng_state(), X.clone().requires_grad_()
+    found = nanwatch.compare(a, b, x, call_a=call, call_b=call)
     assert found.first is not None
     assert found.first.input_error == 0.0
     for model in (a, b):
+        torch.testing.assert_close(dict(model.state_dict()), dict(saved), rtol=0, atol=0)
         assert torch.equal(model.layers[0]["cache"], torch.zeros(4))
         assert model.layers[0]["lengths"] == [0]
         assert model.random.getstate() == random.Random(0).getstate()
+        assert model.training
     assert torch.equal(a.linear.weight.grad, torch.ones(4, 16))
     assert b.linear.weight.grad is None
+    assert x.grad is None
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_a_model_that_knows_one_precision_has_the_floor_of_the_other() -> None:
@@ -313,22 +297,10 @@ def test_a_call_of_a_shared_module_that_one_side_lacks_moves_no_other() -> None:
 NARROW = [torch.bfloat16, torch.float16]
 
 
-class Curved(nn.Module):
-    """Layer with a small term that may be left out."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-        self.share = share
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer(x)
-        return x + self.share * x * x
-
-
 def curved(share: float) -> nn.Sequential:
+    """Layers around a step with a small term that may be left out."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 16), Curved(share), nn.Linear(16, 16))
+    return nn.Sequential(nn.Linear(16, 16), Unit(lambda x: x + share * x * x), nn.Linear(16, 16))
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -340,7 +312,7 @@ def test_a_difference_that_rounding_hides_is_told_with_its_module(dtype: torch.d
     assert found.first is not None
     assert (found.equal, found.first.module_a) == (False, "1")
     headline = found.to_text().splitlines()[0]
-    assert headline.startswith(f"Equal in {name}; the float32 copies differ first in 1 (Curved), 0.00")
+    assert headline.startswith(f"Equal in {name}; the float32 copies differ first in 1 (Unit), 0.00")
     exact = nanwatch.compare(curved(0.0), curved(share), X)
     assert exact.first is not None
     assert found.first.error == pytest.approx(exact.first.error, rel=0.05)
@@ -407,36 +379,24 @@ def embedded() -> nn.Sequential:
 IDS = torch.tensor([[0, 1, 2, 3]])
 
 
-def unused_row(model: Any) -> None:
-    model[0].weight.data[7] += 1
-
-
-def last_bit(model: Any) -> None:
-    model[1].weight.data[3, 4] *= 1.01
-
-
 def scaled(model: Any) -> None:
     """The norm after it takes the scale out again, up to its eps."""
     model[3].weight.data *= 2
     model[3].bias.data *= 2
 
 
-def other_eps(model: Any) -> None:
-    model[4].eps = 1e-9
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("change", "module", "words"),
     [
-        (unused_row, "0", "its weight is 0.3"),
-        (last_bit, "1", "its weight is "),
+        (lambda model: model[0].weight.data[7].add_(1), "0", "its weight is 0.3"),
+        (lambda model: model[1].weight.data[3, 4].mul_(1.01), "1", "its weight is "),
         (scaled, "3", "its weight is 1 apart"),
-        (other_eps, "4", "eps is 1e-05 in A and 1e-09 in B"),
+        (lambda model: setattr(model[4], "eps", 1e-9), "4", "eps is 1e-05 in A and 1e-09 in B"),
     ],
 )
 def test_a_leaf_with_another_parameter_is_never_equal(
-    change: Callable[[Any], None], module: str, words: str, dtype: torch.dtype
+    change: Callable[[Any], object], module: str, words: str, dtype: torch.dtype
 ) -> None:
     """Whatever these inputs make of it."""
     a = embedded().to(dtype)
