@@ -136,7 +136,9 @@ class _Folder:
         def write(folder: Path) -> Path:
             path = write_capsule(folder / "capsule", *given, **facts)
             if missing := [text.partition(": ")[0] for text in left_out(path)]:
-                self.remarks.append(f"the capsule leaves out {first_few(missing)}; its list left_out says why")
+                self.remarks.append(
+                    f"the capsule leaves out {first_few(missing)}; its list left_out says why"
+                )
             return path
 
         self.write("the capsule", write)

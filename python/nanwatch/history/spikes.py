@@ -26,7 +26,7 @@ from ..recording.events import Event, PeakName, Recorder
 from ..report.spike import Cause, Curve, Departure, SpikeReport
 from ..util.job import rank
 from ..util.visible import spell, suppressed, warn_user
-from .peaks import LEAST, OF_CALL, Floats, PeakHistory, Signal
+from .peaks import OF_CALL, Floats, PeakHistory, Signal
 
 _T = TypeVar("_T")
 
@@ -105,10 +105,6 @@ class LossScale(Protocol):
 
     num_skipped: int
 
-    @property
-    def has_scaler(self) -> bool:
-        """True if the GradScaler is known."""
-
     def note_scale(self) -> Tensor | None:
         """Return a copy of the present scale on its own device, without waiting for it."""
 
@@ -178,10 +174,8 @@ class SpikeWatch:
     @_harmless
     def backward_started(self) -> None:
         """Note the loss scale of a backward, and keep the batch for a capsule."""
-        # The search for it takes 10 ms for a million objects.
-        if self._loss_scale.has_scaler or self._step in (LEAST, 16 * LEAST, 256 * LEAST):
-            scale = self._loss_scale.note_scale()
-            self._scale = None if scale is None else Numbers(scale)
+        scale = self._loss_scale.note_scale()
+        self._scale = None if scale is None else Numbers(scale)
         if self._write is not None:
             self._keep(self._recorder.latest_batch)
 

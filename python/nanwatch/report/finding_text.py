@@ -96,8 +96,8 @@ SENTENCES = {
     "from outside": "it was handed in from outside the modules that are watched.",
     "from the caller": "it was handed in by {giver}, whose watched submodules had all been finite: code between their"
     " calls made it, or a submodule that is not watched, or {module} itself if it writes into its input.",
-    "optimizer step": "the step left it in what the optimizer keeps; the gradients that it took, or the state before"
-    " it.",
+    "optimizer step": "the optimizer keeps it: a schedule wrote its learning rate, or the step left it in the state,"
+    " because of the gradients that it took or of the state before.",
     "gradient at the step": "the step was about to take it, and no backward on this rank brought a gradient that was"
     " so: code between backward() and the step wrote it, or it is a sum of several backwards or ranks.",
     "in a checkpoint": "it was so when it was saved: an optimizer step wrote it since the last forward, or other code,"
@@ -131,7 +131,7 @@ SENTENCES = {
     "code outside": "look at the code that called this module: a part of the model in another thread, a coroutine, a"
     " generator or a backward, or code that calls parts of the model itself.",
     "forward of the caller": "look at the forward of the module that handed it in, from the last finite frame on.",
-    "optimizer state": "look at the gradients of this step and of the last ones, and at the format of the state.",
+    "optimizer state": "look at the learning rate, at the latest gradients, and at the format of the state.",
     "writer of the gradient": "look at what happens to gradients between backward() and the step, such as a division by"
     " a number of tokens; at the sum of several backwards in a short format; at the reports of the other ranks.",
     "writer of the weight": f"look at what wrote it last; {_GRADIENTS} finds a bad gradient before a step takes it.",

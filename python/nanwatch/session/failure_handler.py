@@ -26,7 +26,6 @@ from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
 from ..sinks.sink import SinkStream
 from ..util.visible import first_few, module_name, suppressed, warn_user
-from .optimizer_guard import OptimizerGuard
 from .reports import Reports
 
 if TYPE_CHECKING:
@@ -40,18 +39,13 @@ _WHERE = "Watch.report() (or --output-dir) has the frames that led to it"
 class FailureHandler:
     """Owner of a Watch's incidents.
 
-    A batch has at most one incident, which belongs to the thread that makes the batch. `guard` holds the incident of a
-    backward until a step is about to take it; None without `gradients`.
+    A batch has at most one incident, which belongs to the thread that makes the batch. `steps`, which the Watch sets,
+    holds the incident of a backward until a step is about to take it.
     """
 
-    def __init__(
-        self,
-        reports: Reports,
-        monitor: Monitor,
-        sinks: SinkStream,
-        rerun: RerunPolicy,
-        guard: OptimizerGuard | None,
-    ) -> None:
+    steps: Any  # OptimizerSteps, which imports this module
+
+    def __init__(self, reports: Reports, monitor: Monitor, sinks: SinkStream, rerun: RerunPolicy) -> None:
         self._reports = reports
         self._options = options = reports.options
         self._action = options.on_nonfinite
@@ -61,7 +55,6 @@ class FailureHandler:
         self._monitor = monitor
         self._sinks = sinks
         self.rerun = rerun
-        self._guard = guard
         # The first incident of the latest run of non-finite batches. A finite batch ends the run.
         self._first: Incident | None = None
         self.is_run_open = False
@@ -130,12 +123,9 @@ class FailureHandler:
         """Return the incident of the batch: None where that has ended, that of `make()` for its first bad call."""
         if self.knows(batch):
             return self._under_way.get(batch)
-        deferred = None
-        if self._guard is not None:
-            self._guard.settle(only_known=True)
-            # It came first: something else than an optimizer has moved the weights by its gradients.
-            deferred = self._guard.release()
-        self._under_way[batch] = incident = deferred or Incident(make())
+        self.steps.settle(only_known=True)
+        # A deferred backward came first: something else than an optimizer has moved the weights by its gradients.
+        self._under_way[batch] = incident = self.steps.release() or Incident(make())
         begins = self._tell(incident, ranks=tells_ranks)
         if not self._acts:
             self._finish(incident)
@@ -307,8 +297,7 @@ class FailureHandler:
     @property
     def failure(self) -> Report | None:
         """The report of the first failure of the latest run of non-finite batches, else of the deferred backward."""
-        deferred = None if self._guard is None else self._guard.pending
-        incident = self._first or deferred
+        incident = self._first or self.steps.deferred
         return None if incident is None else incident.report
 
     @property
@@ -340,7 +329,7 @@ class FailureHandler:
         """
         is_raising = sys.exc_info()[0] is not None
         try:
-            if self._guard is not None and (deferred := self._guard.release()) is not None:
+            if (deferred := self.steps.release()) is not None:
                 self._report_untaken(deferred, is_raising)
         finally:
             self.rerun.let_go()

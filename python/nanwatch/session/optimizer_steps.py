@@ -1,16 +1,20 @@
 """Backwards and optimizer steps of a Watch: what happens between one forward and the next.
 
-OptimizerSteps finds the first non-finite gradient of a backward and defers the failure. Before a step it reads the
-gradients that the step takes and stops non-finite ones, after it it reads the optimizer's state, and after the last
-step of a run the weights.
+The failure of a backward is deferred until a step is about to take its gradients: with a GradScaler an inf in them is
+no failure, as the step is skipped and the scale goes down. PyTorch gives no signal when GradScaler skips a step, so
+this infers it afterwards: the optimizer says `found_inf` (fused ones), the scale has fallen, or the non-finite
+gradients are gone.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from math import isnan
+from math import isfinite, isnan
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,52 +27,90 @@ from ..blackbox.process import process_box
 from ..diagnosis.incident import Incident
 from ..diagnosis.loss_statements import loss_under_way
 from ..diagnosis.optimizer_step import take_apart
-from ..instrumentation.global_hooks import Handles, after_steps, before_steps, with_check_after_closure
+from ..instrumentation.global_hooks import (
+    Handles,
+    after_steps,
+    before_steps,
+    find_scaler,
+    with_check_after_closure,
+)
 from ..instrumentation.wrapped_names import find_module, named_modules, parameter_names, parameter_owners
-from ..numerics.readable import Numbers, is_plain
+from ..numerics.readable import Numbers, is_plain, only_our_dispatch
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall, Event
-from ..recording.observe import nonfinite, observe, read, state_tensors
+from ..recording.observe import nonfinite, observe, state_tensors
+from ..records.note import Note
 from ..records.record import Frame, Role
+from ..report import text
+from ..report.events import SkippedStep
 from ..report.finding import Finding, find
 from ..util.job import rank
 from ..util.modules import WeakIdentityDict, each_parameter
-from .optimizer_guard import OptimizerGuard, Weight
-from .reports import Reports
+from ..util.visible import warn_user
+from .options import scale_of
+from .reports import OPTIMIZER, Reports, Weight
 
 if TYPE_CHECKING:
     from ..history.spikes import SpikeWatch
     from .failure_handler import FailureHandler
 
-# Name of the frames of an optimizer's state.
-_OPTIMIZER = "(optimizer)"
+# Skipped steps that are kept. All are counted.
+_MAX_KEPT = 100
+
+
+@dataclass(slots=True)
+class _Deferred:
+    """The failure of a backward, and the weights whose gradients were not finite in these batches.
+
+    `scale` is the GradScaler's in the backward. `is_skipped`: the optimizer itself said so.
+    """
+
+    incident: Incident
+    batches: set[int]
+    weights: set[Weight]
+    scale: float | None
+    is_skipped: bool = False
+
+    def is_clean(self) -> bool:
+        """Return whether all gradients that were not finite are gone, or finite by now."""
+        tensors = _tensors(self.weights)
+        return bool(tensors) and not nonfinite(x.grad for x in tensors if x.grad is not None)
 
 
 class OptimizerSteps:
-    """Part of a Watch that looks at backwards and at the steps of every optimizer.
+    """Part of a Watch that looks at backwards and at the steps of every optimizer, until `remove`.
 
-    With `guard`, the failure of a backward is deferred until a step is about to take it. A failure that is due goes to
+    Before a step it reads the learning rates and, with the option `gradients`, the gradients that the step takes, after
+    it the state of the option `optimizer`, and after the last step of a run the weights. A failure that is due goes to
     `failures`. The backward or the step raises what that raises, and no weight has changed. A step's closure is
     followed by the same checks, because the weights change next, and its backward may have ended on another thread.
+    `tell` gets each skipped step. `spikes` are told of each backward and step.
     """
 
     def __init__(
-        self,
-        reports: Reports,
-        failures: FailureHandler,
-        guard: OptimizerGuard | None,
-        spikes: SpikeWatch | None,
+        self, reports: Reports, failures: FailureHandler, tell: Callable[[SkippedStep], object]
     ) -> None:
         self._reports = reports
         self._model = reports.model
         self._recorder = recorder = reports.recorder
         self._options = options = reports.options
         self._failures = failures
-        self._guard = guard
-        self._spikes = spikes
-        self._starts = None if guard is None else recorder.subscribe(Event.BACKWARD_START)
+        self._tell = tell
+        self.spikes: SpikeWatch | None = None
+        # The failure that waits for a step
+        self._deferred: _Deferred | None = None
+        self.skipped: deque[SkippedStep] = deque(maxlen=_MAX_KEPT)
+        self.num_skipped = 0
+        self.num_untaken = 0  # non-finite backwards after which a step took finite gradients
+        self._in_a_row = 0
+        self._skipped_weights: set[Weight] = set()  # of the latest skipped step
         # A loss that is nan, and its batch, where a gradient is not finite either.
         self._loss: tuple[Tensor, int] | None = None
+        self._scaler: Callable[[], Any] | None = (
+            None if options.scaler is None else weakref.ref(options.scaler)
+        )
+        self._num_scales = 0
+        # Steps
         self._given = None if options.optimizer is None else weakref.ref(options.optimizer)
         # One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
         self._takes: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
@@ -77,57 +119,53 @@ class OptimizerSteps:
         self._stepped: WeakIdentityDict[int] = WeakIdentityDict()
         self._last_step: Incident | None = None
         reports.explain_weight = self._explain_weight
-        steps = weakref.ref(self)
+        self._starts = recorder.subscribe(Event.BACKWARD_START)
+        self._starts.active = options.gradients and options.enabled
+        hooks = [before_steps.add(self._hook(OptimizerSteps._before_step))] if options.enabled else []
+        if options.enabled and options.optimizer is not None:
+            self._node = recorder.add_node(OPTIMIZER, options.optimizer, False, False)
+            hooks.append(after_steps.add(self._hook(OptimizerSteps._after_step)))
+        self._hooks = Handles(self, hooks)
 
-        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _hook(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        # Otherwise torch.compile compiles the method with the step, function by function.
+        steps, uncompiled = weakref.ref(self), _disable_dynamo(method)
+
+        def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if (live := steps()) is None:
                 return None
-            begin = live._before_compiled_step if is_compiling() else live._before_step
-            return begin(optimizer, args, kwargs)
+            is_compiled = is_compiling() or "torch._dynamo" in sys.modules
+            return (uncompiled if is_compiled else method)(live, optimizer, args, kwargs)
 
-        def after(optimizer: Optimizer, *_: Any) -> None:
-            if (live := steps()) is not None and live._steps_given(optimizer):
-                live._read_state(optimizer)
-
-        hooks = [before_steps.add(before)]
-        if options.optimizer is not None:
-            self._node = recorder.add_node(_OPTIMIZER, options.optimizer, False, False)
-            hooks.append(after_steps.add(after))
-        self._hooks = Handles(self, hooks)
+        return hook
 
     def remove(self) -> None:
         """Look at no more backwards and steps."""
         self._hooks.remove()
-        if self._starts is not None:
+        if self._starts.active:
             self._starts.remove()
             self.settle()
             if (model := self._model()) is not None:
                 self._recorder.forget_gradients(list(each_parameter(model)))
 
-    def settle(self) -> None:
-        """Make frames of backwards that ended by an exception, and find out whether the deferred step was skipped."""
-        self._recorder.settle()
-        if self._guard is not None:
-            self._guard.settle()
-
     # A backward
 
     def backward_started(self) -> None:
         """Look at the loss of a backward that begins: one that is nan is a failure, though its gradients be finite."""
-        if self._guard is None:
-            return
-        self._guard.settle()
-        if self._spikes is not None:
-            self._spikes.backward_started()
+        self.settle()
+        if self.spikes is not None:
+            self.spikes.backward_started()
         loss = None if self._recorder.paused else loss_under_way()
         if loss is None or not is_plain(loss) or not loss.is_floating_point():
             return
-        batch, self._loss = self._recorder.latest_batch, None
-        at_end = torch.autograd.Variable._execution_engine.queue_callback
-        if loss.device.type == "cuda":  # at its end the host waits for the gradients anyway
-            at_end(partial(self._loss_came, loss, Numbers(loss), batch))
-        elif loss.device.type == "cpu" and isnan(read(loss, "output", "output").abs_max or 0.0):
-            at_end(partial(self._loss_is_nan, loss, batch))
+        if loss.device.type in ("cpu", "cuda"):
+            batch, self._loss, numbers = self._recorder.latest_batch, None, Numbers(loss)
+
+            def ended() -> None:  # when the host waits for the gradients of a GPU anyway
+                if any(map(isnan, numbers.wait())):
+                    self._loss_is_nan(loss, batch)
+
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
         """Defer the failure of a backward whose frames are not kept yet."""
@@ -152,15 +190,11 @@ class OptimizerSteps:
                 weights.add((weakref.ref(module), name))
         self._defer(Incident(report), {frame.batch for frame, _ in faults}, weights)
 
-    def _loss_came(self, loss: Tensor, numbers: Numbers, batch: int) -> None:
-        if any(map(isnan, numbers.wait())):
-            self._loss_is_nan(loss, batch)
-
     def _loss_is_nan(self, loss: Tensor, batch: int) -> None:
         """Act on a loss that is nan. If a gradient is not finite either, leave it to the step, which may be skipped."""
         if self._failures.knows(batch):
             return
-        if self._guard is not None and self._guard.pending is not None:
+        if self._deferred is not None:
             self._loss = loss.detach(), batch
             return
         name = type(loss).__name__ if loss.grad_fn is None else loss.grad_fn.name()
@@ -170,11 +204,111 @@ class OptimizerSteps:
         self._failures.rerun.backward_failed(batch)
         self._failures.step_follows(incident)
 
+    # Deferred until a step
+
     def _defer(self, incident: Incident, batches: set[int], weights: set[Weight]) -> None:
+        """Defer a failure, or act on it at once if too many steps in a row were skipped."""
         self._failures.rerun.backward_failed(incident.finding.batch)
-        due = None if self._guard is None else self._guard.defer(incident, batches, weights)
-        if due is not None:
+        if (deferred := self._deferred) is None:
+            self._deferred = _Deferred(incident, batches, weights, self._scale())
+        else:
+            # New sets: another thread may iterate over the old ones.
+            deferred.batches, deferred.weights = deferred.batches | batches, deferred.weights | weights
+        most = self._options.max_skipped_steps
+        if self._in_a_row < most:
+            return
+        count, self._in_a_row = self._in_a_row, 0
+        due = self.release()
+        if due is not None:  # otherwise another thread's step was first
+            due.remark(
+                f"the {count} steps before this one were skipped, as gradients were not finite;"
+                f" {most} in a row are the most"
+            )
             self._failures.step_follows(due)
+
+    @property
+    def deferred(self) -> Incident | None:
+        """The incident of a backward that waits for a step."""
+        return None if self._deferred is None else self._deferred.incident
+
+    def release(self) -> Incident | None:
+        """Return that incident, and drop it."""
+        incident, self._deferred = self.deferred, None
+        return incident
+
+    def settle(self, *, only_known: bool = False) -> None:
+        """Find out whether the step of the deferred backward was skipped meanwhile.
+
+        only_known: gradients that are merely gone do not count.
+        """
+        if (deferred := self._deferred) is None:
+            return
+        before, after = deferred.scale, self._scale()
+        is_known = deferred.is_skipped or (before is not None and after is not None and after < before)
+        if not is_known and (only_known or not deferred.is_clean()):
+            return
+        if not is_known and self._options.scaler is None:
+            before = None  # the scaler that was found has no part in this
+        self._deferred = None
+        finding = deferred.incident.finding
+        step = SkippedStep(finding.batch, before, after, finding)
+        self.skipped.append(step)
+        self.num_skipped += 1
+        self._in_a_row += 1
+        self._skipped_weights = deferred.weights
+        self._recorder.excuse_gradients(sorted(deferred.batches), step.note)
+        self._tell(step)
+
+    def _due(self, optimizer: Optimizer, *, is_nonfinite: bool) -> Incident | None:
+        """Return the incident that a step of `optimizer` is about to take; None lets it pass.
+
+        is_nonfinite: a gradient of the optimizer's parameters is not finite.
+        """
+        if (deferred := self._deferred) is None:
+            if self._in_a_row and _steps(optimizer, self._skipped_weights):
+                self._in_a_row = 0
+            return None
+        found_inf = getattr(optimizer, "found_inf", None)
+        if isinstance(found_inf, Tensor) and bool(found_inf.detach().any()):
+            deferred.is_skipped = True
+            scale = getattr(optimizer, "grad_scale", None)
+            if deferred.scale is None and isinstance(scale, Tensor):
+                deferred.scale = float(scale)
+        elif is_nonfinite:
+            return self.release()
+        elif not deferred.weights or deferred.is_clean():
+            # The user has mended the gradients. Warn of the 1st, 2nd, 4th, 8th: 100 such batches give 7 lines.
+            self._deferred = None
+            self._recorder.excuse_gradients(sorted(deferred.batches), Note("not_taken"))
+            self.num_untaken = count = self.num_untaken + 1
+            if count.bit_count() == 1:
+                so_far = f" ({count:,} such backwards so far)" if count > 1 else ""
+                warn_user(
+                    f"{text.summary(deferred.incident.finding)}; the gradients that the optimizer's step takes are"
+                    f" finite: nothing was stopped{so_far}"
+                )
+        return None
+
+    # The GradScaler
+
+    def note_scale(self) -> Tensor | None:
+        """Return a copy of the present scale on its own device, without a wait; None where no scaler is found."""
+        self._num_scales += 1
+        if self._scaler is None and self._num_scales.bit_count() == 1:
+            # Look before anything is non-finite, because later the scale is another; ever less often in vain.
+            scaler = find_scaler()
+            self._scaler = None if scaler() is None else scaler
+        scale = None if self._scaler is None else getattr(self._scaler(), "_scale", None)
+        try:
+            with only_our_dispatch(), torch.no_grad():
+                return scale.detach().clone() if isinstance(scale, Tensor) else None
+        except RuntimeError:  # no memory, or a device that has failed
+            return None
+
+    def _scale(self) -> float | None:
+        if self._scaler is None:
+            self._scaler = find_scaler()
+        return scale_of(self._scaler())
 
     # A step
 
@@ -184,8 +318,9 @@ class OptimizerSteps:
         changed = None
         if not self._recorder.paused:
             self._stepped[optimizer] = self._recorder.latest_batch
-        if (guard := self._guard) is not None:
-            check = partial(self._check_gradients, optimizer, guard, self._takes_gradients(optimizer))
+            self._check_rates(optimizer)
+        if self._options.gradients:
+            check = partial(self._check_gradients, optimizer, self._takes_gradients(optimizer))
             changed = with_check_after_closure(optimizer, args, kwargs, check)
             check()
         if not self._has_read_state and self._steps_given(optimizer):
@@ -194,11 +329,15 @@ class OptimizerSteps:
                 self._read_state(optimizer)
         return changed
 
-    # Otherwise torch.compile compiles this with the step, function by function.
-    _before_compiled_step = _disable_dynamo(_before_step)
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._steps_given(optimizer):
+            self._read_state(optimizer)
 
     def _takes_gradients(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer holds a parameter of the model."""
+        """Return whether the optimizer holds a parameter of the model.
+
+        The step of a critic between forward and loss does not.
+        """
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._takes.get(optimizer)
         if known is not None and (known[1] or known[0] == count):
@@ -221,10 +360,25 @@ class OptimizerSteps:
         given = None if self._given is None else self._given()
         return given is not None and stepping.param_groups is given.param_groups
 
-    def _check_gradients(self, optimizer: Optimizer, guard: OptimizerGuard, takes_ours: bool) -> None:
+    def _check_rates(self, optimizer: Optimizer) -> None:
+        """Stop a step whose learning rate is nan or inf, as every weight would be. Waits for no device."""
+        batch = self._recorder.latest_batch
+        if batch < 0 or self._failures.knows(batch):
+            return
+        for number, group in enumerate(optimizer.param_groups):
+            rate: Any = group.get("lr")
+            is_on_host = isinstance(rate, float) or (isinstance(rate, Tensor) and rate.device.type == "cpu")
+            if is_on_host and not isfinite(rate) and self._takes_gradients(optimizer):
+                record = observe(torch.as_tensor(rate), f"lr[{number}]", "input")
+                frame = Frame(batch, OPTIMIZER, type(optimizer).__name__, (record,), "step")
+                incident = self._reports.of_frame(frame, "received")
+                self._failures.step_follows(incident)
+                return
+
+    def _check_gradients(self, optimizer: Optimizer, takes_ours: bool) -> None:
         """Stop a step that is about to change the weights with a non-finite gradient.
 
-        takes_ours: the step takes gradients of the model, as the step of a critic between forward and loss does not.
+        takes_ours: the step takes gradients of the model.
         """
         recorder = self._recorder
         recorder.settle()
@@ -236,55 +390,29 @@ class OptimizerSteps:
         # Read what the step takes, whoever wrote it since the backward: sums of several backwards, reductions over
         # ranks, and gradients that no hook sees, such as those of weights used without their module.
         batch, bad_parameters = recorder.latest_batch, list[Tensor]()
-        is_due = batch >= 0 and batch % self._reports.options.every == 0
-        if guard.pending is not None or (takes_ours and is_due):
+        is_due = batch >= 0 and batch % self._options.every == 0
+        if self._deferred is not None or (takes_ours and is_due):
             bad_parameters = _nonfinite_parameters(optimizer)
         # The gradients of a non-finite forward are its consequence.
-        if bad_parameters and guard.pending is None and not self._failures.knows(batch):
-            incident, weights = self._of_taken(optimizer, bad_parameters, batch)
+        if bad_parameters and self._deferred is None and not self._failures.knows(batch):
+            incident, weights = self._reports.of_taken(optimizer, bad_parameters, batch)
             self._defer(incident, {batch}, weights)
         loss, self._loss = self._loss, None
         is_nan = loss is not None and not bad_parameters
-        if loss is not None and is_nan and guard.pending is None:
+        if loss is not None and is_nan and self._deferred is None:
             self._loss_is_nan(*loss)
         # The gradients of weights may be finite behind a bad one, as where a ReLU lets nothing through.
-        due = guard.check_step(optimizer, is_nonfinite=bool(bad_parameters) or is_nan)
+        due = self._due(optimizer, is_nonfinite=bool(bad_parameters) or is_nan)
         if due is not None:
             self._failures.step_follows(due)
-        elif takes_ours:
+            return
+        if takes_ours:
             self._failures.await_ranks()
-        if due is None and guard.pending is None:
-            if self._spikes is not None:
-                self._spikes.before_step(optimizer)
+        if self._deferred is None:
+            if self.spikes is not None:
+                self.spikes.before_step(optimizer)
             if takes_ours:
                 self._failures.rerun.let_go()
-
-    def _of_taken(
-        self, optimizer: Optimizer, parameters: list[Tensor], batch: int
-    ) -> tuple[Incident, set[Weight]]:
-        """Return the failure of these parameters, whose gradients were finite or unseen in the backward."""
-        model, is_never_called = self._model(), self._reports.is_never_called
-        owners = {} if model is None else parameter_owners(model)
-        owned = [x for x in parameters if id(x) in owners]
-        called = [x for x in owned if not is_never_called(owners[id(x)][0].name)]
-        parameter = (called or owned or parameters)[0]
-        if model is not None and owned:
-            owner, label = owners[id(parameter)]
-            name = owner.name
-            while name and is_never_called(
-                name
-            ):  # the nearest module around it that is called has the weight
-                name, _, inner = name.rpartition(".")
-                label = f"{inner}.{label}"
-            class_name = type((find_module(model, name) or owner).module).__name__
-        else:  # it is beside the model
-            name, class_name = _OPTIMIZER, type(optimizer).__name__
-            label = next(state.label for state in state_tensors(optimizer, {}) if state.tensor is parameter)
-        record = observe(parameter.grad, f"{label}.grad", "gradient")
-        is_unseen = bool(owned) and not called  # no hook has seen the gradient that the backward made
-        frame = Frame(batch, name, class_name, (record,), "backward" if is_unseen else "step")
-        incident = self._reports.of_frame(frame, "produced" if is_unseen else "received")
-        return incident, {(weakref.ref(owners[id(x)][0].module), owners[id(x)][1]) for x in owned}
 
     def _read_state(self, optimizer: Optimizer) -> None:
         batch = self._recorder.latest_batch
@@ -294,9 +422,8 @@ class OptimizerSteps:
         names = {} if model is None else parameter_names(model)
         settings, records = self._options.recorder_settings(), []
         for state in state_tensors(optimizer, names):
-            if state.is_parameter or (
-                state.tensor.ndim and state.tensor.is_floating_point()
-            ):  # no count of steps
+            # A state without a dimension is a count of steps.
+            if state.is_parameter or (state.tensor.ndim and state.tensor.is_floating_point()):
                 role: Role = "weight" if state.is_parameter else "buffer"
                 records.append(observe(state.tensor, state.label, role, wanted=settings))
         self._recorder.add_frame(batch, self._node, records)
@@ -345,11 +472,24 @@ class OptimizerSteps:
         owner = None if model is None else find_module(model, path)
         weight = None if owner is None else owner.module._parameters.get(key)
         for optimizer in self._stepped.objects():
-            if weight is not None and any(
-                weight is x for group in optimizer.param_groups for x in group["params"]
-            ):
+            if weight is not None and id(weight) in _parameter_ids(optimizer):
                 return take_apart(finding, optimizer, weight)
         return finding
+
+
+def _tensors(weights: set[Weight]) -> list[Tensor]:
+    living = ((module(), name) for module, name in weights)
+    parameters = [module._parameters.get(name) for module, name in living if module is not None]
+    return [x for x in parameters if x is not None]
+
+
+def _parameter_ids(optimizer: Optimizer) -> set[int]:
+    return {id(x) for group in optimizer.param_groups for x in group["params"]}
+
+
+def _steps(optimizer: Optimizer, weights: set[Weight]) -> bool:
+    stepped = _parameter_ids(optimizer)
+    return not weights or any(id(x) in stepped for x in _tensors(weights))
 
 
 def _nonfinite_parameters(optimizer: Optimizer) -> list[Tensor]:

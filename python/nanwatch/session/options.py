@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -31,7 +31,7 @@ from ..sinks.trackers import ACCEPTED, FOLDER, factory_of, log_for, sink_for
 from ..trace.columns import arrow
 from ..trace.trace_file import Trace as TraceFile
 from ..util.reading import shorten
-from ..util.visible import close_names, first_few
+from ..util.visible import close_names, first_few, suppressed
 
 OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
 _T = TypeVar("_T")
@@ -440,6 +440,16 @@ class Options:
                 " loosen one of them"
             )
         return options
+
+
+def scale_of(scaler: Any) -> float | None:
+    """Return the present loss scale of a GradScaler, if there is one; None too for 0, inf and nan."""
+    try:
+        scale = 0.0 if scaler is None else float(scaler.get_scale())
+    except Exception:
+        suppressed("a GradScaler of another make did not tell its scale")
+        return None
+    return scale if scale and isfinite(scale) else None
 
 
 def _matches(name: str, entries: Iterable[str]) -> bool:

@@ -8,15 +8,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from ..diagnosis.batch_snapshot import LeftCall, left_calls, open_calls
 from ..diagnosis.incident import Incident
 from ..history.suspicion import Suspicion
 from ..instrumentation.functions import Function
-from ..instrumentation.wrapped_names import is_recorded, named_modules, unwrapped
+from ..instrumentation.wrapped_names import (
+    find_module,
+    is_recorded,
+    named_modules,
+    parameter_owners,
+    unwrapped,
+)
 from ..recording.events import Recorder
-from ..recording.observe import call_values, observe, parameter_mesh, state_of
+from ..recording.observe import call_values, observe, parameter_mesh, state_of, state_tensors
 from ..recording.walk import call_leaves
 from ..records.record import Frame, Record
 from ..report.finding import Finding, OriginKind, find, finding_of, with_earlier
@@ -29,7 +36,10 @@ from .options import Options
 
 # A host's remarks on a finding, whose record is None where no frame has it.
 Describe: TypeAlias = Callable[[Finding, Record | None], tuple[str, ...]]
+# A weight: its module, and its name in it.
+Weight: TypeAlias = tuple["weakref.ref[nn.Module]", str]
 
+OPTIMIZER = "(optimizer)"  # name of the frames of an optimizer
 _WRITTEN = (
     "`{}` was written to, in place, since the batch began: whether it came in finite is no longer known, but the model"
     " wrote to it"
@@ -106,6 +116,36 @@ class Reports:
         num_frames = self.recorder.frames_of_batch(frame.batch)
         finding = finding_of(frame, record, origin, None, rank(), num_frames)
         return Incident(self.latest(finding, frame.batch, [frame]))
+
+    def of_taken(
+        self, optimizer: Optimizer, parameters: Sequence[Tensor], batch: int
+    ) -> tuple[Incident, set[Weight]]:
+        """Return the failure of gradients that a step is about to take, and which of their parameters are the model's.
+
+        They were finite or unseen in the backward. It names the first parameter whose module is called, as far as is
+        known, else the nearest module around it that is.
+        """
+        model, called = self.model(), self._suspicion.called
+        called |= {frame.name for frame in self.recorder.frames()} if called else set()
+        owners = {} if model is None else parameter_owners(model)
+        owned = [x for x in parameters if id(x) in owners]
+        of_called = [x for x in owned if not called or owners[id(x)][0].name in called]
+        parameter = (of_called or owned or parameters)[0]
+        if model is not None and owned:
+            owner, label = owners[id(parameter)]
+            name = owner.name
+            while name and called and name not in called:
+                name, _, inner = name.rpartition(".")
+                label = f"{inner}.{label}"
+            class_name = type((find_module(model, name) or owner).module).__name__
+        else:  # it is beside the model
+            name, class_name = OPTIMIZER, type(optimizer).__name__
+            label = next(state.label for state in state_tensors(optimizer, {}) if state.tensor is parameter)
+        record = observe(parameter.grad, f"{label}.grad", "gradient")
+        is_unseen = bool(owned) and not of_called  # no hook has seen the gradient that the backward made
+        frame = Frame(batch, name, class_name, (record,), "backward" if is_unseen else "step")
+        incident = self.of_frame(frame, "produced" if is_unseen else "received")
+        return incident, {(weakref.ref(owners[id(x)][0].module), owners[id(x)][1]) for x in owned}
 
     def of_failure(
         self,
@@ -248,12 +288,6 @@ class Reports:
                     return frame, caller
             caller = name
         return None
-
-    def is_never_called(self, module: str) -> bool:
-        """Return whether batches have ended and none of them called the module, as far as is known."""
-        called = self._suspicion.called
-        frames = self.recorder.frames()
-        return bool(called) and module not in called and all(frame.name != module for frame in frames)
 
 
 def _recorded_names(model: nn.Module) -> dict[int, str]:

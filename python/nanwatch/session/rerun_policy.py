@@ -24,8 +24,7 @@ from ..recording.events import Event, Recorder, Start
 from ..report.finding import Finding
 from ..report.report import Report
 from ..util.visible import MANY, is_due, spell, suppressed, warn_user
-from .optimizer_guard import scale_of
-from .options import Options
+from .options import Options, scale_of
 from .reports import ModelRef
 
 _GOES_ON = "no re-run was made, as the run goes on: rerun=True (--rerun) finds the operation"

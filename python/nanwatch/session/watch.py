@@ -33,7 +33,6 @@ from ..sinks.sink import Sink, SinkStream, Warnings
 from ..trace.tracer import Tracer, ring_size, start_tracer
 from ..util.visible import is_due
 from .failure_handler import FailureHandler
-from .optimizer_guard import OptimizerGuard
 from .optimizer_steps import OptimizerSteps
 from .options import Options
 from .reports import Reports
@@ -92,16 +91,14 @@ class Watch:
             self._recorder, options.named_sinks(), [*notes, Warnings()], every=options.every
         )
         self._monitor = Monitor(self._recorder, model, every=options.every, forecasts=options.forecast)
-        self._guard = guard = (
-            OptimizerGuard(self._recorder, options, sinks.on_skipped_step) if options.gradients else None
-        )
         self._reports = Reports(model, self._recorder, options, self._monitor.suspicion)
         rerun = RerunPolicy(model, self._recorder, options)
-        self._failures = FailureHandler(self._reports, self._monitor, sinks, rerun, guard)
+        self._failures = FailureHandler(self._reports, self._monitor, sinks, rerun)
+        self._steps = OptimizerSteps(self._reports, self._failures, sinks.on_skipped_step)
+        self._failures.steps = self._steps
         self._batch_ends = self._recorder.subscribe(Event.BATCH_END)
         self._batch_ends.active = sinks.takes_batches or self._tracer is not None or options.spikes
-        self._spikes: SpikeWatch | None = None
-        if guard is not None and options.spikes:
+        if options.spikes:
             folder = options.output_dir
 
             def write(report: SpikeReport) -> SpikeReport:
@@ -109,10 +106,10 @@ class Watch:
                 return write_spike(report, rerun.kept(report.batch), reference(), folder)
 
             writes = None if folder is None else write
-            self._spikes = SpikeWatch(
-                self._recorder, guard, is_due, rerun.backward_failed, writes, sinks.on_spike
+            self._steps.spikes = SpikeWatch(
+                self._recorder, self._steps, is_due, rerun.backward_failed, writes, sinks.on_spike
             )
-            self._monitor.follow(self._spikes.take)
+            self._monitor.follow(self._steps.spikes.take)
         timeout = options.peer_timeout or 30.0
         self._replicas: ReplicaWatch | None = None
         if options.replicas:
@@ -124,10 +121,8 @@ class Watch:
             self._audit = UpdateAudit(model, self._recorder, every, sinks.on_update, options.is_frozen, ranks)
         self._attention = AttentionWatch(self._recorder, options.attention) if options.attention else None
         self._checkpoints: CheckpointGuard | None = None
-        self._steps: OptimizerSteps | None = None
         self._attachment: Attachment | None = None
         if options.enabled:
-            self._steps = OptimizerSteps(self._reports, self._failures, guard, self._spikes)
             if options.guard_checkpoints:
                 self._checkpoints = CheckpointGuard(self._reports, self._failures)
             self._attachment = Attachment(model, self._recorder, options.observes, options.excuses)
@@ -168,7 +163,7 @@ class Watch:
     def _look(self) -> None:
         """Act on what nothing has looked at yet, as the weights since the latest step."""
         self._recorder.settle()
-        if self._steps is not None and sys.exc_info()[1] is None:  # the program's own error says more
+        if sys.exc_info()[1] is None:  # the program's own error says more
             self._steps.act()
 
     def _leave(self) -> None:
@@ -176,8 +171,15 @@ class Watch:
         if box is not None:
             box.num_watches -= 1
         self._reports.look_at_mesh()
-        watchers = (self._replicas, self._audit, self._steps, self._attachment, self._attention, self._spikes)
-        for part in (*watchers, self._checkpoints):
+        watchers = (
+            self._replicas,
+            self._audit,
+            self._steps,
+            self._attachment,
+            self._attention,
+            self._checkpoints,
+        )
+        for part in (*watchers, self._steps.spikes):
             if part is not None:
                 part.remove()
         if self._tracer is not None:
@@ -218,7 +220,7 @@ class Watch:
     def skipped_steps(self) -> tuple[SkippedStep, ...]:
         """The latest hundred steps that were skipped because gradients were not finite, oldest first."""
         self._settle()
-        return () if self._guard is None else tuple(self._guard.skipped)
+        return tuple(self._steps.skipped)
 
     @property
     def attention(self) -> dict[str, AttentionLogits]:
@@ -228,7 +230,7 @@ class Watch:
     @property
     def spikes(self) -> tuple[SpikeReport, ...]:
         """The latest 16 spikes, oldest first; empty without `spikes`."""
-        return () if self._spikes is None else tuple(self._spikes.reports)
+        return () if self._steps.spikes is None else tuple(self._steps.spikes.reports)
 
     @property
     def replica_differences(self) -> tuple[ReplicaDifference, ...]:
@@ -247,8 +249,8 @@ class Watch:
         """
         if not isinstance(loss, Tensor | int | float):
             raise TypeError(f"loss should be a tensor or a number, got {type(loss).__name__}")
-        if self._spikes is not None and not self._recorder.paused:
-            self._spikes.note_loss(loss)
+        if self._steps.spikes is not None and not self._recorder.paused:
+            self._steps.spikes.note_loss(loss)
 
     @property
     def counters(self) -> dict[str, int]:
@@ -257,9 +259,7 @@ class Watch:
         With `gradients`: skipped_steps, and untaken_backwards: non-finite, though the step's gradients were finite.
         """
         self._settle()
-        skipped, untaken = (
-            (0, 0) if self._guard is None else (self._guard.num_skipped, self._guard.num_untaken)
-        )
+        skipped, untaken = self._steps.num_skipped, self._steps.num_untaken
         return {**self._recorder.counters, "skipped_steps": skipped, "untaken_backwards": untaken}
 
     def report(self) -> Report:
@@ -268,10 +268,11 @@ class Watch:
         Of several non-finite batches in a row it is the report of the first, because the later ones are its
         consequence.
         """
-        frames, last_step = self.frames, None
-        if (failure := self._failures.failure) is None and self._steps is not None:
-            last_step = self._steps.look()
-        return failure or (last_step.report if last_step else self._reports.of(frames, None, self.batch))
+        frames = self.frames
+        if (failure := self._failures.failure) is not None:
+            return failure
+        last_step = self._steps.look()
+        return last_step.report if last_step else self._reports.of(frames, None, self.batch)
 
     @property
     def _ended_by_exception(self) -> bool:
@@ -280,8 +281,7 @@ class Watch:
 
     def _settle(self) -> None:
         self._failures.settle()
-        if self._steps is not None:
-            self._steps.settle()
+        self._steps.settle()
 
 
 class EventDispatch:
@@ -330,13 +330,11 @@ class EventDispatch:
 
     def on_backward_start(self) -> None:
         """Find out whether the gradients of the deferred backward are gone, and look at the loss of this one."""
-        if self.watch._steps is not None:
-            self.watch._steps.backward_started()
+        self.watch._steps.backward_started()
 
     def on_backward_end(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
         """Defer the failure until a step is about to take it, unless the forward's failure caused it."""
-        if self.watch._steps is not None:
-            self.watch._steps.backward_ended(calls, arrivals)
+        self.watch._steps.backward_ended(calls, arrivals)
 
 
 class TraceNotes(Sink):

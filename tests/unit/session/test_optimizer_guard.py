@@ -272,6 +272,29 @@ def test_weights_that_are_moved_by_hand_lead_back_to_the_backward(recorder: str)
     assert (finding.phase, finding.batch, finding.label) == ("backward", 0, "weight.grad")
 
 
+@pytest.mark.parametrize("options", [{}, {"gradients": True}])
+def test_a_learning_rate_that_is_not_finite_stops_the_step(options: dict[str, bool]) -> None:
+    """A number or a tensor on the CPU, of a group that has weights of the model; another optimizer's is its own."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    beside = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=float("nan"))
+    before = model.weight.clone()
+    with watch(model, **options):
+        for rate in (float("nan"), torch.tensor(torch.inf)):
+            optimizer.param_groups[0]["lr"] = rate
+            model(torch.ones(2)).sum().backward()
+            beside.step()
+            with pytest.raises(NonFiniteError) as error:
+                optimizer.step()
+            finding = finding_of(error)
+            assert (finding.module, finding.label, finding.phase) == ("(optimizer)", "lr[0]", "step")
+            assert finding.value == ("inf" if isinstance(rate, Tensor) else "nan")
+            assert torch.equal(model.weight, before)
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
 def test_the_other_ways_to_act() -> None:
     """warn warns, record records, a callable is called: at the step, once, and the step is made."""
     called: list[Report] = []
@@ -341,3 +364,20 @@ def test_a_bad_state_is_a_failure_of_the_step_that_makes_or_meets_it() -> None:
         with pytest.raises(NonFiniteError):
             optimizer.step()
     assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_the_state_is_read_after_a_compiled_step() -> None:
+    """The hooks of the step run as they are, and torch.compile warns of nothing."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = torch.compile(optimizer.step, backend="eager")
+    with watch(model, optimizer=optimizer, gradients=True, max_frames=100) as w:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            step()
+        expected = [optimizer.state[x]["momentum_buffer"].abs().max().item() for x in model.parameters()]
+        assert [*state_frames(w)[2].values()] == expected
+    torch._dynamo.reset()

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import nanwatch
 from nanwatch.cli.run import run_parser
 from nanwatch.records.note import Note
-from nanwatch.report.report import NonFiniteError, Report
+from nanwatch.report.report import Report
 from nanwatch.session.options import (
     OPTIONS,
     VARIABLE,
@@ -29,7 +29,7 @@ from nanwatch.session.options import (
     to_sinks,
 )
 from nanwatch.sinks.sink import Sink
-from support.toys import Scale, fault_of, latest, mlp, names
+from support.toys import Scale, fault_of, mlp, names
 from support.watching import watch
 
 INF = float("inf")
@@ -108,47 +108,6 @@ def test_allowed_infinities_are_noted_and_no_fault(allow: Any) -> None:
     assert finding.module == ("1" if allow == "inf:0" else "")
     with watch(model, allow="inf:*"):  # a nan among infinities is meant by nobody
         assert fault_of(model, torch.tensor([INF, float("nan")])).finding is not None
-
-
-CAUSAL = torch.triu(torch.ones(4, 4), 1)
-MASKS = {
-    "-inf": CAUSAL.masked_fill(CAUSAL == 1, -INF),
-    "minimum of half": CAUSAL.half() * torch.finfo(torch.float16).min,
-    "batched": (CAUSAL * torch.finfo(torch.float32).min).expand(2, 1, 4, 4),
-    "transposed view": torch.tril(torch.ones(3, 3), -1).masked_fill(CAUSAL.t()[:3, :3] == 1, -INF).t(),
-}
-FAULTS = {
-    "one row without a zero": torch.tensor([[0.0, -INF], [-INF, -INF]]),
-    "plus infinity": torch.tensor([0.0, INF]),
-    "another number": torch.tensor([0.0, -INF, 1.0]),
-    "no dimension": torch.tensor(-INF),
-}
-
-
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_an_additive_mask_is_no_fault(mask: Tensor) -> None:
-    """Zeros and -inf, or zeros and the dtype's minimum, with a zero in every row: noted as a mask."""
-    model = Takes()
-    model.register_buffer("mask", mask)
-    with watch(model) as w:
-        model(mask, [mask], given=mask)
-    for label in ("mask", "input[0]", "input[1][0]", "input[given]"):
-        record = latest(w, label)
-        assert (record.note, record.is_fault) == (Note("mask"), False)
-
-
-@pytest.mark.parametrize("value", FAULTS.values(), ids=FAULTS)
-def test_what_only_looks_like_a_mask_is_a_fault(value: Tensor) -> None:
-    """A fully masked row makes nan in softmax, and -inf among zeros in an output is the log of a zero."""
-    model = Takes()
-    with watch(model):
-        finding = fault_of(model, value).finding
-    assert finding is not None
-    assert finding.label == "input[0]"
-    logarithm = nn.Sequential(Scale())
-    logarithm[0].forward = torch.log  # type: ignore[method-assign]
-    with watch(logarithm), pytest.raises(NonFiniteError, match="`output` of 0"):
-        logarithm(torch.tensor([1.0, 0.0]))
 
 
 # The declaration
