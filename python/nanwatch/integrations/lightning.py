@@ -6,10 +6,11 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
+from ..records.headroom import Least
 from ..report.report import NonFiniteError
 from ..session.api import DeferredWatch
 from ..session.watch import Watch
-from ..sinks.trackers import Least, LeastHeadroom
+from ..sinks.trackers import LeastHeadroom
 from ..util.imports import needed
 
 HEADROOM = "nanwatch/headroom_bits"

@@ -51,9 +51,8 @@ class Digest:
             place = next((i for i, frame in enumerate(frames) if frame.fault is not None), len(frames))
             sequence = place if finding.sequence is None else finding.sequence
             finding = replace(finding, rank=report.rank, sequence=sequence)
-        bits, module = min(
-            ((bits, name) for name, bits in by_module(report.frames).items()), default=(inf, "")
-        )
+        least = next(iter(by_module(report.frames).values()), None)
+        bits, module = (inf, "") if least is None else least[:2]
         return cls(report.rank, finding, bits, module, report.attempt)
 
 

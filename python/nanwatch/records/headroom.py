@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import inf, isfinite, log2, sqrt
 from operator import itemgetter
+from typing import NamedTuple
 
 from ..numerics.formats import Limits
 from ..util.visible import module_name
@@ -63,19 +64,33 @@ def least_bits(records: Iterable[Record]) -> float | None:
     return min((number for number in bits if number is not None and isfinite(number)), default=None)
 
 
-def by_module(frames: Iterable[Frame]) -> dict[str, float]:
-    """Return the least headroom of each module in bits, worst first; modules without any are left out.
+class Least(NamedTuple):
+    """Tensor with the least headroom: its `bits` as in headroom_bits, -inf when it was not finite."""
+
+    bits: float
+    module: str
+    label: str
+    dtype: str
+
+    @property
+    def place(self) -> str:
+        """Module, label and format in words: "encoder.wo output, float16"."""
+        return f"{module_name(self.module)} {self.label}, {self.dtype}"
+
+
+def by_module(frames: Iterable[Frame]) -> dict[str, Least]:
+    """Return the least headroom of each module, worst first; modules without any are left out.
 
     An input counts only when it is non-finite. Otherwise one large output would put its module and all its readers at
     the head of the list.
     """
-    least: dict[str, float] = {}
+    least: dict[str, Least] = {}
     for frame in frames:
         for record in frame.records:
-            bits = headroom_bits(record)
-            if bits is not None and (record.role != "input" or record.is_fault):
-                least[frame.name] = min(bits, least.get(frame.name, inf))
-    return dict(sorted(least.items(), key=lambda item: item[1]))
+            bits = headroom_bits(record) if record.role != "input" or record.is_fault else None
+            if bits is not None and (frame.name not in least or bits < least[frame.name].bits):
+                least[frame.name] = Least(bits, frame.name, record.label, record.dtype)
+    return dict(sorted(least.items(), key=lambda item: item[1].bits))
 
 
 def shrinking(frames: Sequence[Frame]) -> str:

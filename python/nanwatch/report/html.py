@@ -57,8 +57,8 @@ def _sections(
     frames: Sequence[Frame], finding: Finding | None, records: Sequence[tuple[Frame, Record]]
 ) -> list[Section]:
     sections: list[Section] = [_chart(records, finding)]
-    worst = list(by_module(frames).items())
-    modules = [[module_name(name), Level(bits)] for name, bits in worst[:_MOST_MODULES]]
+    worst = list(by_module(frames).values())
+    modules = [[module_name(least.module), Level(least.bits)] for least in worst[:_MOST_MODULES]]
     if modules:
         hint = "How often the largest element may still double, worst first."
         more = f"and {len(worst) - len(modules):,} more" if len(worst) > len(modules) else ""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from math import inf
+from math import isfinite
 from typing import Any
 
 from ..history.forecast import Forecast
 from ..recording.events import Event, Recorder
-from ..records.headroom import headroom_bits
+from ..records.headroom import by_module
 from ..records.record import Frame
 from ..report.events import ReplicaDifference, SkippedStep, UpdateFinding
 from ..report.finding import Finding
@@ -27,20 +27,13 @@ class BatchSummary:
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
-        self._least: dict[str, tuple[float, str, str]] = {}
-
-    def add(self, frame: Frame) -> None:
-        """Take a frame of this batch."""
-        for record in frame.records:
-            if record.isfinite and record.role != "input":
-                bits = headroom_bits(record)
-                if bits is not None and bits < self._least.get(frame.name, (inf,))[0]:
-                    self._least[frame.name] = (bits, record.label, record.dtype)
+        self.frames: list[Frame] = []
 
     @cached_property
     def headroom(self) -> dict[str, tuple[float, str, str]]:
         """The least headroom of each module in bits, with label and dtype, the worst first."""
-        return dict(sorted(self._least.items(), key=lambda item: item[1][0]))
+        worst = [least for least in by_module(self.frames).values() if isfinite(least.bits)]
+        return {least.module: (least.bits, least.label, least.dtype) for least in worst}
 
 
 class Sink:
@@ -213,7 +206,7 @@ class SinkStream(Sink):
             summary = self._summary
             if summary.batch != frame.batch:
                 summary = self._summary = BatchSummary(frame.batch)
-            summary.add(frame)
+            summary.frames.append(frame)
 
     def batch_ended(self, batch: int) -> None:
         """Take the end of a finite batch."""

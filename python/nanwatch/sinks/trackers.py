@@ -9,17 +9,17 @@ from importlib import import_module
 from math import inf
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from ..history.forecast import Forecast
-from ..records.headroom import headroom_bits
+from ..records.headroom import Least, by_module
 from ..records.record import Frame
 from ..report import text
 from ..report.events import UpdateFinding
 from ..report.finding import Finding
 from ..util.imports import needed
 from ..util.job import rank_and_world_size
-from ..util.visible import module_name, visible
+from ..util.visible import visible
 from .sink import BatchSummary, Sink
 
 # The first part of a tag is its group in TensorBoard and W&B: the whole model's numbers in one, modules in others.
@@ -97,20 +97,6 @@ class LogSink(Sink):
         self.flush()
 
 
-class Least(NamedTuple):
-    """Tensor with the least headroom: its `bits` as in headroom_bits, -inf when it was not finite."""
-
-    bits: float
-    module: str
-    label: str
-    dtype: str
-
-    @property
-    def place(self) -> str:
-        """Module, label and format in words: "encoder.wo output, float16"."""
-        return f"{module_name(self.module)} {self.label}, {self.dtype}"
-
-
 class LeastHeadroom(Sink):
     """Sink that keeps the least headroom until it is taken. As in `by_module` an input counts only as a fault."""
 
@@ -119,10 +105,9 @@ class LeastHeadroom(Sink):
 
     def on_frame(self, frame: Frame) -> None:
         """Look at the records of a call."""
-        for record in frame.records:
-            bits = headroom_bits(record) if record.role != "input" or record.is_fault else None
-            if bits is not None and bits < (inf if self._least is None else self._least.bits):
-                self._least = Least(bits, frame.name, record.label, record.dtype)
+        for least in by_module([frame]).values():
+            if least.bits < (inf if self._least is None else self._least.bits):
+                self._least = least
 
     def take(self) -> Least | None:
         """Return the least since the last `take`, or None when there was none; then begin anew."""
