@@ -321,7 +321,8 @@ def main() -> None:
         for name, task in tasks(options.threads).items()
         if not options.words or any(word in name for word in options.words)
     }
-    judge_failure(CASES[0])  # imports what a re-run imports, and a patch that it tries enters its programs anew
+    # Imports what a re-run imports. A patch that it tries enters the programs of its file anew.
+    judge_failure(CASES[0])
     verdicts: dict[str, Verdict] = {}
     for name, verdict in zip(chosen, each_in_a_process(list(chosen.values()), options.jobs), strict=True):
         verdicts[name] = {"text": verdict, "seconds": 0.0} if isinstance(verdict, str) else verdict
