@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.report.report import Report
 from nanwatch.session.watch import Watch
-from support.gradient_models import Net, Spoiling, backward_frames, dead, failing_backward, loss_of
+from support.gradient_models import Net, Spoiling, backward_frames, failing_backward, loss_of
 from support.recorders import WITH_DEVICE, available, watched
 from support.toys import mlp
 
@@ -273,38 +272,6 @@ def test_a_backward_that_raises_leaves_what_came_until_then(recorder: str) -> No
 
 
 # Findings
-
-
-class Root(nn.Module):
-    """A root whose derivative at zero is inf, times zero: nan."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.where(x > 0, torch.sqrt(x * 1.0), x)
-
-
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
-def test_the_operation_and_its_line_are_found(recorder: str) -> None:
-    """Derivatives that are not finite: the module, the operation of the backward and the line of its forward."""
-    report = failing_backward(dead(Root()), torch.ones(2, 3), recorder=recorder)
-    finding = report.finding
-    assert finding is not None
-    assert (finding.module, finding.label, finding.phase, finding.origin) == (
-        "1",
-        "input[0].grad",
-        "backward",
-        "produced",
-    )
-    assert finding.operation == "SqrtBackward0"
-    file, _, line = (finding.source or "").rpartition(":")
-    code = Root.forward.__code__
-    assert file == code.co_filename
-    assert code.co_firstlineno < int(line) <= max(at for _, _, at in code.co_lines() if at)
-    assert report.frames[-1].fault is not None
-    text = report.to_text()
-    assert "in the backward of batch 0" in text
-    assert "By:    SqrtBackward0" in text
-    assert "<-- " in text
-    assert repr(Report.from_json(report.to_json())) == repr(report)
 
 
 def test_a_shared_weight_says_with_whom() -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from nanwatch.numerics import _extension
 from support.architectures import built, inputs_of
 from support.toys import Scale, fault_of, mlp, names
 from support.watching import watch
@@ -63,11 +62,9 @@ class Countdown(nn.Module):
         return self.part(x) if times == 0 else self(x, times - 1) * 1.5
 
 
-@pytest.mark.parametrize("recorder", ["native", "python"])
-def test_a_module_that_calls_itself_is_one_batch(recorder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("each_recorder")
+def test_a_module_that_calls_itself_is_one_batch() -> None:
     """A frame for each call as it returns, innermost first, each with its own output; nothing is left for the next."""
-    if recorder == "python":
-        monkeypatch.setattr(_extension, "C", None)
     model = Countdown()
     with watch(model, max_frames=100) as w:
         for _ in range(2):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.numerics import _extension
 from nanwatch.records.record import Frame
 from nanwatch.trace import tracer
 from nanwatch.trace.trace_file import Trace
@@ -20,16 +19,6 @@ from support.toys import Scale, mlp
 from support.watching import watch
 
 pytest.importorskip("pyarrow")
-
-needs_native = pytest.mark.skipif(_extension.C is None, reason="no compiled part")
-
-
-@pytest.fixture(params=[pytest.param("native", marks=needs_native), "python"])
-def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each recorder in turn."""
-    if request.param == "python":
-        monkeypatch.setattr(_extension, "C", None)
-    return str(request.param)
 
 
 def traced(path: Path) -> list[Frame]:
@@ -43,8 +32,9 @@ def with_records(frames: tuple[Frame, ...]) -> list[Frame]:
     return [frame for frame in frames if frame.records]
 
 
+@pytest.mark.usefixtures("each_recorder")
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
-def test_a_trace_holds_every_frame_of_every_batch(tmp_path: Path, recorder: str, name: str) -> None:
+def test_a_trace_holds_every_frame_of_every_batch(tmp_path: Path, name: str) -> None:
     """The frames of the file are those of a watch that keeps all of its frames in memory."""
     model = copy.deepcopy(built(name)).eval()
     path = tmp_path / "run.parquet"
@@ -58,9 +48,8 @@ def test_a_trace_holds_every_frame_of_every_batch(tmp_path: Path, recorder: str,
     assert traced(path) == with_records(kept)
 
 
-def test_frames_beyond_the_ring_are_counted(
-    tmp_path: Path, recorder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("each_recorder")
+def test_frames_beyond_the_ring_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that is larger than the ring keeps its latest frames; the others are counted, and one warning says so."""
     monkeypatch.setattr(tracer, "_LEAST_RING", 10)
     monkeypatch.setattr(tracer.Tracer, "tick", lambda self: 30.0)  # the thread does not help
@@ -90,7 +79,8 @@ def test_frames_beyond_the_ring_are_counted(
     assert opened.lost_frames == 4 * 50 - 40
 
 
-def test_a_watch_that_goes_away_with_its_model_leaves_a_whole_trace(tmp_path: Path, recorder: str) -> None:
+@pytest.mark.usefixtures("each_recorder")
+def test_a_watch_that_goes_away_with_its_model_leaves_a_whole_trace(tmp_path: Path) -> None:
     """Without stop(): the thread keeps neither the watch nor the model, and writes what there was."""
     model = mlp()
     gone = weakref.ref(model)

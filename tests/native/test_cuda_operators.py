@@ -42,16 +42,6 @@ assert clears() == 1  # the stream's workspace, once
 check(_extension.abs_range(x), _reference.abs_range(x))
 assert clears() == 0 and waits() == 0
 
-# In a capture each call has a workspace, and a memset, of its own.
-library.cuda_host_set_capturing(1)
-large = torch.randn(100_000)
-check(_extension.abs_range(large), _reference.abs_range(large))
-check(_extension.abs_ranges([large, x]), torch.stack([_reference.abs_range(large), _reference.abs_range(x)]))
-assert clears() == 2
-library.cuda_host_set_capturing(0)
-check(_extension.abs_range(large), _reference.abs_range(large))
-assert clears() == 0
-
 # Complex goes to the reference, alone and in a list, and disturbs no neighbour.
 c = torch.randn(5, dtype=torch.complex64)
 launches()
@@ -61,11 +51,9 @@ xs = [x, c, torch.empty(0, dtype=torch.int8), torch.tensor(float("nan")), x[::2]
 check(_extension.abs_ranges(xs), torch.stack([_reference.abs_range(each) for each in xs]))
 assert launches() == 1
 
-# What has gaps or repeats is copied; what cannot run here is served by the reference; what went wrong is an error.
+# A run between two elements is copied, the reference serves what cannot run here, and what went wrong is an error.
 crooked = torch.frombuffer(bytearray(2 * 500 + 1), dtype=torch.float16, offset=1, count=500)
-many = torch.as_strided(torch.ones(1000), (1, 2) * 9, (1, 3) * 9)
-for each in (many, crooked, large.view(100, 1000).t(), large[::3], large[:10].view(10, 1).expand(-1, 50)):
-    check(_extension.abs_range(each), _reference.abs_range(each))
+check(_extension.abs_range(crooked), _reference.abs_range(crooked))
 for code in (35, 209, 222, 223):
     for op, argument in ((_extension.abs_range, x), (_extension.abs_ranges, [x, c])):
         library.cuda_host_fail_next(code)
@@ -73,45 +61,17 @@ for code in (35, 209, 222, 223):
 library.cuda_host_fail_next(700)
 assert "CUDA error 700" in message(RuntimeError, _extension.abs_range, x)
 
-# What the recorder asks of CUDA: rows where it wants them, one launch, no wait.
-from support.stand_in_device import Backend, values_of
-from support.cuda_emulation import DescribedTensor, Row, describe
+# What the recorder asks of CUDA: a wait, but not in a capture, which that would end; and which error is for good.
+from support.stand_in_device import Backend
 
 library.ops_host_backend.restype = ctypes.c_void_p
-backend = Backend.from_address(library.ops_host_backend())
-assert not backend.takes_host_memory
-memory, address, stream = (ctypes.c_void_p() for _ in range(3))
-capturing = ctypes.c_int(7)
-assert backend.stream(0, ctypes.pointer(stream), ctypes.pointer(capturing)) == 0 and capturing.value == 0
-assert backend.allocate(0, 16 * ctypes.sizeof(Row), ctypes.pointer(memory), ctypes.pointer(address)) == 0
-xs = [large, x.detach(), torch.tensor([0.0, float("-inf")]), torch.ones(3, dtype=torch.int8)]
-described = (DescribedTensor * len(xs))(*map(describe, xs))
-rows = (Row * 16).from_address(memory.value)
-
-def observe(first):
-    return backend.observe(described, len(xs), address, first, 0, stream)
-
-assert observe(1) == 0
-launches(), waits(), clears()
-assert observe(5) == 0
-assert (launches(), waits(), clears()) == (1, 0, 0)
-for i, each in enumerate(xs):
-    values, examined = values_of(each)
-    assert rows[i].stamp == 5 + i and bool(rows[i].examined) == examined
-    assert repr(list(rows[i].values)[: 12 if examined else 3]) == repr(values[: 12 if examined else 3])
-
-# One waits for a stream, but not in a capture, which that would end.
+backend, stream = Backend.from_address(library.ops_host_backend()), ctypes.c_void_p()
+waits()
 assert backend.wait(0, stream) == 0 and waits() == 1
 library.cuda_host_set_capturing(1)
 assert backend.wait(0, stream) == -4 and waits() == 0
-assert backend.stream(0, ctypes.pointer(stream), ctypes.pointer(capturing)) == 0 and capturing.value == 1
 library.cuda_host_set_capturing(0)
-
-# A launch that fails is an error; only what can never run is for good, and said once.
-library.cuda_host_fail_next(700)
-assert observe(50) == 700
 assert [bool(backend.cannot_run(code)) for code in (700, -4, -5, 35, 209)] == [False] * 3 + [True] * 2
-ctypes.pythonapi.PyErr_Clear()
 
 freed = torch.ones(100)
 freed.untyped_storage().resize_(0)

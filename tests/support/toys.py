@@ -100,12 +100,6 @@ def fault_of(model: nn.Module, *args: Any, **kwargs: Any) -> Report:
     return error.value.report
 
 
-def chain(*parts: nn.Module) -> nn.Sequential:
-    """The parts one after the other, between two layers."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 3), *parts, nn.Linear(3, 3))
-
-
 def text_of(w: Watch) -> str:
     """All of its report, and of its frames."""
     return w.report().to_json() + repr(w.frames)

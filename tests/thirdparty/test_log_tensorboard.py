@@ -16,32 +16,13 @@ pytest.importorskip("tensorboard", reason="needs TensorBoard: pip install tensor
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from nanwatch.sinks.trackers import TensorBoardSink
 from support.watching import watch
-
-VALUES = {"nanwatch_headroom_bits/encoder.0": 3.5, "nanwatch/finding": "words of `output`"}
 
 
 def read(folder: Path) -> Any:
     events = EventAccumulator(str(folder), size_guidance={"tensors": 0, "histograms": 0, "scalars": 0})
     events.Reload()
     return events
-
-
-def test_an_entry_comes_back_whole(tmp_path: Path) -> None:
-    """Numbers and words, at the number of the batch, among what the user logs."""
-    writer = SummaryWriter(str(tmp_path))
-    writer.add_scalar("loss", 1.0, 3)
-    sink = TensorBoardSink(writer)
-    sink.write(7, VALUES)
-    sink.on_close()
-    writer.add_scalar("loss", 2.0, 4)
-    writer.close()
-    events = read(tmp_path)
-    assert [(e.step, e.value) for e in events.Scalars("nanwatch_headroom_bits/encoder.0")] == [(7, 3.5)]
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(3, 1.0), (4, 2.0)]
-    (words,) = events.Tensors("nanwatch/finding/text_summary")
-    assert words.tensor_proto.string_val == [b"words of `output`"]
 
 
 def test_a_watch_logs_through_the_users_writer(tmp_path: Path) -> None:

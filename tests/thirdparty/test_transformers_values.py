@@ -12,20 +12,7 @@ from nanwatch import replay, write_capsule
 from nanwatch.recording.walk import leaves
 
 transformers = pytest.importorskip("transformers")
-outputs = pytest.importorskip("transformers.modeling_outputs")
 X, Y = torch.zeros(1), torch.ones(2)
-
-
-def test_model_outputs_are_mappings() -> None:
-    """A ModelOutput gives its keys, nested ones included, and not its empty fields."""
-    inner = outputs.BaseModelOutput(last_hidden_state=Y, hidden_states=(X, Y))
-    output = outputs.Seq2SeqLMOutput(logits=X, encoder_hidden_states=(inner,))
-    assert [label for label, _ in leaves(output, "output")] == [
-        "output[logits]",
-        "output[encoder_hidden_states][0][last_hidden_state]",
-        "output[encoder_hidden_states][0][hidden_states][0]",
-        "output[encoder_hidden_states][0][hidden_states][1]",
-    ]
 
 
 def test_a_cache_is_entered_where_the_call_made_it() -> None:
