@@ -104,50 +104,31 @@ def test_a_row_is_of_the_memory_as_it_was() -> None:
     assert ranges == [[(1, 1), (2, 2)], [(7, 7), (21, 21)], [(1, 1), (21, 21)]]
 
 
-def test_a_model_over_several_devices_and_the_host() -> None:
-    """One launch a frame and device; frames of the host keep their place between those of the devices."""
+def test_a_model_over_several_devices_and_streams_and_the_host() -> None:
+    """One launch a frame and device, and a wait for each stream that was used; all frames keep their places."""
     where = {torch.float32: 0, torch.float64: 1, torch.float16: -1}
+    with stand_in(place=lambda x: where[x.dtype]) as device:
 
-    class Moves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = Scale(), Scale(), Scale()
-
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            x = self.a(x)
-            y = self.b(x.half())
-            z = self.c(y.double())
-            return x, y, z
-
-    model = Moves()
-    with stand_in(place=lambda x: where[x.dtype]) as device, watch(model, act_at="batch") as w:
-        model(torch.ones(3))
-        assert device.launches == [2, 2, 1, 1]
-        assert device.waits == 2
-    assert names(w) == [(0, "a"), (0, "b"), (0, "c"), (0, "")]
-    assert [r.abs_max for r in w.frames[-1].records] == [1, 1, 1, 1]
-
-
-def test_each_stream_that_was_used_is_waited_for() -> None:
-    """A model that changes the stream on its way has its rows, wherever they were enqueued."""
-    with stand_in() as device:
-
-        class Forks(nn.Module):
+        class Moves(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.a, self.b = Scale(2.0), Scale(3.0)
+                self.a, self.b, self.c = Scale(2.0), Scale(), Scale()
 
-            def forward(self, x: Tensor) -> Tensor:
+            def forward(self, x: Tensor) -> tuple[Tensor, ...]:
                 device.stream = 2
-                y = self.a(x)
+                x = self.a(x)
                 device.stream = 1
-                return y + self.b(x)
+                y = self.b(x.half())
+                z = self.c(y.double())
+                return x, y, z
 
-        model = Forks()
+        model = Moves()
         with watch(model, act_at="batch") as w:
-            model(torch.ones(1))
-            assert device.waits == 2
-        assert [f.records[-1].abs_max for f in w.frames] == [2, 3, 5]
+            model(torch.ones(3))
+            assert device.launches == [2, 2, 1, 1]
+            assert device.waits == 3
+    assert names(w) == [(0, "a"), (0, "b"), (0, "c"), (0, "")]
+    assert [r.abs_max for r in w.frames[-1].records] == [1, 2, 2, 2]
 
 
 def test_an_error_of_the_device_leaves_the_frames_up_to_it() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from nanwatch.recording.walk import MAX_LEAVES, Unwalked, leaves
 
@@ -53,20 +54,17 @@ def test_labels_say_how_to_reach_the_leaf(value: Any, expected: list[tuple[str, 
         assert leaf is wanted or wanted is None
 
 
+class Box:
+    """A type of the user's."""
+
+    def __init__(self, *content: Tensor) -> None:
+        self.content = content
+
+
 def test_registered_pytrees_are_entered() -> None:
     """A type registered with torch.utils._pytree gives its children by position."""
-    from torch.utils import _pytree
-
-    class Box:
-        def __init__(self, *content: Tensor) -> None:
-            self.content = content
-
     _pytree.register_pytree_node(Box, lambda box: (list(box.content), None), lambda content, _: Box(*content))
-    try:
-        assert [label for label, _ in leaves(Box(X, Y), "output")] == ["output[0]", "output[1]"]
-    finally:
-        _pytree._deregister_pytree_node(Box) if hasattr(_pytree, "_deregister_pytree_node") else None
-        _pytree.SUPPORTED_NODES.pop(Box, None)
+    assert [label for label, _ in leaves(Box(X, Y), "output")] == ["output[0]", "output[1]"]
 
 
 class Slotted:

@@ -16,8 +16,10 @@ from nanwatch.records.headroom import by_module, has_vanished, headroom_bits, sh
 from nanwatch.records.note import Note
 from nanwatch.records.record import Frame, Record
 
-FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-FORMATS = ("float64", "float32", "float16", "bfloat16", *FLOAT8)
+FORMATS = (
+    *("float64", "float32", "float16", "bfloat16"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -30,20 +32,14 @@ def record(abs_max: float | None, dtype: str = "float16", role: Any = "output", 
 def test_limits_are_those_of_the_format(name: str) -> None:
     """The ends agree with torch.finfo, and the smallest number with the lowest code above zero."""
     dtype = getattr(torch, name)
-    info = torch.finfo(dtype)
+    ends, info = limits(name), torch.finfo(dtype)
     code = 0 if name == "float8_e8m0fnu" else 1  # e8m0 has no zero: its code 0 is a number
     smallest = torch.tensor([code], dtype=_WORDS[dtype.itemsize]).view(dtype).double().item()
-    assert limits(name) == (info.max, info.smallest_normal, smallest)
-
-
-@pytest.mark.parametrize("name", FLOAT8)
-def test_limits_bound_every_code(name: str) -> None:
-    """The limits are the largest finite and the smallest positive of all 256 codes of an 8-bit format."""
-    values = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name)).double().abs()
-    finite = values[values.isfinite() & (values > 0)]
-    ends = limits(name)
-    assert ends is not None
-    assert (ends.largest, ends.smallest_subnormal) == (finite.max(), finite.min())
+    assert ends == (info.max, info.smallest_normal, smallest)
+    if dtype.itemsize == 1:  # all 256 codes
+        values = torch.arange(256, dtype=torch.uint8).view(dtype).double().abs()
+        finite = values[values.isfinite() & (values > 0)]
+        assert (ends.largest, ends.smallest_subnormal) == (finite.max(), finite.min())
 
 
 @pytest.mark.parametrize("name", ["int8", "int64", "uint16", "bool", "", "quint8", "float4_e2m1fn_x2"])

@@ -1,15 +1,22 @@
-"""Records and frames: what is a fault, and the role of an event."""
+"""Records, notes and frames: what is a fault, and the role of an event."""
 
 from __future__ import annotations
 
 import pytest
 
-from nanwatch.records.note import Note, NoteKind
+from nanwatch.records.note import EVENTS, EXCUSES, NOTE_KINDS, Note, NoteKind
 from nanwatch.records.record import Frame, Record, event_frame
 
 
 def record(isfinite: bool | None, kind: NoteKind | None = None) -> Record:
     return Record("output", "output", (1,), "float32", 0.0, 1.0, isfinite, None, kind and Note(kind))
+
+
+@pytest.mark.parametrize("kind", NOTE_KINDS)
+def test_only_an_excuse_makes_a_nonfinite_value_no_fault(kind: NoteKind) -> None:
+    """An event has no range, so that it is none."""
+    assert record(False, kind).is_fault == (kind not in EXCUSES)
+    assert not set(EXCUSES) & set(EVENTS)
 
 
 def test_the_fault_of_a_frame_is_its_first() -> None:
