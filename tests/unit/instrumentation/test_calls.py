@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from functools import partial
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -35,35 +36,25 @@ by_name = pytest.mark.parametrize(
 
 
 class Talker:
-    """A listener that notes what it is told, and raises where it is asked to."""
+    """RecorderEvents that notes what it is told, and raises where it is asked to."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
         self.raises: dict[str, BaseException] = {}
         self.seen: BaseException | None = None  # in on_batch_end, as being raised
 
-    def _note(self, method: str, *told: Any) -> None:
-        self.told.append((method, *told))
+    def __getattr__(self, method: str) -> Any:
+        if not method.startswith("on_"):
+            raise AttributeError(method)
+        return partial(self._note, method)
+
+    def _note(self, method: str, subject: Any, *more: Any) -> object:
+        is_end = method == "on_batch_end"
+        self.told.append((method, getattr(subject, "name", subject), *(more if is_end else ())))
+        self.seen = sys.exc_info()[1] if is_end else self.seen
         if method in self.raises:
             raise self.raises[method]
-
-    def on_batch_start(self, batch: int, *_: Any) -> object:
-        """See RecorderEvents."""
-        self._note("on_batch_start", batch)
         return Held()
-
-    def on_frame(self, frame: Any) -> None:
-        """See RecorderEvents."""
-        self._note("on_frame", frame.name)
-
-    def on_nonfinite(self, frame: Any, *_: Any) -> None:
-        """See RecorderEvents."""
-        self._note("on_nonfinite", frame.name)
-
-    def on_batch_end(self, batch: int, completed: bool) -> None:
-        """See RecorderEvents."""
-        self.seen = sys.exc_info()[1]
-        self._note("on_batch_end", batch, completed)
 
 
 class Held:
