@@ -115,45 +115,6 @@ def mask_times_infinity() -> Setup:
     return Setup(AdditiveMask(), (torch.randn(5, 16), keep))
 
 
-class Rotary(nn.Module):
-    """The angles of rotary embeddings, in the dtype of the activations."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inv_freq = 10000.0 ** (-torch.arange(0, width, 2) / width)
-
-    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        t = positions.to(x.dtype)  # culprit: rotary_position
-        angles = t[:, None] * self.inv_freq.to(x.dtype)
-        return angles.cos(), angles.sin()
-
-
-class Rotated(nn.Module):
-    """Turns its input by the rotary angles."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rotary = Rotary(16)
-        self.out = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = self.rotary(x, positions)
-        a, b = x.chunk(2, dim=-1)
-        return self.out(torch.cat([a * cos - b * sin, a * sin + b * cos], -1))
-
-
-@failure(
-    "positions above 65504 in float16 rotary embeddings",
-    module="rotary",
-    label="output[0]",
-    operations="_to_copy",
-    format_cause=True,
-)
-def rotary_position() -> Setup:
-    positions = torch.arange(65_500, 65_540)
-    return Setup(Rotated().half(), (torch.randn(40, 16).half(), positions))
-
-
 class Experts(nn.Module):
     """A mixture of experts with the mean input of each, for balancing."""
 

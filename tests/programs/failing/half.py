@@ -169,18 +169,6 @@ class Gumbel(nn.Module):
         return logits + noise
 
 
-@failure(
-    "Gumbel noise of a random number that is exactly zero, which float16 draws once in 2048",
-    module="noise",
-    value="-inf",
-    operations="log",
-    format_cause=True,
-)
-def gumbel() -> Setup:
-    model = sequence(logits=nn.Linear(8, 256), noise=Gumbel())
-    return Setup(model.half(), (torch.randn(128, 8).half(),))
-
-
 class Rounded(nn.Module):
     """Binary cross entropy of the negatives, by hand."""
 

@@ -1,11 +1,47 @@
-"""Models rebuilt from public reports that fail in the backward. Their code is our own."""
+"""Models rebuilt from public reports that fail in the forward, in the backward or in a loss. Their code is our own."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from programs.case import Setup, failure
+from programs.case import Setup, failure, summed
+
+
+class MemoryCompressedAttention(nn.Module):
+    def __init__(self, width: int, factor: int = 2) -> None:
+        super().__init__()
+        self.to_qkv = nn.Linear(width, 3 * width)
+        self.compress = nn.Conv1d(width, width, factor, stride=factor)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.to_qkv(x).chunk(3, dim=-1)
+        k, v = (self.compress(t.transpose(1, 2)).transpose(1, 2) for t in (k, v))
+        dots = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+        steps = torch.arange(q.shape[1])[:, None]
+        mask = steps < torch.arange(k.shape[1])[None] * self.factor
+        dots = dots.masked_fill(mask, -float("-inf"))  # culprit: causal_sign
+        return torch.softmax(dots, dim=-1) @ v
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attn = MemoryCompressedAttention(width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.attn(self.norm(x)))
+
+
+@failure("lucidrains/memory-compressed-attention/issues/2", module="attn", label="", operations="masked_fill")
+def causal_sign() -> Setup:
+    """Causal attention with compressed keys and values."""
+    model = Block()
+    g = torch.Generator().manual_seed(0)
+    return Setup(model, (torch.randn(2, 8, 8, generator=g),), loss=summed)
 
 
 class ValidMSE(nn.Module):

@@ -1,3 +1,0 @@
-"""Failing models rebuilt from public reports. Their code is our own."""
-
-from . import backwards, forwards  # noqa: F401 - enter their programs
