@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from nanwatch.blackbox import process
 from nanwatch.blackbox.process import process_box
 from nanwatch.blackbox.story import read as read_black_box
 from support.black_boxes import black_box, needs_box
-from support.processes import environment, until
+from support.processes import environment, forked, until
 from support.watching import watch
 
 pytestmark = needs_box
@@ -71,25 +72,69 @@ def test_a_forked_child_leaves_the_parents_file_alone(tmp_path: Path) -> None:
     assert read_black_box(path).num_calls == 1
 
 
-_ENDS = """
-import atexit, os, sys
-atexit.register(lambda: os.abort() if sys.argv[1] == "abort" else None)  # runs after the black box's
-import torch, nanwatch
+_TRAINS = """
+import atexit, os, sys, time, torch, nanwatch
+{before}
 model = torch.nn.Linear(2, 2)
 nanwatch.watch(model, black_box=True)
 model(torch.ones(1, 2))
-sys.exit(int(sys.argv[1]) if sys.argv[1] != "abort" else 0)
+{after}
 """
 
 
-@pytest.mark.parametrize(("how", "end"), [("3", ("exit", 3)), ("abort", ("signal", None))])
-def test_the_status_of_the_process_decides_about_the_file(how: str, end: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "ends"),
+    [
+        ("", "", []),
+        ("", "sys.exit(3)", [("exit", 3)]),
+        ("atexit.register(os.abort)", "", [("signal", None)]),  # runs after the black box's
+    ],
+)
+def test_the_status_of_the_process_decides_about_the_file(
+    before: str, after: str, ends: list[object], tmp_path: Path
+) -> None:
     """Also what comes after Python's own end of it. Only a status of 0 removes the file."""
     # Not forked: that server's children end without the exit of C.
-    env = environment(XDG_STATE_HOME=str(tmp_path))
-    subprocess.run([sys.executable, "-c", _ENDS, how], env=env, stderr=subprocess.DEVNULL)
+    code, env = _TRAINS.format(before=before, after=after), environment(XDG_STATE_HOME=str(tmp_path))
+    subprocess.run([sys.executable, "-c", code], env=env, stderr=subprocess.DEVNULL)
     reports = [read_black_box(path) for path in tmp_path.glob("nanwatch/*")]
-    assert [(report.end, report.exit_status) for report in reports] == [end]
+    assert [(report.end, report.exit_status) for report in reports] == ends
+
+
+def test_a_file_that_was_cut_off_harms_no_thread(tmp_path: Path) -> None:
+    """Neither the one that calls modules nor the one that writes once a second."""
+    cut = "from nanwatch.blackbox.process import process_box\nos.truncate(process_box().path, 0)\ntime.sleep(2.1)"
+    code, env = _TRAINS.format(before="", after=cut), environment(XDG_STATE_HOME=str(tmp_path))
+    done = forked("-c", code, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_script_of_nanwatch_run_ends_by_its_exception(tmp_path: Path) -> None:
+    """Though the command catches it."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()\nraise KeyError\n"
+    )
+    done = forked("-m", "nanwatch", "run", "--output-dir", str(tmp_path / "out"), str(script))
+    assert done.returncode == 1
+    (path,) = tmp_path.glob("out/blackbox/*")
+    assert read_black_box(path).end == "exception"
+
+
+def test_a_process_of_multiprocessing_ends_by_itself(tmp_path: Path) -> None:
+    """Its end runs no function of atexit."""
+    child = multiprocessing.get_context("fork").Process(target=_train, args=(tmp_path,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    (path,) = tmp_path.glob("blackbox/*")
+    assert read_black_box(path).end == "exit"
+
+
+def _train(folder: Path) -> None:
+    model = nn.Linear(2, 2)
+    watch(model, output_dir=folder)
+    model(torch.ones(1, 2))
 
 
 def test_a_folder_that_refuses_gives_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,13 +112,6 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(is_archive, tm
     assert not nanwatch.scan("evil.pt").is_checked
 
 
-def test_what_pytorch_does_not_unpickle_is_named_without_its_advice(tmp_path):
-    """Which is to load the file with all that is in it."""
-    (tmp_path / "x.bin").write_bytes(pickle.dumps({"a": {1}}, protocol=4))
-    (problem,) = nanwatch.scan(tmp_path / "x.bin").problems
-    assert problem.text.endswith("x.bin: it is refused: Unsupported operand 149")
-
-
 def test_the_metadata_of_dcp_runs_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for content in (pickle.dumps(Evil()), b"\x80\x04\x8c\x05torch\x8c\x0aos.system\x00\x93."):

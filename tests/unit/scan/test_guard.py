@@ -1,9 +1,11 @@
-"""A checkpoint with a non-finite weight or optimizer state never takes the place of a good one."""
+"""A checkpoint with a non-finite weight or optimizer state never takes the place of a good one, on one rank or two."""
 
 import copy
 import io
 import logging
 import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +15,15 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file as imported_save_file
 from torch import nn
 
 import nanwatch
 from support import watching
+from support.paths import SCRIPTS
+from support.processes import environment
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -166,12 +171,12 @@ def test_an_open_file_gets_a_bad_checkpoint_only_where_the_run_goes_on(run):
 
 
 def test_what_is_not_of_the_model_is_saved_as_asked(run):
-    other = nn.Linear(3, 3)
-    other.weight.data[0, 0] = torch.nan
+    unwatched = nn.Linear(3, 3)
+    unwatched.weight.data[0, 0] = torch.nan
     content = {"losses": torch.tensor([torch.nan, 1.0]), **run.everything()}
     with run.watch():
         torch.save(content, run.folder / "a.pt")
-        torch.save(other.state_dict(), run.folder / "b.pt")
+        torch.save(unwatched.state_dict(), run.folder / "b.pt")
     assert {"a.pt", "b.pt"} == set(run.files())
 
 
@@ -210,3 +215,34 @@ def test_two_guards_and_none_leave_the_functions_as_they_were(run):
     assert [place.save for place in places] == before
     with run.watch(enabled=False):
         assert torch.save is before[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize(
+    ("policy", "how", "guards", "ends"),
+    [
+        ("warn", "now", "both", ["returned", "returned"]),
+        ("raise", "THREAD", "both", ["CheckpointException", "NonFiniteError"]),
+        ("raise", "PROCESS", "both", ["CheckpointException", "NonFiniteError"]),
+        ("warn", "now", "second", ["CheckpointException", "returned"]),
+    ],
+)
+def test_no_rank_writes_where_one_refuses(tmp_path, policy, how, guards, ends):
+    script = str(SCRIPTS / "guarded_ranks.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(number), str(tmp_path), policy, how, guards],
+            env=environment(OMP_NUM_THREADS="1"),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        printed = [rank.communicate(timeout=300)[0].split() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert printed == [[end, "True"] for end in ends]
+    assert not (tmp_path / "model.nonfinite").exists()
