@@ -196,7 +196,7 @@ def _replace(seam: Seam) -> None:
 
 def _swap(owner: Any, old: Any, new: Any) -> None:
     """Replace a function in its class, or in every module that has it, under whatever name."""
-    modules = [module for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
+    modules = [module for module in [*sys.modules.values()] if issubclass(type(module), ModuleType)]
     for place in [owner] if isinstance(owner, type) else modules:
         # Any other way to ask a module of importlib's LazyLoader for its names would run it.
         for name, value in [*object.__getattribute__(place, "__dict__").items()]:
