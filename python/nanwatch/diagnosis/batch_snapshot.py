@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.slot import unwatched
-from ..instrumentation.wrapped_names import unwrapped
 from ..numerics._reference import without_repeats
 from ..numerics.readable import is_plain, only_our_dispatch, unreadable
 from ..precision.casting import NARROW, caches_parametrizations, swap_parametrizations
@@ -112,7 +111,7 @@ class BatchSnapshot:
     """The outermost call of a batch, as it was about to be made: `module(*args, **kwargs)`.
 
     `versions` are those of its tensors, `buffers` the values of the model's small buffers. `elapsed`: seconds from the
-    start to the failure.
+    start to the failure. `sizes`: of the gradients of its outputs in a failed backward, by label, where they are known.
     """
 
     module: nn.Module
@@ -125,6 +124,7 @@ class BatchSnapshot:
     versions: tuple[tuple[Tensor, int], ...] = ()
     buffers: BufferValues = field(default_factory=dict)
     elapsed: float = 0.0
+    sizes: Mapping[str, float] = field(default_factory=lambda: _NOTHING)
 
     @classmethod
     def of(cls, start: Start, buffers: BufferValues, rng: RngState) -> BatchSnapshot:
@@ -171,16 +171,17 @@ class BatchSnapshot:
                     # Without a graph nn.TransformerEncoderLayer takes a path on which its parts are not called.
                     modes.callback(torch.backends.mha.set_fastpath_enabled, True)
                     torch.backends.mha.set_fastpath_enabled(False)
-                module = self.module
                 if num_processes() > 1:
                     modes.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
-                    # DistributedDataParallel would tell the other ranks that a batch has begun.
-                    module = unwrapped(module)
+                    # It would tell the other ranks that a batch has begun.
+                    replicas: Any = nn.parallel.DistributedDataParallel
+                    modes.callback(setattr, replicas, "forward", replicas.forward)
+                    replicas.forward = _call_replica
                 self.rng.restore()
                 if isolation.current is not None:
                     modes.enter_context(isolation.current.running())
                 # The class's own `__call__` is no part of the snapshot, and may wait for a lock that it holds already.
-                yield lambda: nn.Module.__call__(module, *self.args, **self.kwargs)
+                yield lambda: nn.Module.__call__(self.module, *self.args, **self.kwargs)
 
     def doubts(self) -> list[str]:
         """Return sentences on why a second call may differ from the first; none when nothing speaks against it."""
@@ -287,7 +288,7 @@ def _computes_alone(root: nn.Module) -> bool:
 
     A collective that the model's own code calls is refused when it comes; see `_NoCollectives`.
     """
-    modules = list(unwrapped(root).modules())
+    modules = [x for x in root.modules() if not isinstance(x, nn.parallel.DistributedDataParallel)]
     made_by = {kind.__module__.partition(".")[0] for module in modules for kind in type(module).__mro__}
     is_sharded = any(
         kind.__module__.startswith("torch.distributed") for module in modules for kind in type(module).__mro__
@@ -306,6 +307,10 @@ class _NoCollectives(TorchDispatchMode):
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional", "c10d_functional"):
             raise RuntimeError(f"{func} would wait for the other ranks, which do not run this batch again")
         return func(*args, **(kwargs or {}))
+
+
+def _call_replica(replicas: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return replicas.module(*args, **kwargs)  # type: ignore[operator]
 
 
 class _NoCheckpoint:

@@ -22,8 +22,8 @@ from ..records.record import Record
 from ..report.finding import Cure, Finding, working_first
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, is_narrow, no_second_run
-from .diagnosis import BackwardStart, Diagnosis
-from .experiment import Experiment, MakeCall, gradient_record, make_call
+from .diagnosis import Diagnosis
+from .experiment import Experiment, MakeCall, make_call
 from .patching.code_swap import TargetFinder, find_target
 from .patching.rounds import Rounds
 from .patching.table import OPTIONS
@@ -55,7 +55,7 @@ def try_patches(
 
     `at` finds the function that runs a line. Raises nothing of its own: what goes wrong is a remark.
     """
-    trials = Trials(snapshot, finding, model, diagnosis.start, conditions, diagnosis.is_unseen)
+    trials = Trials(snapshot, finding, model, conditions)
     try:
         _try_option(trials)
         if not trials.cures and diagnosis.step is not None and diagnosis.place is not None:
@@ -98,15 +98,14 @@ def try_formats(
     finding: Finding,
     model: nn.Module,
     *,
-    start: BackwardStart | None = None,
     conditions: Conditions = NO_CONDITIONS,
 ) -> Cures:
     """Return `(cures, remarks)` from trials of other formats, where one narrower than float32 takes part.
 
     Only for what a module produced or received: weights, buffers and data that were not finite before the call have no
-    cure here. `start` is where a failed backward began. Each trial changes what a user would change who applies the
-    cure as it is printed, and needs a bit of headroom. A change that does not work is left out, except float32 for the
-    guilty module, which a user would expect to help.
+    cure here. Each trial changes what a user would change who applies the cure as it is printed, and needs a bit of
+    headroom. A change that does not work is left out, except float32 for the guilty module, which a user expects to
+    help.
 
     The model is left as it was. Nothing is raised but KeyboardInterrupt and its like: what goes wrong is a remark.
     """
@@ -116,13 +115,13 @@ def try_formats(
         return (), (_NOT_BACK,)
     if reason := no_second_run(snapshot.module):
         return (), (f"no cure was tried: {reason}",)
-    trials = Trials(snapshot, finding, model, start, conditions)
+    trials = Trials(snapshot, finding, model, conditions)
     formats = _Formats(trials)
     try:
-        if start is None:
-            formats.of_forward()
+        if finding.phase == "backward":
+            formats.of_backward()
         else:
-            formats.of_backward(start)
+            formats.of_forward()
     except _Done:
         pass
     except Exception as error:
@@ -146,7 +145,7 @@ class _Formats:
         self._guilty = self._root if trials.guilty is None else trials.guilty
         # How the batch ran with nothing changed, or with nothing but the guilty module: what came before is the same.
         self._seen = Experiment()
-        self._is_backward = trials.start is not None
+        self._is_backward = trials.finding.phase == "backward"
 
     def of_forward(self) -> None:
         """Try float32 for the guilty module, bfloat16, larger modules, and the ends of float16."""
@@ -168,20 +167,19 @@ class _Formats:
         if not is_wide_enough:
             self._clamp()
 
-    def of_backward(self, start: BackwardStart) -> None:
+    def of_backward(self) -> None:
         """Try a smaller loss scale, and float32 for the guilty module and those around it."""
         self._seen = self._run()
         if not self._seen.has_bad_gradients:
             return
-        on = f", tried on the backward of {module_words(start.name)}"
-        if (cure := self._smaller_scale(start)) is not None:
-            self._trials.cures.append(replace(cure, what=cure.what + on))
+        if (cure := self._smaller_scale()) is not None:
+            self._trials.cures.append(cure)
         if any(record.dtype in ("float16", "bfloat16") for record in self._seen.gradients):
             for name in [self._guilty, *self._around()][:_MOST_MODULES]:
-                if self._in_float32(name, on):
+                if self._in_float32(name):
                     return
 
-    def _in_float32(self, name: str, on: str = "", *, is_expected: bool = False) -> bool:
+    def _in_float32(self, name: str, *, is_expected: bool = False) -> bool:
         experiment = self._run(lambda: run_in_fp32(self._modules[name]))
         if self._seen.error is not None and experiment.error is None:
             self._seen = (
@@ -190,7 +188,7 @@ class _Formats:
         what = (
             f"run {module_words(name)} in float32, nanwatch.run_in_fp32({code_of(self._trials.model, name)})"
         )
-        return self._judge(what + on, experiment, changed=name, is_expected=is_expected)
+        return self._judge(what, experiment, changed=name, is_expected=is_expected)
 
     def _bfloat16(self) -> bool:
         """Try bfloat16, which has the range of float32, for all float16. Return whether it works."""
@@ -230,7 +228,7 @@ class _Formats:
             experiment = self._run(make=_clamping(module, side, ends.largest))
             self._judge(words, experiment, needs_room=False)
 
-    def _smaller_scale(self, start: BackwardStart) -> Cure | None:
+    def _smaller_scale(self) -> Cure | None:
         """Return the largest loss scale below the present one with which all gradients of the backward are finite.
 
         A backward is in proportion to what it is given. None where no float16 takes part, whose range is the reason to
@@ -238,14 +236,13 @@ class _Formats:
         help either.
         """
         scale = self._trials.conditions.loss_scale
-        given = [gradient_record(x) for x in start.gradients.values()]
+        given = self._seen.given
         if not any(record.dtype == "float16" for record in (*given, *self._seen.gradients)):
             return None
 
         @cache
         def room(divisor: float) -> float:
-            gradients = {label: x / divisor for label, x in start.gradients.items()}
-            made = self._run(start=start._replace(gradients=gradients)).gradients
+            made = self._run(divisor=divisor).gradients
             if any(record.isfinite is False for record in made):
                 return -inf
             bits = least_bits(record for record in made if record.dtype == "float16")
@@ -272,7 +269,7 @@ class _Formats:
         hold: Hold = nullcontext,
         make: MakeCall = make_call,
         snapshot: BatchSnapshot | None = None,
-        start: BackwardStart | None = None,
+        divisor: float = 1.0,
     ) -> Experiment:
         trials = self._trials
         is_enough = sum(cure.works for cure in trials.cures) >= _ENOUGH
@@ -281,9 +278,8 @@ class _Formats:
         # Gradients of float16 weights have no scaler: a loss that grows with the square of the outputs has to fit.
         is_half = any(p.dtype is torch.float16 for p in trials.snapshot.module.parameters())
         is_changed = hold is not nullcontext or make is not make_call
-        return trials.run(
-            hold, make, snapshot, start, squares=is_half and is_changed and not self._is_backward
-        )
+        squares = is_half and is_changed and not self._is_backward
+        return trials.run(hold, make, snapshot, squares=squares, divisor=divisor)
 
     def _judge(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,14 +99,6 @@ class Step:
         return "nan" if self.nan else "-inf" if self.neginf and not self.posinf else "inf"
 
 
-class BackwardStart(NamedTuple):
-    """The gradients, by label, that the outputs of call `number` of module `name` had in the failed backward."""
-
-    name: str
-    number: int
-    gradients: Mapping[str, Tensor]
-
-
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     """Facts about a finding that a re-run of its batch showed.
@@ -114,10 +106,9 @@ class Diagnosis:
     `step` is the operation that made the non-finite value, None when none was seen. `transient` is True when the re-run
     did not make the value again, False when it did, None when that says nothing. `extent` and `index` are of the
     non-finite tensor. `call` is the call in which the value was made; it holds the call's tensors, so drop it when
-    done. `remarks` are sentences. `start` is where a failed backward began. `made_in` is the module whose own code made
-    the operation, where that is another than the finding's and not inside it. `holder` is a frame with the weight or
-    buffer that the operation was given non-finite. `is_unseen`: no output of a module and no gradient of one shows the
-    value.
+    done. `remarks` are sentences. `made_in` is the module whose own code made the operation, where that is another than
+    the finding's and not inside it. `holder` is a frame with the weight or buffer that the operation was given
+    non-finite.
     """
 
     step: Step | None = None
@@ -126,10 +117,8 @@ class Diagnosis:
     index: tuple[int, ...] | None = None
     remarks: tuple[str, ...] = ()
     call: ModuleCall | None = None
-    start: BackwardStart | None = None
     made_in: str | None = None
     holder: Frame | None = None
-    is_unseen: bool = False
 
     @property
     def place(self) -> Expression | None:

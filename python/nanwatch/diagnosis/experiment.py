@@ -22,13 +22,17 @@ from ..recording.walk import call_leaves, leaves
 from ..records.record import Record
 from ..report.finding import value_of
 from .batch_snapshot import BatchSnapshot
-from .diagnosis import BackwardStart, Step
+from .diagnosis import Step
 from .provenance import ProvenanceMode
 
 # `allows(name, module)` is True where infinities in this module are meant, or the judge of its values.
 Allows = Callable[[str, nn.Module], bool | Excuses]
 # Makes a call of a module with the change that is tried.
 MakeCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+_LEFT_OUT = (
+    "in the forward {} made a bad value that is left out of the result, as by `torch.where` or by a product with 0; its"
+    " gradient in {} is 0 times that, which is nan"
+)
 
 
 def nothing_allowed(_: str, module: nn.Module) -> bool | Excuses:
@@ -53,12 +57,13 @@ class ObservedCall(NamedTuple):
 class Experiment:
     """A run: its calls in the order in which they ended, what the batch returned, and what its backwards made.
 
-    `error` is the exception that ended it, if one did. `failure` is the operation that began the first bad value, where
-    the run followed them.
+    `error` is the exception that ended it, if one did. `given` are the gradients that its first backward began with.
+    `failure` is the operation that began the first bad value, where the run followed them.
     """
 
     calls: list[ObservedCall] = field(default_factory=list)
     error: Exception | None = None
+    given: list[Record] = field(default_factory=list)
     gradients: list[Record] = field(default_factory=list)
     results: list[Tensor] = field(default_factory=list)
     failure: Step | None = None
@@ -78,12 +83,21 @@ class Experiment:
         """Whether a backward made a gradient that is non-finite."""
         return any(record.is_fault for record in self.gradients)
 
-    def keep_gradients(self, _: Any, x: Tensor, record: Record) -> None:
+    def keep_gradients(self, node: Any, x: Tensor, record: Record) -> None:
         """Keep the gradient that a node of the graph has made."""
         self.gradients.append(record)
-        if record.is_fault:
-            self.failed_in_backward |= self.failure is None
-            self.note_origin(x, record)
+        if not record.is_fault or self.failure is not None or self.provenance is None:
+            return
+        self.failed_in_backward = True
+        value = value_of(record)
+        step = self.provenance.origin(x, nan="nan" in value)
+        if step is None or step.meant:
+            place, module = self.provenance.site_of(node)
+            is_nan, is_negative = "nan" in value, value == "-inf"
+            step = Step(0, node.name(), nan=is_nan, neginf=is_negative, place=place, module=module)
+        elif not step.in_backward:
+            step.remarks += (_LEFT_OUT.format(step.operation, node.name()),)
+        self.failure = step
 
     def note_origin(self, x: Tensor, record: Record) -> None:
         """Note the operation that began the values of a bad tensor, the first for which one is known."""
@@ -97,25 +111,24 @@ def run(
     make: MakeCall = make_call,
     allows: Allows = nothing_allowed,
     *,
-    start: BackwardStart | None = None,
-    follows: bool = False,
+    follows: bool | ProvenanceMode = False,
     squares: bool = False,
+    divisor: float = 1.0,
 ) -> Experiment:
     """Run the batch of `snapshot` once more; keep what its forward raises as the error. KeyboardInterrupt passes.
 
     make: makes each call of a module.
+    follows: True or a mode finds the operation that began the first bad value.
+    divisor: the gradients that the backward begins with are divided by it.
 
-    A batch with a graph has a backward too, from its outputs, as if their mean were the loss; one as if the mean of
-    their squares were, with `squares`; and one from `start`. A run that `follows` knows the operation that began its
-    first bad value. A watch of the model sees nothing of it.
+    A batch with a graph has a backward too, from its outputs, as if their mean were the loss, or with the sizes of
+    gradients that the snapshot knows; and, with `squares`, one as if the mean of their squares were the loss. A watch
+    of the model sees nothing of it.
     """
-    experiment = Experiment(provenance=ProvenanceMode(run.__code__) if follows else None)
-    starts: dict[str, Tensor] = {}
-    number = -1
+    experiment = Experiment(provenance=ProvenanceMode(run.__code__) if follows is True else follows or None)
 
     def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal number
-        name = names.get(module, "?")
+        name = names.get(module, "" if module is snapshot.module else "?")
         formats = (torch.get_autocast_dtype(x) for x in autocast_kinds() if torch.is_autocast_enabled(x))
         autocast = next((dtype for dtype in formats if dtype in NARROW), None)
         output = make(module, args, kwargs)
@@ -127,29 +140,25 @@ def run(
         for (_, x), record in zip([*inputs, *outputs], records, strict=True):
             if record.is_fault and isinstance(x, Tensor):
                 experiment.note_origin(x, record)
-        if start is not None and start.name == name:
-            number += 1
-            if number == start.number:
-                starts.update((label, x) for label, x in with_graph(output) if label in start.gradients)
         return output
 
     try:
-        again = with_leaves(snapshot)[0] if snapshot.grad else snapshot
+        again = with_leaves(snapshot) if snapshot.grad else snapshot
         graph = torch.enable_grad() if snapshot.grad else nullcontext()
         with again.again() as call, graph, experiment.provenance or nullcontext():
-            with wrap_calls(snapshot.module.modules(), seen):
+            with wrap_calls((*names, *snapshot.module.modules()), seen):
                 output = call()
             experiment.results = [x.detach() for _, x in leaves(output, "output") if isinstance(x, Tensor)]
-            backwards = []
-            if start is not None and starts:
-                given = [start.gradients[label].to(x.dtype) for label, x in starts.items()]
-                backwards.append((list(starts.values()), given))
-            if ends := [x for _, x in with_graph(output) if snapshot.grad]:
-                backwards.append((ends, mean_gradients(ends)))
+            if ends := dict(with_graph(output)) if snapshot.grad else {}:
+                roots, sizes = list(ends.values()), snapshot.sizes
+                given = [
+                    torch.full_like(x, sizes.get(label, _share(x)) / divisor) for label, x in ends.items()
+                ]
+                experiment.given = [gradient_record(x) for x in given]
+                run_backward(roots, leaves_below(roots), given, experiment.keep_gradients)
                 if squares:
-                    backwards.append((ends, [2 * x.detach() / max(x.numel(), 1) for x in ends]))
-            for roots, gradients in backwards:
-                run_backward(roots, leaves_below(roots), gradients, experiment.keep_gradients)
+                    given = [2 * x.detach() * _share(x) for x in roots]
+                    run_backward(roots, leaves_below(roots), given, experiment.keep_gradients)
     except Exception as error:
         # Without its traceback, whose frames hold the activations of the run.
         experiment.error = error.with_traceback(None)
@@ -167,23 +176,16 @@ def gradient_record(x: Tensor) -> Record:
     return observe(x, "gradient", "gradient")
 
 
-def with_leaves(snapshot: BatchSnapshot) -> tuple[BatchSnapshot, list[Tensor]]:
-    """Return the snapshot with new leaves for tensors that require a gradient, and all leaves of a backward.
-
-    The graph behind what the batch was called with is the user's.
-    """
-    made: list[Tensor] = []
+def with_leaves(snapshot: BatchSnapshot) -> BatchSnapshot:
+    """Return the snapshot with new leaves for tensors that require a gradient: the graph behind them is the user's."""
 
     def fresh(x: Tensor) -> Tensor:
-        if not x.requires_grad:
-            return x
-        made.append(x.detach().requires_grad_())
-        return made[-1].clone()  # a leaf could not be written to
+        # A leaf could not be written to.
+        return x.detach().requires_grad_().clone() if x.requires_grad else x
 
     with torch.enable_grad():
         args, kwargs = _pytree.tree_map_only(Tensor, fresh, (snapshot.args, dict(snapshot.kwargs)))
-    wanted = [*(x for x in snapshot.module.parameters() if x.requires_grad), *made]
-    return replace(snapshot, args=args, kwargs=kwargs), wanted
+    return replace(snapshot, args=args, kwargs=kwargs)
 
 
 def leaves_below(roots: Sequence[Tensor]) -> list[Tensor]:
@@ -257,4 +259,8 @@ def with_graph(output: Any) -> Iterator[tuple[str, Tensor]]:
 
 def mean_gradients(outputs: list[Tensor]) -> list[Tensor]:
     """Return for each tensor the gradient that the mean of its elements gives it, as a loss would."""
-    return [torch.full_like(x, 1 / max(x.numel(), 1)) for x in outputs]
+    return [torch.full_like(x, _share(x)) for x in outputs]
+
+
+def _share(x: Tensor) -> float:
+    return 1 / max(x.numel(), 1)

@@ -87,24 +87,26 @@ class BackwardCall:
 
     @classmethod
     def capture(
-        cls, since: int, forwards: Sequence[tuple[int, int]], generators: Sequence[Tensor]
+        cls, since: int, forwards: Sequence[tuple[int, int]], rngs: Sequence[RngState]
     ) -> BackwardCall | None:
-        """Return the backward under way, None where it is not known. `generators`: states of the CPU's before it."""
+        """Return the backward under way, None where it is not known. `rngs`: random states of before it."""
         frame = _engine_frame()
         if frame is None:
             return None
         callers = list(islice(_callers(frame), _MOST_FRAMES))
-        now = RngState.capture()
-        rngs = [*(replace(now, torch=generator) for generator in generators), now]
-        return cls(frame.f_locals["t_outputs"], since, forwards, callers, rngs)
+        return cls(frame.f_locals["t_outputs"], since, forwards, callers, [*rngs, RngState.capture()])
 
     def is_behind(self, node: Any) -> bool:
         """Return whether the node of the graph was made from the model's outputs, and by no forward of the model."""
         number = -1 if node is None else node._sequence_nr()
         return number >= self.since and not any(begin <= number < end for begin, end in self.forwards)
 
-    def statements(self, model: nn.Module) -> LossStatements:
-        """Return the statements of the first caller that computed the loss. Raise Refused, with the reason."""
+    def statements(self, model: nn.Module, *, whole: bool) -> LossStatements:
+        """Return the statements of the first caller that computed the loss, with the model's calls if it is `whole`.
+
+        Raises Refused, with the reason.
+        """
+        is_behind = None if whole else self.is_behind
         for caller, above in zip(self.callers, [*self.callers[1:], None], strict=True):
             file = SourceFile.load(caller.code.co_filename)
             if above is not None:
@@ -112,8 +114,8 @@ class BackwardCall:
                 deleted = {*parameters} & above.names.keys() - caller.names.keys()
                 names = caller.names | {name: above.names[name] for name in deleted}
                 caller = caller._replace(names=names, deleted=frozenset(deleted))
-            if file is not None and (part := slice_of(caller, file, self.is_behind)) is not None:
-                return LossStatements(model, caller, file, self.is_behind, part)
+            if file is not None and (part := slice_of(caller, file, is_behind)) is not None:
+                return LossStatements(model, caller, file, is_behind, part)
         raise Refused("the source of the loss was not found")
 
 
@@ -180,18 +182,22 @@ def _callers(frame: FrameType) -> Iterator[Caller]:
             yield Caller(frame.f_code, frame.f_lineno, frame_values(frame), frame.f_globals)
 
 
-def slice_of(caller: Caller, file: SourceFile, is_behind: Callable[[Any], bool]) -> Slice | None:
+# Returns whether the node of a graph is behind the model's outputs. None stands for one that knows no model.
+IsBehind = Callable[[Any], bool] | None
+
+
+def slice_of(caller: Caller, file: SourceFile, is_behind: IsBehind) -> Slice | None:
     """Return the statements that computed the loss of the call under way; None where the frame was only handed it.
 
     Statements that made a bad value without a graph, such as a target, are among them where they may run again. So are
-    the model's calls where a statement differentiates their outputs: the graphs of these are gone.
+    the model's calls without `is_behind`, and where a statement differentiates their outputs: their graphs are gone.
     """
     top = node_of(file, caller.code)
     for path in () if top is None else paths_to(top, caller.line):
         slicer = _Slicer(caller, is_behind)
         part = slicer.cut(path)
         if part is not None and slicer.differentiates:
-            part = _Slicer(caller, lambda node: node is not None, may_differentiate=True).cut(path) or part
+            part = _Slicer(caller, None).cut(path) or part
         if part is not None:
             return part
     return None
@@ -200,11 +206,8 @@ def slice_of(caller: Caller, file: SourceFile, is_behind: Callable[[Any], bool])
 class _Slicer:
     """Goes back from the loss over the statements before it, with the names whose values they have to make."""
 
-    def __init__(
-        self, caller: Caller, is_behind: Callable[[Any], bool], *, may_differentiate: bool = False
-    ) -> None:
+    def __init__(self, caller: Caller, is_behind: IsBehind) -> None:
         self.differentiates = False
-        self._may_differentiate = may_differentiate
         self._caller = caller
         self._is_behind = is_behind
         self._reads: dict[str, Any] = {}
@@ -266,7 +269,8 @@ class _Slicer:
         return self._has_graph(value) or any(is_bad)
 
     def _has_graph(self, value: Any) -> bool:
-        return any(self._is_behind(x.grad_fn) for x in _tensors(value))
+        nodes = [x.grad_fn for x in _tensors(value) if x.grad_fn is not None]
+        return any(self._is_behind is None or self._is_behind(node) for node in nodes)
 
     def _block(self, statements: list[ast.stmt], needed: set[str]) -> tuple[list[ast.stmt], set[str]]:
         """Return those of the statements that make the needed names, and the names that they need themselves."""
@@ -339,8 +343,9 @@ class _Slicer:
         for node in (inner for top in nodes for inner in ast.walk(top)):
             is_once = isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom)
             name = called_name(node) if isinstance(node, ast.Call) else ""
-            self.differentiates |= name == "grad"
-            if is_once or (name in _NOT_TWICE and not (name == "grad" and self._may_differentiate)):
+            may_differentiate = name == "grad" and self._is_behind is None
+            self.differentiates |= name == "grad" and not may_differentiate
+            if is_once or (name in _NOT_TWICE and not may_differentiate):
                 raise self._refused(node)
 
     def _refused(self, node: ast.AST) -> Refused:
@@ -374,21 +379,24 @@ def _base(node: ast.AST) -> str:
 
 
 class LossStatements(nn.Module):
-    """The statements as a module, whose call runs them and returns the loss. `inputs` are what they read, by name."""
+    """The statements as a module, whose call runs them. `inputs` are what they read, by name.
+
+    A call returns the loss, and the outputs of the model without their graph.
+    """
 
     def __init__(
-        self,
-        model: nn.Module,
-        caller: Caller,
-        file: SourceFile,
-        is_behind: Callable[[Any], bool],
-        part: Slice,
+        self, model: nn.Module, caller: Caller, file: SourceFile, is_behind: IsBehind, part: Slice
     ) -> None:
         super().__init__()
-        self.model = model  # so that a re-run of the statements holds its state, and no watch sees its calls
+        self.model = model
         self.filename = file.name
         self._body, reads = part
-        self.lines = self._body[0].lineno, self._body[-1].end_lineno
+        first, last = self._body[0].lineno, self._body[-1].end_lineno
+        lines = f"line {first}" if first == last else f"lines {first} to {last}"
+        self.where = f"{lines} of {self.filename}"
+        # So that a re-run puts back the state of all modules that the statements call, and no watch sees its calls.
+        owned = [y for x in reads.values() for y in (x, *getattr(x, "__dict__", {}).values())]
+        self.modules_read = nn.ModuleList(x for x in owned if isinstance(x, nn.Module))
         # `self` is the module in a call of it.
         self.inputs = {name: x for name, x in sorted(reads.items()) if tensors_in(x) and name != "self"}
         self._caller, self._file, self._is_behind = caller, file, is_behind
@@ -398,13 +406,17 @@ class LossStatements(nn.Module):
 
     def forward(self, **inputs: Any) -> Any:
         """Run the statements with these values of the names they read."""
-        names = {**self._names, **inputs}
+        names, outputs = {**self._names, **inputs}, list[Tensor]()
         # A list or a dict that the statements fill is the program's.
         for name in self._filled & names.keys():
             if isinstance(names[name], list | dict | set):
                 names[name] = copy.copy(names[name])
-        exec(self._code, names)
-        return names[_RESULT]
+        hook = self.model.register_forward_hook(lambda *call: outputs.extend(tensors_in(call[-1])))
+        try:
+            exec(self._code, names)
+        finally:
+            hook.remove()
+        return names[_RESULT], [x.detach() for x in outputs]
 
     def target(self, place: Expression) -> Target | str:
         """Return the statements as what runs a line, if it is one of theirs; else as `find_target` does."""

@@ -6,7 +6,7 @@ and the report is what it was before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,15 +17,16 @@ from torch import Tensor, nn
 from ..instrumentation.wrapped_names import module_names
 from ..precision.casting import replaced
 from ..recording.walk import call_leaves
-from ..report.finding import Value, with_earlier, working_first
+from ..report.finding import Finding, with_earlier, working_first
 from ..util.visible import spell
 from . import isolation
-from .batch_snapshot import BatchSnapshot, may_be_narrow, no_second_run, num_processes
-from .cures import Cures, try_formats, try_patches
-from .diagnosis import BackwardStart, Diagnosis, enrich
+from .batch_snapshot import BatchSnapshot, may_be_narrow, no_second_run
+from .cures import try_formats, try_patches
+from .diagnosis import Diagnosis, enrich
 from .experiment import Allows, run
 from .incident import Incident, attempt, write_failure
 from .loss_statements import BackwardCall, LossStatements, Refused, loss_value, with_poles
+from .patching.code_swap import find_target
 from .search import find_operation
 from .trials import NO_CONDITIONS, Conditions
 
@@ -35,6 +36,7 @@ _ADVICE = (
 _NOT_KEPT = (
     "the start of the batch was not kept. Run it alone, uncompiled and with one call of the model, for that"
 )
+_OTHERS = "the batch, with other gradients of its outputs of the same size,"
 
 # Runs of a part of the batch. One of 64 samples takes 9.
 _MOST_RUNS = 24
@@ -59,10 +61,10 @@ def examine(
     run, diagnosis = _Rerun(incident, model, conditions), None
     if examines and (reason or (snapshot is None and loss is None)):
         incident.remark(f"no re-run was made: {reason or _NOT_KEPT}")
-    elif examines and loss is not None and (snapshot is None or incident.finding.is_of_loss):
-        run.examine_loss(loss, loss_value(loss))
+    elif examines and incident.finding.phase == "backward":
+        run.examine_backward(snapshot, loss)
     elif examines and snapshot is not None and incident.finding.phase != "step":
-        diagnosis = run.examine_batch(snapshot, loss)
+        diagnosis = run.examine_batch(snapshot)
     finding = incident.finding
     if loss is not None and finding.is_of_loss and finding.operation is None:
         poles = attempt("reading the loss's graph", partial(with_poles, finding, loss), incident.remark)
@@ -84,121 +86,95 @@ class _Rerun:
         """Send what is known to the process of the program, should a later step not end."""
         isolation.send(self._incident.report.to_json())
 
-    def examine_batch(self, snapshot: BatchSnapshot, loss: BackwardCall | None) -> Diagnosis:
-        """Run the batch again to find the operation, cures and samples; then the loss, if nothing was found."""
-        incident, before = self._incident, self._incident.report
-        finding, frames = incident.finding, before.frames
-        diagnosis = find_operation(snapshot, finding, model=self._model, frames=frames)
+    def examine_batch(self, snapshot: BatchSnapshot) -> Diagnosis:
+        """Run the forward of the batch again to find the operation, cures and samples."""
+        incident, finding = self._incident, self._incident.finding
+        diagnosis = find_operation(snapshot, finding, model=self._model)
         incident.finding = enrich(finding, diagnosis)
         if diagnosis.holder is not None:
-            incident.report = replace(incident.report, frames=tuple(with_earlier(frames, diagnosis.holder)))
+            frames = with_earlier(incident.report.frames, diagnosis.holder)
+            incident.report = replace(incident.report, frames=tuple(frames))
         self.send()
-        is_due = diagnosis.step is not None
-        if finding.phase != "backward":
-            was_there = finding.origin in ("data", "buffer") and diagnosis.place is not None
-            is_due = diagnosis.transient is False or was_there
-            if is_due and (doubts := snapshot.doubts()):
+        was_there = finding.origin in ("data", "buffer") and diagnosis.place is not None
+        if diagnosis.transient is False or was_there:
+            if doubts := snapshot.doubts():
                 incident.remark(f"no cure was tried, as {doubts[0]}")
-                is_due = False
-        if is_due:
-            attempt("trying cures", partial(self._cure, snapshot, diagnosis), incident.remark)
-        if loss is None or diagnosis.step is not None:
-            self.send()
-            self._find_samples(snapshot, diagnosis)
-            return diagnosis
-        # The derivative of a gradient reaches weights past their modules' outputs.
-        shown, finding, incident.report = incident.report, incident.finding, before
-        incident.learn(origin="received", source_module=None)
-        self.examine_loss(loss, None)
-        if incident.finding.operation is None:
-            incident.report = shown
-        elif incident.finding.source_module == finding.module:
-            incident.learn(origin=finding.origin, source_module=finding.source_module)
+            else:
+                self._try_cures(snapshot, diagnosis, incident.finding)
+        if diagnosis.step is not None or incident.finding.origin == "data":
+            self._find_samples(snapshot, diagnosis, batch_size(snapshot))
         return diagnosis
 
-    def _cure(self, snapshot: BatchSnapshot, diagnosis: Diagnosis) -> None:
+    def examine_backward(self, snapshot: BatchSnapshot | None, loss: BackwardCall | None) -> None:
+        """Run the batch again with its backward to find the operation, cures and samples.
+
+        It runs as the statements of the program that computed the loss. Where they may not run, a gradient that the
+        model itself made shows also with others of the same size at the model's outputs.
+        """
+        incident, remarks = self._incident, list[str]()
+        finding, value = incident.finding, None if loss is None else loss_value(loss)
+        diagnosis, start = Diagnosis(), snapshot
+        for start in self._starts(snapshot, loss, remarks):
+            diagnosis = find_operation(start, finding, model=self._model, allows=self._conditions.allows)
+            if diagnosis.step is not None:
+                break
+        if diagnosis.step is None or start is None:
+            why = "; ".join(diagnosis.remarks)
+            incident.remark(*filter(None, [*remarks, why and f"{why}; {_ADVICE}"]))
+            return
+        where = start.module.where if isinstance(start.module, LossStatements) else _OTHERS
+        incident.finding = enrich(finding, diagnosis)
+        self.send()
+        tried = incident.finding if value is None else replace(incident.finding, phase="forward")
+        self._try_cures(start, diagnosis, tried)
+        incident.remark(f"found by running {where} again")
+        self._find_samples(start, diagnosis, batch_size(start if snapshot is None else snapshot))
+
+    def _starts(
+        self, snapshot: BatchSnapshot | None, loss: BackwardCall | None, remarks: list[str]
+    ) -> Iterator[BatchSnapshot]:
+        """Yield the starts from which the backward may come again, the exact ones first; remark why there are none."""
+        finding = self._incident.finding
+        if loss is not None:
+            try:
+                statements = loss.statements(self._model, whole=not finding.is_of_loss)
+                buffers = {} if snapshot is None else snapshot.buffers
+                for rng in loss.rngs:
+                    facts = statements.inputs, rng, loss.autocast, False, True, (), buffers
+                    yield BatchSnapshot(statements, (), *facts)
+            except Refused as reason:
+                remarks.append(f"the loss was not computed again: {reason}; {_ADVICE}")
+            except Exception as error:
+                remarks.append(f"the loss could not be computed again: {spell(error)}; {_ADVICE}")
+        if snapshot is not None and not finding.is_of_loss:
+            yield snapshot
+
+    def _try_cures(self, snapshot: BatchSnapshot, diagnosis: Diagnosis, finding: Finding) -> None:
         """Try changes of the source first, as they are the smallest, then other formats."""
-        finding, start = self._incident.finding, diagnosis.start
-        model, conditions = self._model, self._conditions
-        cures, remarks = try_patches(snapshot, finding, model, diagnosis, conditions=conditions)
-        is_due = start is not None or may_be_narrow(snapshot, finding) or not any(x.works for x in cures)
-        if is_due and (start is not None or finding.phase != "backward"):
-            formats = try_formats(snapshot, finding, model, start=start, conditions=conditions)
+        attempt("trying cures", partial(self._cure, snapshot, diagnosis, finding), self._incident.remark)
+
+    def _cure(self, snapshot: BatchSnapshot, diagnosis: Diagnosis, finding: Finding) -> None:
+        model, conditions, statements = self._model, self._conditions, snapshot.module
+        is_backward = self._incident.finding.phase == "backward"
+        at = statements.target if isinstance(statements, LossStatements) else find_target
+        cures, remarks = try_patches(snapshot, finding, model, diagnosis, conditions=conditions, at=at)
+        is_due = is_backward or may_be_narrow(snapshot, finding) or not any(x.works for x in cures)
+        if is_due and not self._incident.finding.is_of_loss:
+            formats = try_formats(snapshot, finding, model, conditions=conditions)
             cures, remarks = (*cures, *formats[0]), (*remarks, *formats[1])
         self._incident.learn(cures=working_first(cures))
         self._incident.remark(*remarks)
 
-    def _find_samples(self, snapshot: BatchSnapshot, diagnosis: Diagnosis) -> None:
+    def _find_samples(self, snapshot: BatchSnapshot, diagnosis: Diagnosis, size: int) -> None:
         """Look for the samples that carry the failure, unless a second run says little."""
         incident = self._incident
-        is_known = diagnosis.step is not None or incident.finding.origin == "data"
-        if not is_known or diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
+        self.send()
+        if diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
             return
         names, allows = module_names(self._model), self._conditions.allows
-        search = partial(find_samples, snapshot, names, allows=allows, start=diagnosis.start)
-        samples = attempt("the search for samples", search, incident.remark)
-        if samples:
+        search = partial(find_samples, snapshot, names, size, allows=allows)
+        if samples := attempt("the search for samples", search, incident.remark):
             incident.learn(samples=samples)
-
-    def examine_loss(self, call: BackwardCall, value: Value | None) -> None:
-        """Complete the finding with the operation, line and cures that a re-run of the loss's statements shows.
-
-        `value` is that of the loss, which its forward made; None where its backward did. Raises nothing of its own:
-        what could not be done is a remark.
-        """
-        incident = self._incident
-        try:
-            if num_processes() > 1:
-                raise Refused("other ranks would have to run it along")
-            statements = call.statements(self._model)
-            diagnosis, (cures, tried) = self._run_statements(statements, call, value)
-        except Refused as reason:
-            incident.remark(f"the loss was not computed again: {reason}; {_ADVICE}")
-            return
-        except Exception as error:
-            incident.remark(f"the loss could not be computed again: {spell(error)}; {_ADVICE}")
-            return
-        first, last = statements.lines
-        lines = f"line {first}" if first == last else f"lines {first} to {last}"
-        where = f"{lines} of {statements.filename}"
-        if diagnosis.step is None:
-            why = "; ".join(diagnosis.remarks) or "the value did not come back"
-            incident.remark(f"the loss was computed again by {where}: {why}; {_ADVICE}")
-            return
-        # The derivative of a gradient runs through the model's own operations once more. `extent` and `index` would be
-        # those of the loss, where the finding is of a gradient.
-        made_in = _below(diagnosis.made_in or "") or None
-        shown = replace(diagnosis, made_in=made_in, remarks=diagnosis.step.remarks, extent="", index=None)
-        incident.finding = enrich(incident.finding, shown)
-        incident.learn(cures=cures)
-        incident.remark(*tried, f"found by running {where} again")
-
-    def _run_statements(
-        self, statements: LossStatements, call: BackwardCall, value: Value | None
-    ) -> tuple[Diagnosis, Cures]:
-        # The finding of a call of the statements, that returns the loss.
-        facts = {"module": "", "label": "output", "origin": "produced", "source_module": None}
-        finding = replace(self._incident.finding, **facts, operation=None, place=None)  # type: ignore[arg-type]
-        if value is not None:
-            finding = replace(finding, phase="forward", value=value)
-        for rng in call.rngs:
-            snapshot = BatchSnapshot(
-                statements, (), statements.inputs, rng, call.autocast, inference=False, grad=True
-            )
-            diagnosis = find_operation(snapshot, finding, model=statements)
-            if diagnosis.step is not None:
-                break
-        if diagnosis.step is None:
-            return diagnosis, ((), ())
-        allows = self._conditions.allows
-        conditions = self._conditions._replace(allows=lambda name, module: allows(_below(name), module))
-        finding, at = enrich(finding, diagnosis), statements.target
-        return diagnosis, try_patches(snapshot, finding, statements, diagnosis, conditions=conditions, at=at)
-
-
-def _below(name: str) -> str:
-    """Return the name in the model of a module of the statements."""
-    return name.removeprefix("model").removeprefix(".")
 
 
 # Samples of a batch without which it is finite
@@ -207,17 +183,17 @@ def _below(name: str) -> str:
 def find_samples(
     snapshot: BatchSnapshot,
     names: Mapping[nn.Module, str],
+    size: int,
     *,
     allows: Allows,
-    start: BackwardStart | None = None,
 ) -> tuple[int, ...]:
     """Return the samples without which the batch is finite, and which are not finite alone; () where none are known.
 
-    `start` is where the backward of the batch failed. Samples are numbered by the first dimension of what the batch was
-    called with. Nothing is told where tensors there have different first dimensions, where half of the samples or more
-    would be needed, or where a run without them fails, as one does whose samples depend on each other.
+    `size` is the number of samples, which are numbered by the first dimension of what the batch was called with.
+    Nothing is told where half of the samples or more would be needed, or where a run without them fails, as one does
+    whose samples depend on each other.
     """
-    size, num_runs = batch_size(snapshot), 0
+    num_runs = 0
 
     def is_finite(samples: Sequence[int]) -> bool | None:
         """Run these samples alone. Return whether all is finite, None where the run raised or is one too many."""
@@ -232,9 +208,7 @@ def find_samples(
             return x.detach()[list(samples)].requires_grad_(x.requires_grad) if is_batch else None
 
         args, kwargs = replaced((snapshot.args, dict(snapshot.kwargs)), chosen)
-        begin = start and start._replace(gradients=replaced(dict(start.gradients), chosen))
-        part = replace(snapshot, args=args, kwargs=kwargs)
-        experiment = run(part, names, allows=allows, start=begin)
+        experiment = run(replace(snapshot, args=args, kwargs=kwargs), names, allows=allows)
         if experiment.error is not None:
             return None
         return not experiment.bad_labels() and not experiment.has_bad_gradients

@@ -3,10 +3,6 @@
 ProvenanceMode reads each operation of the run. The search looks at the tensor that the finding speaks of, an output or
 an input of a module or a gradient, and asks which operation began its values. `BatchSnapshot.again` puts back what the
 run has changed, and no gradient of the user's is touched.
-
-The loss is no part of the model, so the gradients that a module's outputs had in the failed backward are gone.
-Gradients of the size that was seen stand in for them: an operation whose derivative is not finite shows with any, an
-overflow with those as large as the largest, and one in a weight's gradient with the signs that add up there.
 """
 
 from __future__ import annotations
@@ -14,16 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.functions import find_called
-from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..numerics.readable import inner_tensors, is_plain
 from ..recording.observe import observe, state_of
@@ -31,40 +23,29 @@ from ..recording.walk import Leaf, call_leaves, leaves
 from ..records.record import Frame, Record
 from ..report.finding import Finding, value_of
 from ..util.modules import is_in
-from ..util.visible import spell, suppressed
+from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, left_calls, no_second_run
 from .causes import came_in, named_arguments
-from .diagnosis import BackwardStart, Diagnosis, ModuleCall, Step, describe
-from .experiment import mean_gradients, run_backward, with_graph, with_leaves, without_hooks
+from .diagnosis import Diagnosis, ModuleCall, Step, describe
+from .experiment import Allows, Experiment, make_call, nothing_allowed, run
 from .isolation import RerunEndedError
 from .provenance import ProvenanceMode
 
-_OF_CALL = "the operation was found in a re-run of the call, from other gradients of the same size"
-_OF_BATCH = "the operation was found in a re-run of the batch, with the mean of its outputs as the loss"
-_NO_GRADIENT = "no gradient of its outputs was seen, so there was none to start a second backward from"
-_NOTHING = "in a re-run, with other gradients of the same size, no operation made a bad gradient"
-_KEPT_ELSEWHERE = (
-    "the value is in no output of the module, and no gradient of its outputs brings it back: what computed the loss may"
-    " have read it from elsewhere, as from an attribute"
-)
-_LEFT_OUT = (
-    "in the forward {} made a bad value that is left out of the result, as by `torch.where` or by a product with 0; its"
-    " gradient in {} is 0 times that, which is nan"
-)
+_NOTHING = "in a re-run of the batch no operation made a bad gradient"
 
 
 def find_operation(
-    snapshot: BatchSnapshot, finding: Finding, *, model: nn.Module, frames: Sequence[Frame] = ()
+    snapshot: BatchSnapshot, finding: Finding, *, model: nn.Module, allows: Allows = nothing_allowed
 ) -> Diagnosis:
     """Run the batch of `finding` again and find the operation that made the non-finite value.
 
-    `model` is the watched root, in which the names of the finding are names. `frames` are those of the report: they
-    have the sizes of gradients. A value that was in a weight is only described. For one that was in a buffer or the
-    data, the operation that spreads it is found. Raises nothing of its own: what could not be done is a remark.
+    `model` is the watched root, in which the names of the finding are names. `allows` tells which infinities are meant.
+    A value that was in a weight is only described. For one that was in a buffer or the data, the operation that spreads
+    it is found. Raises nothing of its own: what could not be done is a remark.
     """
     try:
         if finding.phase == "backward":
-            return _of_backward(snapshot, finding, model, frames)
+            return _of_backward(snapshot, finding, model, allows)
         called = find_called(model, finding.module)
         if finding.origin in ("weight", "buffer"):
             state = () if called is None else _tensors_of(called.module)
@@ -125,41 +106,31 @@ def _with_spread(diagnosis: Diagnosis, snapshot: BatchSnapshot) -> Diagnosis:
 
 
 class _Search:
-    """A re-run of a batch whose operations are read, up to where the value of the finding shows.
+    """A re-run of a batch whose operations are read."""
 
-    The suspect is the module of the finding, or the one that made its gradient.
-    """
-
-    def __init__(self, finding: Finding, suspect: nn.Module, model: nn.Module) -> None:
+    def __init__(self, finding: Finding, model: nn.Module, allows: Allows = nothing_allowed) -> None:
         self.finding = finding
-        self.suspect = suspect
-        self.diagnosis: Diagnosis | None = None
         self.names = {named.module: named.name for named in named_modules(model) if is_recorded(named.module)}
         # The calls under way, of the thread that makes the re-run.
         self.open_calls: list[ModuleCall] = []
-        self.provenance = ProvenanceMode(_Search.run.__code__, self.open_calls)
+        self.provenance = ProvenanceMode(run.__code__, self.open_calls)
+        self._allows = allows
 
-    def run(self, snapshot: BatchSnapshot) -> None:
-        """Make the outermost call of the batch again, and examine the calls in it."""
-        wrapped = wrap_calls([*self.names, self.suspect], self.call)
-        try:
-            with snapshot.again() as call, torch.set_grad_enabled(snapshot.grad), wrapped, self.provenance:
-                self.finish(call())
-        finally:
-            self.provenance.active = False
+    def run(self, snapshot: BatchSnapshot) -> Experiment:
+        """Make the outermost call of the batch again, and its backward where it has one."""
+        return run(snapshot, self.names, self.call, self._allows, follows=self.provenance)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call of a module, and look at what the finding speaks of."""
-        raise NotImplementedError
-
-    def finish(self, output: Any) -> None:
-        """Take what the batch has returned."""
+        """Make a call of a module."""
+        if module not in self.names:
+            return make_call(module, args, kwargs)
+        return self.make(ModuleCall(self.names[module], module, args, kwargs))
 
     def make(self, call: ModuleCall) -> Any:
         """Make the call, which is under way meanwhile."""
         self.open_calls.append(call)
         try:
-            return call.module._call_impl(*call.args, **call.kwargs)
+            return make_call(call.module, call.args, dict(call.kwargs))
         finally:
             self.open_calls.pop()
 
@@ -167,13 +138,11 @@ class _Search:
 def _of_forward(snapshot: BatchSnapshot, finding: Finding, suspect: nn.Module, model: nn.Module) -> Diagnosis:
     # Without a graph it needs less memory. Where that raises, the forward may ask for one, as for a tensor's hook.
     for grad in (False, True) if snapshot.grad else (False,):
-        search, failure = _ForwardSearch(finding, suspect, model, snapshot), ""
-        try:
-            search.run(replace(snapshot, grad=grad))
-        except RerunEndedError as error:
+        search = _ForwardSearch(finding, suspect, model, snapshot)
+        error = search.run(replace(snapshot, grad=grad)).error
+        failure = "" if error is None else f"it raised {spell(error)}"
+        if isinstance(error, RerunEndedError):
             failure = str(error)
-        except Exception as error:
-            failure = f"it raised {spell(error)}"
         if search.diagnosis is not None:
             return search.diagnosis
         if not failure:
@@ -195,9 +164,12 @@ class _ForwardSearch(_Search):
     def __init__(
         self, finding: Finding, suspect: nn.Module, model: nn.Module, snapshot: BatchSnapshot
     ) -> None:
-        super().__init__(finding, suspect, model)
+        super().__init__(finding, model)
+        self.names.setdefault(suspect, finding.module)
+        self.diagnosis: Diagnosis | None = None
         self.was_called = False
         self.trouble: list[str] = []
+        self._suspect = suspect
         self._is_producer = finding.origin == "produced"
         self._is_output = self._is_producer and not finding.label.startswith("input")
         # Versions of the tensors that the batch was called with, by id.
@@ -205,15 +177,16 @@ class _ForwardSearch(_Search):
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call of a module, and look at the output or the input of the finding."""
-        if self.diagnosis is not None:
-            return module._call_impl(*args, **kwargs)
+        if self.diagnosis is not None or module not in self.names:
+            return make_call(module, args, kwargs)
         given = [(label, x) for label, x in call_leaves(args, kwargs) if isinstance(x, Tensor)]
         versions = tuple(
             (label, x, self._versions.get(id(x), x._version)) for label, x in given if not x.is_inference()
         )
-        name = self.names.get(module, self.finding.module)
-        call = ModuleCall(name, module, args, kwargs, RngState.capture(), Autocast.capture(), versions)
-        is_suspect = module is self.suspect
+        call = ModuleCall(
+            self.names[module], module, args, kwargs, RngState.capture(), Autocast.capture(), versions
+        )
+        is_suspect = module is self._suspect
         # A receiver that nobody called was called by the batch.
         guilty = call if self._is_producer or not self.open_calls else self.open_calls[-1]
         self.was_called = self.was_called or is_suspect
@@ -310,160 +283,20 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
 # A gradient.
 
 
-def _of_backward(
-    snapshot: BatchSnapshot, finding: Finding, model: nn.Module, frames: Sequence[Frame]
-) -> Diagnosis:
-    name = finding.module if finding.origin == "produced" else finding.source_module
-    if name is None:
-        remark = "what made it lies behind the model's outputs, so it was not looked for in the model"
-        return Diagnosis(remarks=(remark,))
+def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, allows: Allows) -> Diagnosis:
     if reason := no_second_run(snapshot.module):
         return Diagnosis(remarks=(f"no re-run was made: {reason}",))
-    suspect = find_called(model, name)
-    if suspect is None:
-        return Diagnosis(remarks=(f"the model has no module {name!r} any more",))
-    search = _BackwardSearch(finding, suspect.module, model, name, frames)
-    again, search.leaves = with_leaves(snapshot)
-    remark = _NOTHING if search.sizes else _NO_GRADIENT
-    try:
-        with suppress(_OperationFound):
-            search.run(replace(again, grad=True))
-    except Exception as error:
-        remark = f"the backward could not be examined: {spell(error)}"
-    if search.diagnosis is not None:
-        return search.diagnosis
-    for step in search.provenance.steps if search.sizes else ():
-        began = step.origin is None and step.place is not None and not (step.meant or step.unwritten)
-        if began and step.module is not None and is_in(step.module, name):
-            return Diagnosis(step, remarks=(_KEPT_ELSEWHERE, *step.remarks), is_unseen=True)
-    return Diagnosis(remarks=(remark, *snapshot.doubts()))
+    guilty = finding.module if finding.origin == "produced" else finding.source_module
+    # A loss that overflows too is not what made the gradient.
+    judged = allows if guilty is None else _everything_allowed
+    experiment = _Search(finding, model, judged).run(replace(snapshot, grad=True))
+    step, error = experiment.failure, experiment.error
+    if step is None:
+        remark = _NOTHING if error is None else f"the backward could not be examined: {spell(error)}"
+        return Diagnosis(remarks=(remark, *snapshot.doubts()))
+    is_inside = step.module is None or (guilty is not None and is_in(step.module, guilty))
+    return Diagnosis(step, remarks=step.remarks, made_in=None if is_inside else step.module)
 
 
-class _OperationFound(Exception):  # noqa: N818 - ends the run, and is no error
-    """Ends a run: the operation is found."""
-
-
-class _BackwardSearch(_Search):
-    """Search for the origin of a bad gradient: in the backwards of the suspect's calls, then in one of the batch.
-
-    The backward of the batch finds what those of the calls do not: a gradient that is a sum over several calls, and a
-    forward that itself asks for gradients.
-    """
-
-    def __init__(
-        self, finding: Finding, suspect: nn.Module, model: nn.Module, name: str, frames: Sequence[Frame]
-    ) -> None:
-        super().__init__(finding, suspect, model)
-        self.leaves: list[Tensor] = []
-        # The sizes of gradients to try, the smaller first, for the labels of the suspect's outputs.
-        self.sizes: dict[str, list[float]] = {}
-        for frame in frames:
-            if (frame.name, frame.batch, frame.phase) == (name, finding.batch, "backward"):
-                self.sizes.update(_sizes(frame))
-        self._name = name
-        self._has_frames = bool(frames)
-        self._number = -1
-        self._is_in_backward = False
-
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call of a module, and the backward of the suspect's."""
-        call = ModuleCall(self.names.get(module, self._name), module, args, kwargs)
-        if module is not self.suspect or self._is_in_backward:
-            return self.make(call)
-        self._number += 1
-        tensors = [x for _, x in call_leaves(args, kwargs) if isinstance(x, Tensor) and x.requires_grad]
-        given = [get_gradient_edge(x) for x in tensors]  # a call may write to them
-        output = self.make(call)
-        wanted = [*given, *(x for x in module.parameters() if x.requires_grad)]
-        outputs = {label: x for label, x in with_graph(output) if label in self.sizes}
-        if outputs and wanted:
-            weight = module._parameters.get(self.finding.label.removesuffix(".grad"))
-            self._try_gradients(outputs, wanted, weight)
-        return output
-
-    def _try_gradients(self, outputs: dict[str, Tensor], wanted: list[Any], weight: Tensor | None) -> None:
-        """Make backwards of a call. Raises _OperationFound where one has made a bad gradient."""
-        roots, sizes = list(outputs.values()), [self.sizes[label] for label in outputs]
-        for gradients, large in _stand_ins(roots, sizes, weight, self.finding.index):
-            self._backward(roots, wanted, gradients, _OF_CALL)
-            if self.diagnosis is not None:
-                given = {label: x.detach() for label, x in zip(outputs, large, strict=True)}
-                start = BackwardStart(self._name, self._number, given)
-                self.diagnosis = replace(self.diagnosis, start=start)
-                raise _OperationFound
-
-    def finish(self, output: Any) -> None:
-        """Make a backward of the whole batch, with the mean of its outputs as the loss."""
-        ends = [x for _, x in with_graph(output)]
-        if ends and self.leaves:
-            self._backward(ends, self.leaves, mean_gradients(ends), _OF_BATCH)
-
-    def _backward(self, roots: list[Tensor], wanted: list[Any], gradients: list[Tensor], how: str) -> None:
-        self._is_in_backward = True  # a checkpoint calls modules in it
-        try:
-            run_backward(roots, wanted, gradients, partial(self._look, how))
-        finally:
-            self._is_in_backward = False
-
-    def _look(self, how: str, node: Any, x: Tensor, record: Record) -> None:
-        """Settle the first bad gradient that a node of the graph has made."""
-        if self.diagnosis is not None or not record.is_fault:
-            return
-        value = value_of(record)
-        left_out: tuple[str, ...] = ()
-        step = self.provenance.origin(x, nan="nan" in value)
-        if step is None or step.meant:
-            place, module = self.provenance.site_of(node)
-            is_nan, is_negative = "nan" in value, value == "-inf"
-            step = Step(0, node.name(), nan=is_nan, neginf=is_negative, place=place, module=module)
-        elif not step.in_backward:
-            left_out = (_LEFT_OUT.format(step.operation, node.name()),)
-        # The statements of a loss, which have no frames, call modules that did not make the finding's record.
-        is_inside = step.module is None or (self._has_frames and is_in(step.module, self._name))
-        made_in = None if is_inside or how == _OF_CALL else step.module
-        self.diagnosis = Diagnosis(step, remarks=(how, *step.remarks, *left_out), made_in=made_in)
-
-
-def _sizes(frame: Frame) -> Iterator[tuple[str, list[float]]]:
-    """Yield for the outputs of a call the sizes that their gradients had."""
-    for record in frame.records:
-        label = record.label.removesuffix(".grad")
-        # All zeros stand for themselves: zero times a pole is nan.
-        if label.startswith("output") and record.isfinite and record.abs_max is not None:
-            yield label, [record.abs_min or record.abs_max / 1024, record.abs_max]
-
-
-def _stand_ins(
-    roots: list[Tensor], sizes: list[list[float]], weight: Tensor | None, index: tuple[int, ...] | None
-) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield gradients to try, of equal elements first, and those of the largest size for each.
-
-    A weight's gradient is a sum over the batch: of products with both signs equal gradients leave little.
-    """
-    small, large = (
-        [torch.full_like(x, size[place]) for x, size in zip(roots, sizes, strict=True)] for place in (0, 1)
-    )
-    yield small, large
-    yield large, large
-    if weight is not None and weight.requires_grad and (signs := _signs(roots, weight, index)):
-        signed = [sign * x for sign, x in zip(signs, large, strict=True)]
-        yield signed, signed
-
-
-def _signs(roots: list[Tensor], weight: Tensor, index: tuple[int, ...] | None) -> list[Tensor]:
-    """Return for each root ones with the signs that make all its terms of this weight gradient's element positive.
-
-    Empty where that cannot be told, as where an operation has no second derivative.
-    """
-    ones = [torch.ones_like(x).requires_grad_() for x in roots]
-    try:
-        with without_hooks([weight]):
-            (made,) = torch.autograd.grad(roots, [weight], ones, create_graph=True)
-            shares = torch.autograd.grad(made[index or ()].sum(), ones, allow_unused=True)
-    except Exception:
-        suppressed("the signs of a backward could not be told, as without a second derivative")
-        return []
-    return [
-        torch.ones_like(x) if share is None else torch.where(share < 0, -1.0, 1.0).to(x)
-        for x, share in zip(roots, shares, strict=True)
-    ]
+def _everything_allowed(_: str, __: nn.Module) -> bool:
+    return True

@@ -20,7 +20,6 @@ from ..precision.casting import cast, first_float
 from ..report.finding import Cure, Finding
 from ..util.visible import suppressed
 from .batch_snapshot import BatchSnapshot
-from .diagnosis import BackwardStart
 from .experiment import (
     Allows,
     Experiment,
@@ -63,17 +62,12 @@ NO_CONDITIONS = Conditions()
 
 @dataclass
 class Trials:
-    """Trials of changes on the batch of one finding. Cures that work go to `cures`.
-
-    `is_unseen`: no output of a module and no gradient of one shows the bad value.
-    """
+    """Trials of changes on the batch of one finding. Cures that work go to `cures`."""
 
     snapshot: BatchSnapshot
     finding: Finding
     model: nn.Module
-    start: BackwardStart | None = None
     conditions: Conditions = NO_CONDITIONS
-    is_unseen: bool = False
     cures: list[Cure] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     runs: int = 0
@@ -91,14 +85,12 @@ class Trials:
         hold: Hold = nullcontext,
         make: MakeCall = make_call,
         snapshot: BatchSnapshot | None = None,
-        start: BackwardStart | None = None,
-        **options: bool,
+        **options: Any,
     ) -> Experiment:
         """Run the batch under a change, forward and backward, with the options of `experiment.run`."""
         self.runs += 1
-        start, allows = start or self.start, self.conditions.allows
         with hold():
-            return run(snapshot or self.snapshot, self.names, make, allows, start=start, **options)
+            return run(snapshot or self.snapshot, self.names, make, self.conditions.allows, **options)
 
     def is_finite(self, experiment: Experiment) -> bool:
         """Return whether all is finite. Bad data stays bad: then the outputs and the gradients have to be."""
@@ -112,7 +104,7 @@ class Trials:
         args, kwargs = cast((snapshot.args, dict(snapshot.kwargs)), _NARROWER, torch.float64)
         mode = Float64(first_float((snapshot.args, dict(snapshot.kwargs))) or torch.float32)
         wide = replace(snapshot, args=args, kwargs=kwargs)
-        again = with_leaves(wide)[0] if backward else wide
+        again = with_leaves(wide) if backward else wide
         results: list[Tensor] | None = None
         try:
             with again.again() as call, loaded(snapshot.module, torch.float64), around():

@@ -188,6 +188,8 @@ class OptimizerSteps:
             name, module = record.label.removesuffix(".grad"), modules.get(frame.name)
             if module is not None and name in module._parameters:
                 weights.add((weakref.ref(module), name))
+        outermost = max((call for call in calls if call.frame.batch == batch), key=lambda call: call.number)
+        self._failures.rerun.backward_failed(batch, outermost.frame.records)
         self._defer(Incident(report), {frame.batch for frame, _ in faults}, weights)
 
     def _loss_is_nan(self, loss: Tensor, batch: int) -> None:
@@ -208,7 +210,6 @@ class OptimizerSteps:
 
     def _defer(self, incident: Incident, batches: set[int], weights: set[Weight]) -> None:
         """Defer a failure, or act on it at once if too many steps in a row were skipped."""
-        self._failures.rerun.backward_failed(incident.finding.batch)
         if (deferred := self._deferred) is None:
             self._deferred = _Deferred(incident, batches, weights, self._scale())
         else:
@@ -396,6 +397,7 @@ class OptimizerSteps:
         # The gradients of a non-finite forward are its consequence.
         if bad_parameters and self._deferred is None and not self._failures.knows(batch):
             incident, weights = self._reports.of_taken(optimizer, bad_parameters, batch)
+            self._failures.rerun.backward_failed(batch)
             self._defer(incident, {batch}, weights)
         loss, self._loss = self._loss, None
         is_nan = loss is not None and not bad_parameters

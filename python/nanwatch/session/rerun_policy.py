@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +21,7 @@ from ..diagnosis.trials import Conditions
 from ..instrumentation.execution_context import RngState
 from ..instrumentation.slot import unwatched
 from ..recording.events import Event, Recorder, Start
+from ..records.record import Record
 from ..report.finding import Finding
 from ..report.report import Report
 from ..util.visible import MANY, is_due, spell, suppressed, warn_user
@@ -107,16 +108,21 @@ class RerunPolicy:
             since = failed.nodes[1] if failed.is_function else min(end for _, end in calls)
             first = min(starts, key=lambda x: x.batch)
             generators = [x for x in (self._generator, first.generator) if x is not None]
-            if (call := BackwardCall.capture(since, calls, generators)) is not None:
+            rngs = [RngState(generator, first.cuda) for generator in generators]
+            if (call := BackwardCall.capture(since, calls, rngs)) is not None:
                 self._losses[batch] = call
         except Exception:
             suppressed("the statements of the loss could not be kept")
 
-    def backward_failed(self, batch: int) -> None:
-        """Keep the start of the batch also when its graph is gone, until a step takes the gradients."""
+    def backward_failed(self, batch: int, records: Iterable[Record] = ()) -> None:
+        """Keep the start of the batch also when its graph is gone, until a step takes the gradients.
+
+        `records` are those of the backward of the batch's outermost call.
+        """
         start = self.kept(batch)
         if start is not None:
-            self._failed = batch, weakref.ref(start.module), replace(start, module=_NO_MODULE)
+            sizes = {x.label.removesuffix(".grad"): x.abs_max for x in records if x.isfinite and x.abs_max}
+            self._failed = batch, weakref.ref(start.module), replace(start, module=_NO_MODULE, sizes=sizes)
 
     def kept(self, batch: int) -> BatchSnapshot | None:
         """Return the start of the batch, if it is kept for the batch's backward."""

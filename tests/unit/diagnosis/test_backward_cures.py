@@ -66,7 +66,7 @@ def test_the_scale_that_is_named_is_right(power: int, weight: float) -> None:
         # Not finite with the least scale either, or within a bit of the end.
         assert gradients_are_finite(weight, 1.0) == (cure.verdict == "not enough")
         return
-    match = re.fullmatch(r"a loss scale of (\S+) in place of (\S+), tried on the backward of `1`", cure.what)
+    match = re.fullmatch(r"a loss scale of (\S+) in place of (\S+)", cure.what)
     assert match is not None
     smaller = float(match[1])
     assert float(match[2]) == present
@@ -81,7 +81,7 @@ def test_without_a_scaler_the_factor_is_told() -> None:
     """64 * 30 * 2^14 is 480 times the end of float16: 1024 is the power of two that leaves a bit."""
     cure = cures_of(30.0, 2.0**14)[0]
     assert (cure.what, cure.works) == (
-        "a loss scale that is 1024 times smaller, tried on the backward of `1`",
+        "a loss scale that is 1024 times smaller",
         True,
     )
 
@@ -96,6 +96,4 @@ def test_a_pole_is_not_cured_and_that_is_said(known: bool) -> None:
     )
     assert report.finding is not None
     told = [(cure.what, cure.works) for cure in report.finding.cures if not cure.patch]
-    assert told == (
-        [("a loss scale of 1 in place of 256, tried on the backward of `1`", False)] if known else []
-    )
+    assert told == ([("a loss scale of 1 in place of 256", False)] if known else [])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.search import find_operation
 from nanwatch.report.finding import Finding
+from nanwatch.report.report import NonFiniteError
 from support.examined import snapshot_of
 from support.watching import watch
 
@@ -56,6 +57,29 @@ def test_a_replica_runs_again_alone(four_ranks: None) -> None:
     start, finding = failed_once(model, torch.zeros(2))
     seen = find_operation(start, finding, model=model)
     assert (seen.step.operation, seen.transient) == ("aten.log.default", False)
+
+
+def test_the_backward_of_a_replica_runs_again_alone(four_ranks: None) -> None:
+    """The statements call the replica itself, whose reducer would wait for the gradients of all ranks."""
+    model = nn.parallel.DistributedDataParallel(Gathers(False))
+
+    reductions: list[int] = []
+
+    def reduce(bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+        reductions.append(bucket.index())
+        future = torch.futures.Future[Tensor]()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, lambda _, bucket: reduce(bucket))
+    with watch(model, gradients=True, peer_timeout=0), pytest.raises(NonFiniteError) as error:  # noqa: PT012
+        model(torch.full((2,), 1e-39)).mul(10.0).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert finding.operation == "LogBackward0"
+    assert len(reductions) == 1
+    assert "found by running line" in " ".join(finding.remarks)
 
 
 def test_a_collective_is_not_waited_for(four_ranks: None) -> None:
