@@ -1,4 +1,4 @@
-"""20 faults that users report, each in a training of ordinary shape; `wrong` is False for its healthy twin."""
+"""21 faults that users report, each in a training of ordinary shape; `wrong` is False for its healthy twin."""
 
 from __future__ import annotations
 
@@ -64,6 +64,26 @@ def detached_in_a_compiled_model(watch: Watching, wrong: bool) -> None:
     with watch(model):
         compiled = torch.compile(model, backend="eager")
         train(model, AdamW(model.parameters(), lr=1e-3), compiled)
+
+
+class Gated(nn.Module):
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 4) for _ in range(3))
+        self.gate, self.wrong = nn.Linear(8, 3), wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).softmax(-1)
+        if self.wrong:
+            scores = nn.functional.one_hot(scores.argmax(-1), 3).float()
+        return (torch.stack([expert(x) for expert in self.experts], -1) @ scores.unsqueeze(-1)).squeeze(-1)
+
+
+@fault("no-gradient")
+def gate_behind_an_argmax(watch: Watching, wrong: bool) -> None:
+    model = Gated(wrong)
+    with watch(model):
+        train(model, Adam(model.parameters(), lr=1e-3))
 
 
 @fault("no-gradient", "not-in-optimizer")

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import clip_grad_norm_, prune
 from torch.utils.checkpoint import checkpoint
 
 from .kit import SGD, Adam, AdamW, Layers, Watching, batches, cross_entropy, mse, train, unusual, validate
 
-logits_loss, softplus = nn.functional.binary_cross_entropy_with_logits, nn.functional.softplus
-ONES, ZEROS = torch.ones(16, 1), torch.zeros(16, 1)
+normalize, one_hot = nn.functional.normalize, nn.functional.one_hot
 
 
 def mlp(*sizes: int) -> nn.Sequential:
@@ -26,6 +26,12 @@ def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+
+
+@torch.no_grad()
+def follow(target: nn.Module, source: nn.Module, share: float = 0.05) -> None:
+    for old, new in zip(target.parameters(), source.parameters(), strict=True):
+        old.data.mul_(1 - share).add_(share * new.data)
 
 
 # Some weights are trained, others rest.
@@ -51,6 +57,22 @@ def low_rank_adapters(watch: Watching) -> None:
 
 
 @unusual
+def soft_prompt(watch: Watching) -> None:
+    model = nn.ModuleDict(
+        {"body": nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), "head": nn.Linear(8, 4)}
+    )
+    model.requires_grad_(False)
+    model.register_parameter("prompt", nn.Parameter(torch.randn(3, 8) * 0.02))
+
+    def call(x: Tensor) -> Tensor:
+        prompted = torch.cat([model.prompt.expand(16, 3, 8), x[:, None]], 1)
+        return model["head"](model["body"](prompted)[:, -1])
+
+    with watch(model):
+        train(model, Adam([model.prompt], lr=1e-2), call)
+
+
+@unusual
 def fine_tuning_with_resting_norms(watch: Watching) -> None:
     model = Layers(norm=nn.BatchNorm1d(16), drop=0.1)
     model.norm.requires_grad_(False)
@@ -73,6 +95,39 @@ def tied_embedding_in_two_groups(watch: Watching) -> None:
         for _, x, _ in batches():
             tokens = (x * 4).long() % 12
             update(optimizer, cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten()))
+
+
+@unusual
+def iterative_pruning(watch: Watching) -> None:
+    model = Layers()
+    for layer in (model.stem, model.head):
+        prune.l1_unstructured(layer, "weight", 0.3)
+
+    def sparser(step: int) -> None:
+        if step == 5:
+            prune.l1_unstructured(model.stem, "weight", 0.5)
+        if step == 8:
+            prune.remove(model.head, "weight")
+
+    with watch(model):
+        train(model, SGD(model.parameters(), lr=0.05, momentum=0.9), after=sparser)
+
+
+class FakeQuantized(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight.detach().abs().max() / 7
+        weight = torch.fake_quantize_per_tensor_affine(self.weight, float(scale), 0, -8, 7)
+        return nn.functional.linear(x, weight, self.bias)
+
+
+@unusual
+def quantization_aware(watch: Watching) -> None:
+    model = nn.Sequential(FakeQuantized(8, 16), nn.BatchNorm1d(16), nn.ReLU(), FakeQuantized(16, 4))
+    optimizer = SGD(model.parameters(), lr=0.05, weight_decay=1e-4)
+    with watch(model):
+        train(model, optimizer, steps=8)
+        model[1].eval()  # the last epochs keep the statistics, as for deployment
+        train(model, optimizer, steps=6)
 
 
 @unusual
@@ -131,6 +186,52 @@ def meta_learning_of_second_order(watch: Watching) -> None:
 
 
 @unusual
+def reptile(watch: Watching) -> None:
+    model = mlp(8, 16, 4)
+    with watch(model):
+        for _ in range(4):
+            before = copy.deepcopy(model.state_dict())
+            train(model, SGD(model.parameters(), lr=0.05), steps=4)
+            after = model.state_dict()
+            model.load_state_dict(
+                {name: before[name] + 0.3 * (after[name] - before[name]) for name in before}
+            )
+
+
+@unusual
+def evolution_strategy(watch: Watching) -> None:
+    model = mlp(8, 4)
+    optimizer = Adam(model.parameters(), lr=1e-2)
+    with watch(model), torch.no_grad():
+        for _, x, y in batches():
+            weights = dict(model.named_parameters())
+            slopes = {name: torch.zeros_like(p) for name, p in weights.items()}
+            for _ in range(4):
+                noise = {name: torch.randn_like(p) for name, p in weights.items()}
+                ends = [{n: p + sign * 0.1 * noise[n] for n, p in weights.items()} for sign in (1, -1)]
+                high, low = (mse(functional_call(model, end, (x,)), y) for end in ends)
+                for name in slopes:
+                    slopes[name] += (high - low) / 0.8 * noise[name]
+            for name, p in weights.items():
+                p.grad = slopes[name]
+            optimizer.step()
+
+
+@unusual
+def layers_with_goals_of_their_own(watch: Watching) -> None:
+    model = nn.ModuleList(nn.Sequential(nn.Linear(size, 16), nn.ReLU()) for size in (12, 16, 16))
+    optimizers = [Adam(layer.parameters(), lr=1e-3) for layer in model]
+    with watch(model):
+        for _, x, y in batches():
+            labels = one_hot(y.argmax(1), 4)
+            good, bad = torch.cat([x, labels], 1), torch.cat([x, labels.roll(1, 1)], 1)
+            for layer, optimizer in zip(model, optimizers, strict=True):
+                high, low = layer(good).square().mean(1), layer(bad).square().mean(1)
+                update(optimizer, nn.functional.softplus(torch.cat([1 - high, low - 1])).mean())
+                good, bad = normalize(layer(good).detach()), normalize(layer(bad).detach())
+
+
+@unusual
 def optimizer_inside_the_backward(watch: Watching) -> None:
     model = Layers()
     optimizers = {p: AdamW([p], lr=1e-3, foreach=False) for p in model.parameters()}
@@ -144,6 +245,19 @@ def optimizer_inside_the_backward(watch: Watching) -> None:
     with watch(model):
         for _, x, y in batches():
             mse(model(x), y).backward()
+
+
+@unusual
+def counted_over_ragged_micro_batches(watch: Watching) -> None:
+    model = Layers(drop=0.1)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    with watch(model):
+        for _, x, y in batches():
+            optimizer.zero_grad()
+            for rows, target in zip(x.split([9, 4, 3]), y.split([9, 4, 3]), strict=True):
+                (mse(model(rows), target, reduction="sum") / y.numel()).backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
 
 
 @unusual
@@ -201,6 +315,50 @@ def sparse_embedding(watch: Watching) -> None:
                 optimizer.step()
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 6), nn.ModuleList(mlp(8, 8, 4) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(1)
+        weight, choice = shares.topk(1)
+        output = torch.zeros(len(x), 4)
+        for number, expert in enumerate(self.experts[:5]):
+            rows = (choice[:, 0] == number).nonzero()[:, 0]
+            if len(rows):
+                output = output.index_add(0, rows, weight[rows] * expert(x[rows]))
+        return output
+
+
+@unusual
+def experts_of_which_some_rest(watch: Watching) -> None:
+    model = Experts()
+    with watch(model):
+        train(model, AdamW(model.parameters(), lr=1e-3))
+
+
+class Equilibrium(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Sequential(nn.Linear(24, 16), nn.LayerNorm(16), nn.Dropout(0.1), nn.Tanh())
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(len(x), 16)
+        with torch.no_grad():
+            for _ in range(5):
+                state = self.cell(torch.cat([x, state], 1))
+        return self.head(self.cell(torch.cat([x, state], 1)))
+
+
+@unusual
+def deep_equilibrium(watch: Watching) -> None:
+    model = Equilibrium()
+    with watch(model):
+        train(model, Adam(model.parameters(), lr=1e-3))
+
+
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -235,116 +393,3 @@ def reversible_layers(watch: Watching) -> None:
 
     with watch(model):
         train(model, Adam(model.parameters(), lr=1e-3), call)
-
-
-# Two players.
-
-
-@unusual
-def adversaries_of_the_tutorial(watch: Watching) -> None:
-    generator, critic = mlp(8, 16, 4), mlp(4, 16, 1)
-    of_generator = Adam(generator.parameters(), lr=2e-4, betas=(0.5, 0.999))
-    of_critic = Adam(critic.parameters(), lr=2e-4, betas=(0.5, 0.999))
-    with watch(nn.ModuleDict({"generator": generator, "critic": critic})):
-        for _, x, real in batches():
-            critic.zero_grad()
-            logits_loss(critic(real), ONES).backward()
-            made = generator(x)
-            logits_loss(critic(made.detach()), ZEROS).backward()
-            of_critic.step()
-            generator.zero_grad()
-            logits_loss(critic(made), ONES).backward()
-            of_generator.step()
-
-
-@unusual
-def critic_frozen_in_the_other_turn(watch: Watching) -> None:
-    there, back, critic = mlp(8, 16, 4), mlp(4, 16, 8), mlp(4, 16, 1)
-    of_makers = Adam([*there.parameters(), *back.parameters()], lr=2e-4)
-    of_critic = Adam(critic.parameters(), lr=2e-4)
-    with watch(nn.ModuleDict({"there": there, "back": back, "critic": critic})):
-        for _, x, real in batches():
-            critic.requires_grad_(False)
-            made = there(x)
-            update(of_makers, mse(critic(made), ONES) + 10 * mse(back(made), x))
-            critic.requires_grad_(True)
-            update(of_critic, 0.5 * (mse(critic(real), ONES) + mse(critic(made.detach()), ZEROS)))
-
-
-@unusual
-def lazy_penalty(watch: Watching) -> None:
-    generator, critic = mlp(8, 16, 4), mlp(4, 16, 1)
-    of_generator, of_critic = Adam(generator.parameters(), lr=2e-4), Adam(critic.parameters(), lr=2e-4)
-    with watch(nn.ModuleDict({"generator": generator, "critic": critic})):
-        for step, x, real in batches():
-            update(of_critic, softplus(critic(generator(x).detach())).mean() + softplus(-critic(real)).mean())
-            if step % 4 == 0:
-                real = real.clone().requires_grad_(True)
-                (slope,) = torch.autograd.grad(critic(real).sum(), real, create_graph=True)
-                update(of_critic, 4 * 5 * slope.square().sum(1).mean())
-            update(of_generator, softplus(-critic(generator(x))).mean())
-
-
-@unusual
-def value_network_with_a_late_copy(watch: Watching) -> None:
-    policy = mlp(8, 16, 4)
-    target, optimizer = copy.deepcopy(policy), AdamW(policy.parameters(), lr=1e-3, amsgrad=True)
-    with watch(nn.ModuleDict({"policy": policy, "target": target})):
-        for step, x, y in batches():
-            with torch.no_grad():
-                action = torch.cat([policy(row[None]).argmax(1) for row in x])
-                goal = y[:, 0] + 0.9 * target(x.roll(1, 0)).max(1).values
-            value = policy(x).gather(1, action[:, None])[:, 0]
-            optimizer.zero_grad()
-            nn.functional.smooth_l1_loss(value, goal).backward()
-            torch.nn.utils.clip_grad_value_(policy.parameters(), 100)
-            optimizer.step()
-            if step % 5 == 4:
-                target.load_state_dict(policy.state_dict())
-
-
-# Several views, several models.
-
-
-@unusual
-def large_contrast_in_two_passes(watch: Watching) -> None:
-    model = Layers(drop=0.1)
-    optimizer = AdamW(model.parameters(), lr=1e-3)
-    with watch(model):
-        for _, x, _ in batches():
-            chunks, states, parts = torch.cat([x, x + 0.1]).chunk(4), [], []
-            with torch.no_grad():
-                for chunk in chunks:
-                    states.append(torch.get_rng_state())
-                    parts.append(model(chunk))
-            whole = torch.cat(parts).requires_grad_(True)
-            left, right = nn.functional.normalize(whole).chunk(2)
-            cross_entropy(left @ right.T / 0.1, torch.arange(16)).backward()
-            optimizer.zero_grad()
-            for chunk, state, slope in zip(chunks, states, whole.grad.chunk(4), strict=True):
-                torch.set_rng_state(state)
-                (model(chunk) * slope).sum().backward()
-            optimizer.step()
-
-
-@unusual
-def triplets_of_one_encoder(watch: Watching) -> None:
-    model, triplet = mlp(8, 16, 4), nn.TripletMarginLoss(margin=0.2)
-    optimizer = Adam(model.parameters(), lr=1e-3)
-    with watch(model):
-        for step, x, _ in batches():
-            update(optimizer, triplet(model(x), model(x + 0.05), model(x.roll(1, 0) * (1 + step % 3))))
-
-
-@unusual
-def federated_averaging(watch: Watching) -> None:
-    server = Layers()
-    clients = nn.ModuleList(copy.deepcopy(server) for _ in range(2))
-    with watch(nn.ModuleDict({"server": server, "clients": clients})):
-        for _ in range(4):
-            for client in clients:
-                client.load_state_dict(server.state_dict())
-                train(client, SGD(client.parameters(), lr=0.05), steps=3)
-            states = [client.state_dict() for client in clients]
-            server.load_state_dict({name: sum(s[name] for s in states) / 2 for name in states[0]})
-            validate(server.eval())

@@ -16,7 +16,7 @@ from torch import nn
 
 import nanwatch
 
-from . import faulty, methods, unusual  # noqa: F401  # they fill the registers
+from . import faulty, methods, objectives, unusual  # noqa: F401  # they fill the registers
 from .kit import FAULTS, UNUSUAL
 
 # Whether an embedding was frozen on purpose, and whether gradients were cleared on purpose, shows in no step.

@@ -32,6 +32,23 @@ def sharpness_aware(watch: Watching) -> None:
 
 
 @unusual
+def gradient_surgery(watch: Watching) -> None:
+    model = Layers()
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    with watch(model):
+        for _, x, y in batches():
+            output, gradients = model(x), []
+            for task in range(2):
+                optimizer.zero_grad()
+                mse(output[:, task], y[:, task]).backward(retain_graph=task == 0)
+                gradients.append([p.grad.clone() for p in model.parameters()])
+            for p, first, second in zip(model.parameters(), *gradients, strict=True):
+                dot = (first * second).sum().clamp(max=0)
+                p.grad = first + second - dot * second / second.norm().square().clamp(min=1e-12)
+            optimizer.step()
+
+
+@unusual
 def domains_in_turn(watch: Watching) -> None:
     body, heads = Layers(), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     model, turn = nn.ModuleDict({"body": body, "heads": heads}), iter(range(12))
@@ -129,6 +146,25 @@ def locked_image_tower(watch: Watching) -> None:
 
 
 @unusual
+def rollouts(watch: Watching) -> None:
+    policy, value = Layers(), Layers()
+    model = nn.ModuleDict({"policy": policy, "value": value})
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    with watch(model):
+        for _, x, y in batches(4):
+            with torch.no_grad():
+                before = [policy(x + step).log_softmax(1) for step in range(6)]
+                advantage = y.sum(1) - value(x)[:, 0]
+            for _ in range(3):
+                ratio = (policy(x).log_softmax(1) - before[0])[:, 0].exp()
+                surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                optimizer.zero_grad()
+                (mse(value(x)[:, 0], y.sum(1)) - surrogate.mean()).backward()
+                clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+
+
+@unusual
 def precise_statistics(watch: Watching) -> None:
     model = Layers(norm=nn.BatchNorm1d(16))
     optimizer = SGD(model.parameters(), lr=0.05)
@@ -137,6 +173,20 @@ def precise_statistics(watch: Watching) -> None:
             train(model.train(), optimizer, steps=4)
             update_bn([x for _, x, _ in batches(4)], model)
             validate(model.eval(), 1)
+
+
+@unusual
+def lookahead(watch: Watching) -> None:
+    model = Layers()
+    slow = [p.detach().clone() for p in model.parameters()]
+
+    @torch.no_grad()
+    def look(step: int) -> None:
+        for p, kept in zip(model.parameters(), slow, strict=True) if step % 3 == 2 else ():
+            p.copy_(kept.lerp_(p, 0.5))
+
+    with watch(model):
+        train(model, Adam(model.parameters(), lr=1e-2), after=look)
 
 
 @unusual
@@ -167,6 +217,25 @@ def momentum_teacher(watch: Watching) -> None:
 
 
 @unusual
+def critic_with_gradient_penalty(watch: Watching) -> None:
+    generator, critic = nn.Linear(8, 4), nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 1))
+    of_generator, of_critic = Adam(generator.parameters(), 1e-3), Adam(critic.parameters(), 1e-3)
+    with watch(nn.ModuleDict({"generator": generator, "critic": critic})):
+        for step, x, real in batches():
+            made = generator(x).detach()
+            mixed = (0.3 * real + 0.7 * made).requires_grad_(True)
+            (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+            penalty = 10 * (slope.norm(dim=1) - 1).square().mean()
+            of_critic.zero_grad()
+            (critic(made).mean() - critic(real).mean() + penalty).backward()
+            of_critic.step()
+            if step % 3 == 2:
+                of_generator.zero_grad()
+                (-critic(generator(x)).mean()).backward()
+                of_generator.step()
+
+
+@unusual
 def self_conditioning(watch: Watching) -> None:
     model = nn.Sequential(nn.Linear(12, 16), nn.Dropout(0.1), nn.SiLU(), nn.Linear(16, 4))
 
@@ -179,6 +248,43 @@ def self_conditioning(watch: Watching) -> None:
 
     with watch(model):
         train(model, AdamW(model.parameters(), lr=1e-3), call)
+
+
+@unusual
+def layers_dropped_at_random(watch: Watching) -> None:
+    layers, head, turn = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 4), iter(range(12))
+    model = nn.ModuleDict({"layers": layers, "head": head})
+
+    def call(x: Tensor) -> Tensor:
+        step = next(turn)
+        for number, layer in enumerate(layers):
+            x = x + torch.tanh(layer(x)) if (step * 7 + number * 3) % 4 else x
+        return head(x)
+
+    with watch(model):
+        train(model, AdamW(model.parameters(), lr=1e-3), call)
+
+
+class Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 4), nn.Linear(4, 4)
+        self.register_buffer("codes", torch.randn(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.encoder(x)
+        index = torch.cdist(hidden.detach(), self.codes).argmin(1)
+        nearest = self.codes[index]
+        with torch.no_grad():
+            self.codes.index_copy_(0, index, nearest.lerp(hidden, 0.1))
+        return self.decoder(hidden + (nearest - hidden).detach())
+
+
+@unusual
+def straight_through_codes(watch: Watching) -> None:
+    model = Quantised()
+    with watch(model):
+        train(model, AdamW(model.parameters(), lr=1e-3))
 
 
 @unusual
