@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import io
 import os
-import re
 import sys
 import time
 import traceback
@@ -83,14 +82,12 @@ def answered(
     find: Callable[[argparse.Namespace, Tell], tuple[Any, int]],
     *,
     errors: tuple[type[Exception], ...] = (),
-    waits: Callable[[argparse.Namespace], bool] = lambda options: False,
 ) -> int:
     """Print the text or result that `find(options, tell)` returns, and return the exit status beside it.
 
     Errors of use and of files are one line on stderr, and those in `errors` too. What the user's own code prints
     meanwhile goes to stderr. On a terminal the command answers again every `options.live` seconds until Ctrl-C, if it
-    has such an option. Errors after the first answer are shown in its place, as a file may be about to change; where
-    the command `waits`, the first is too.
+    has such an option. Errors after the first answer are shown in its place, as a file may be about to change.
     """
     options = parser.parse_args(arguments)
     options.json |= getattr(options, "format", None) == "json"
@@ -109,7 +106,7 @@ def answered(
                     result, status = find(options, tell)
                     text = result if isinstance(result, str) else _rendered(result, options, tell)
             except expected as error:
-                if not (is_live and (has_answered or waits(options))):
+                if not (is_live and has_answered):
                     sys.stderr.write(f"{parser.prog}: {visible(str(error))}\n")
                     return 2
                 text = visible(f"waiting: {error}")
@@ -142,7 +139,7 @@ def write_page(path: Path | None, page: Callable[[], str], tell: Tell) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a command. Its errors for an unknown flag, word or command name close ones."""
+    """Parser of a command. Its error for an unknown flag names close ones; argparse lists the words that there are."""
 
     def __init__(self, name: str, description: str, notes: str) -> None:
         super().__init__(
@@ -157,9 +154,6 @@ class Parser(argparse.ArgumentParser):
         flag = message.removeprefix("unrecognized arguments: ").partition(" ")[0].partition("=")[0]
         if flag.startswith("--"):
             message += f"; {close_names(flag, list(self._option_string_actions), '--help lists the options')}"
-        elif choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            names = choice[2].replace("'", "").split(", ")
-            message += f"; {close_names(choice[1], names, 'none of them is like it')}"
         super().error(message)
 
 

@@ -45,18 +45,13 @@ def top_main(arguments: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", type=Path, help="a trace: what watch(trace=...) was given")
     parser.add_argument("--once", action="store_true", help="print one table and end")
     parser.add_argument("--by", choices=("headroom", "trend"), default="headroom", help="what comes first")
-    for option, name, default, metavar, words in (
-        ("--latest", "latest", _LATEST, "N", "of the latest N batches (default: %(default)s)"),
-        ("--every", "live", 2, "S", "look again after S seconds (default: %(default)s)"),
-    ):
-        parser.add_argument(option, dest=name, type=_positive, default=default, metavar=metavar, help=words)
-    # A folder may get its first part later. A trace that is not there would be waited for without end.
-    return answered(parser, arguments, _top, waits=lambda options: options.run.is_dir())
+    parser.set_defaults(live=2)
+    return answered(parser, arguments, _top)
 
 
 def _top(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
     trace = Trace.open(options.run, tell)
-    picture = draw(trace, latest_batches(trace, options.latest))
+    picture = draw(trace, latest_batches(trace, _LATEST))
     rows = list(picture.rows)  # by headroom
     if options.by == "trend":  # modules without one come last
         rows.sort(key=lambda row: (math.isnan(row.trend), row.trend))
@@ -70,9 +65,7 @@ def _top(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
             "marks": [plain(mark) for mark in picture.marks],
         }
         return json.dumps(document, allow_nan=False, indent=2), 0
-    shown_batches = (
-        f"; below are the latest {options.latest:,}" if len(trace.batches) > options.latest else ""
-    )
+    shown_batches = f"; below are the latest {_LATEST:,}" if len(trace.batches) > _LATEST else ""
     heading = [trace_line(trace) + shown_batches]
     for mark in picture.marks[-_MARKS:]:
         heading.append(mark.text if mark.kind == "spike" else f"batch {mark.batch}: {mark.text}")
@@ -80,12 +73,6 @@ def _top(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
     shown = rows[: max(min(_LINES, room), 1)]
     more = [f"{len(rows) - len(shown):,} modules more"] if len(rows) > len(shown) else []
     return "\n".join(map(visible, [*heading, *_table(shown), *more])), 0
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"should be a number above 0, got {text!r}")
-    return int(text)
 
 
 def _table(rows: list[Row]) -> list[str]:

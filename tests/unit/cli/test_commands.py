@@ -78,8 +78,6 @@ def test_the_usage_names_the_program(name: str, capsys: pytest.CaptureFixture[st
     [
         (["scan", "--agianst=b", "a"], "close names: --against"),
         (["run", "--moduls", "x", "train.py"], "close names: --modules"),
-        (["sho", "out"], "close names: show\n"),
-        (["fits", "run.parquet", "--for", "flaot16"], "close names: float16, "),
         (["doctor", ""], "error: unrecognized arguments: "),
     ],
 )

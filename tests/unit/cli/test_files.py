@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -105,18 +104,6 @@ def test_show_prints_a_batch_as_a_report(place: Path, capsys: pytest.CaptureFixt
     assert (status, again) == (0, f"{report.to_text()}\n")
     assert run(capsys, "show", str(place))[:2] == (0, again)  # the folder of a failure
     assert "--batch is for a trace" in run(capsys, "show", "report.json", "--batch", "0")[2]
-
-
-def test_json_on_a_terminal_is_one_document(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However it is asked for, also with --live."""
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it would look again"))
-    for words in (["--json"], ["--format", "json"]):
-        status, out, err = run(capsys, "show", "a.parquet", "--live", *words)
-        assert (status, err) == (0, "")
-        assert Report.from_json(out).frames == Trace.open("a.parquet").frames(1)
 
 
 def test_show_prints_a_saved_spike_and_writes_its_page(

@@ -38,7 +38,7 @@ def part(folder: Path, number: int, falling: str = "falling", told: Sequence[str
 
 
 def test_what_comes_first_and_of_which_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By headroom or by trend, in lines or as JSON; --latest leaves out what was before."""
+    """By headroom or by trend."""
     folder = tmp_path / "run"
     part(folder, 0)
     part(folder, 1)
@@ -51,9 +51,8 @@ def test_what_comes_first_and_of_which_batches(tmp_path: Path, capsys: pytest.Ca
         ["11.0", "bits", lines[3][2], "19", "3.20e+01", "falling"],
         ["12.0", "bits", "+0.0", "0", "1.60e+01", "whole"],
     ]
-    _, out, _ = run(capsys, "top", str(folder), "--by", "trend", "--latest", "10")
-    assert "; below are the latest 10" in out.splitlines()[0]
-    assert out.splitlines()[2].split() == ["11.0", "bits", "-100.0", "39", "3.20e+01", "falling"]
+    _, out, _ = run(capsys, "top", str(folder), "--by", "trend")
+    assert out.splitlines()[2].split() == ["11.0", "bits", lines[3][2], "19", "3.20e+01", "falling"]
 
 
 def test_spikes_and_forecasts_stand_above_the_table(
@@ -67,8 +66,6 @@ def test_spikes_and_forecasts_stand_above_the_table(
     _, out, _ = run(capsys, "top", str(folder), "--once")
     assert out.splitlines()[1:4] == ["batch 19: forecast: 1", "batch 19: forecast: 2", SPIKE]
     assert len(out.splitlines()) == 1 + 3 + 1 + 3
-    _, out, _ = run(capsys, "top", str(folder), "--once", "--latest", "10")
-    assert out.splitlines()[1:2] == [SPIKE]
     _, out, _ = run(capsys, "top", str(folder), "--json")
     document = json.loads(out)["marks"]
     assert [mark["text"] for mark in document] == [SPIKE, *forecasts, SPIKE]
@@ -76,40 +73,35 @@ def test_spikes_and_forecasts_stand_above_the_table(
 
 
 def test_bad_use_is_status_2_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No trace, a folder that is still empty, and a number that is none."""
+    """No trace, and a folder that is still empty."""
     (tmp_path / "empty").mkdir()
     for name, words in (("none", "there is no trace"), ("empty", "nothing was written to it yet")):
         status, out, err = run(capsys, "top", str(tmp_path / name))
         assert (status, out, err.count("\n")) == (2, "", 1)
         assert words in err
-    with pytest.raises(SystemExit):
-        run(capsys, "top", "run", "--latest", "0")
-    assert "above 0, got '0'" in capsys.readouterr().err
 
 
 def test_the_live_view(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a terminal it waits for the first part, shows one that comes later, and ends at Ctrl-C."""
+    """On a terminal it shows a part that comes later, and ends at Ctrl-C."""
     folder = tmp_path / "run"
-    folder.mkdir()
-    parts = iter([0, 1])
+    part(folder, 0, falling="[red]falling", told=[SPIKE])
+    parts = iter([1])
 
     def sleep(seconds: float) -> None:
-        assert seconds == 5
+        assert seconds == 2
         if (number := next(parts, None)) is None:
             raise KeyboardInterrupt
         part(folder, number, falling="[red]falling", told=[SPIKE])
 
     monkeypatch.setattr("time.sleep", sleep)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    status, out, err = run(capsys, "top", str(folder), "--every", "5")
-    waiting, first, second = out.split("\x1b[H\x1b[2J")[1:]
+    status, out, err = run(capsys, "top", str(folder))
+    first, second = out.split("\x1b[H\x1b[2J")[1:]
     assert (status, err) == (0, "")
-    assert waiting.startswith("waiting: ")
-    assert "nothing was written to it yet" in waiting
     assert "20 of them" in first
     assert first.index("still") < first.index("[red]falling")
     assert "40 of them" in second
     assert SPIKE in second
-    assert run(capsys, "top", str(folder), "--once", "--every", "5") == (0, second, "")
+    assert run(capsys, "top", str(folder), "--once") == (0, second, "")
