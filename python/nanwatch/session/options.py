@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from math import inf, isfinite
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -27,7 +27,7 @@ from ..recording.events import Check, Settings
 from ..recording.masks import Excuses, excuses
 from ..report.report import Report
 from ..sinks.sink import Sink
-from ..sinks.trackers import ACCEPTED, FOLDER, factory_of, log_for, sink_for
+from ..sinks.trackers import ACCEPTED, FOLDER, factory_of, log_for
 from ..trace.columns import arrow
 from ..trace.trace_file import Trace as TraceFile
 from ..util.reading import shorten
@@ -93,14 +93,10 @@ def one_of(*words: str) -> Callable[[str, Any], str]:
     return kind
 
 
-def _seconds(option: str, value: Any) -> float:
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < inf:
+def _seconds(option: str, value: str) -> float:
+    if not value.replace(".", "", 1).isdecimal():
         raise ValueError(f"{option} should be a number of seconds of at least 0, got {value!r}")
-    return seconds
+    return float(value)
 
 
 def parts(value: Any) -> Any:
@@ -278,18 +274,16 @@ class Audit:
 
 
 def _to_trace(option: str, value: Any) -> Trace | None:
-    if value is None or isinstance(value, Trace):
-        return value
-    if not isinstance(value, str | os.PathLike):
+    if value is not None and not isinstance(value, str | os.PathLike | Trace):
         raise TypeError(f"{option} should be a path or a nanwatch.Trace, got {value!r}")
-    return _made_of(Trace, value)
+    return _made_of(Trace, value) if isinstance(value, str | os.PathLike) else value
 
 
 def _to_audit(option: str, value: Any) -> Audit | None:
-    if value is None or isinstance(value, Audit):
-        return value
     if isinstance(value, str) and "," in value:
         return _made_of(Audit, value)
+    if value is None or isinstance(value, Audit):
+        return value
     every = every_nth(option, value)
     return Audit(every) if every else None
 
@@ -392,10 +386,6 @@ class Options:
         inf, nan = self.allows("inf", name), self.allows("nan", name)
         return excuses(module, inf=inf, nan=nan, reads_inputs="inputs" in self.read)
 
-    def named_sinks(self) -> list[tuple[str, Sink]]:
-        """Return the sinks that `sinks` means, each with its name for the user."""
-        return [(f"the sink {_name_of(target)}", sink_for(target)) for target in self.sinks]
-
     @property
     def trace_batches(self) -> Collection[int]:
         """The batches to trace, () for every one."""
@@ -468,13 +458,6 @@ def _fitted(
             raise ValueError(f"{option} pattern {entry!r} matches {what}; {close_names(pattern, names)}")
         fitted.append(entry[:length] + pattern)
     return tuple(fitted)
-
-
-def _name_of(target: Any) -> str:
-    """Return the name of a sink or its folder, of a function or the class of an object; not a URL, which is secret."""
-    if isinstance(target, str | Path):
-        return str(target).partition(":")[0] if "://" in str(target) else str(target)
-    return str(getattr(target, "__name__", None) or type(target).__name__)
 
 
 OPTIONS: dict[str, Field[Any]] = {option.name: option for option in fields(Options) if option.metadata}

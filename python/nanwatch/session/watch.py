@@ -30,6 +30,7 @@ from ..report.report import Report
 from ..report.spike import SpikeReport
 from ..scan.guard import CheckpointGuard
 from ..sinks.sink import Sink, SinkStream, Warnings
+from ..sinks.trackers import sink_for
 from ..trace.tracer import Tracer, ring_size, start_tracer
 from ..util.visible import is_due
 from .failure_handler import FailureHandler
@@ -87,9 +88,8 @@ class Watch:
                 Path(options.trace.path), self._recorder, ring if fetches else 0, options.every
             )
         notes = [] if self._tracer is None else [TraceNotes(self._tracer, options.trace_batches)]
-        self._sinks = sinks = SinkStream(
-            self._recorder, options.named_sinks(), [*notes, Warnings()], every=options.every
-        )
+        targets = [sink_for(target) for target in options.sinks]
+        self._sinks = sinks = SinkStream(self._recorder, targets, [*notes, Warnings()], every=options.every)
         self._monitor = Monitor(self._recorder, model, every=options.every, forecasts=options.forecast)
         self._reports = Reports(model, self._recorder, options, self._monitor.suspicion)
         rerun = RerunPolicy(model, self._recorder, options)

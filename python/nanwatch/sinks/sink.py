@@ -136,30 +136,26 @@ _NO_SUMMARY = BatchSummary(-1)
 class SinkStream(Sink):
     """The events of one Watch, each handed to the sinks that take it.
 
-    `sinks` are the user's, each with its name. `internal` are nanwatch's, which come last and may raise. The
+    `sinks` are the user's. `internal` are nanwatch's, which come last and may raise. The
     smallest `every` of the user's sinks counts for all.
     """
 
     def __init__(
         self,
         recorder: Recorder,
-        sinks: Sequence[tuple[str, Sink]],
+        sinks: Sequence[Sink],
         internal: Sequence[Sink] = (),
         *,
         every: int = 1,
     ) -> None:
-        # Each sink with its name for the user, and the events that it takes: none once it has raised.
+        # Each sink with the events that it takes: none once it has raised.
         self._receivers = [
-            (
-                name,
-                sink,
-                {event for event in EVENTS if getattr(type(sink), event) is not getattr(Sink, event)},
-            )
-            for name, sink in sinks
+            (sink, {event for event in EVENTS if getattr(type(sink), event) is not getattr(Sink, event)})
+            for sink in sinks
         ]
         self._internal = internal
         self._every = every
-        self._log_every = min((sink.every for _, sink in sinks), default=Sink.every)
+        self._log_every = min((sink.every for sink in sinks), default=Sink.every)
         self._next = 0  # the batch to sum up
         self._summary = _NO_SUMMARY
         self._last_nonfinite: int | None = None  # the latest batch that was reported
@@ -173,14 +169,14 @@ class SinkStream(Sink):
         return self._takes("on_batch") or self._takes("on_frame")
 
     def _takes(self, event: str) -> bool:
-        return any(event in events for _, _, events in self._receivers)
+        return any(event in events for _, events in self._receivers)
 
     def _subscribe(self, batch: int) -> None:
         """Ask for the frames of this batch, if a sink wants them."""
         self._frames.active = self._takes("on_frame") or (batch >= self._next and self._takes("on_batch"))
 
     def _tell(self, event: str, *args: Any) -> None:
-        for name, sink, events in self._receivers if self._process == os.getpid() else ():
+        for sink, events in self._receivers if self._process == os.getpid() else ():
             if event not in events:
                 continue
             try:
@@ -190,7 +186,8 @@ class SinkStream(Sink):
                 suppressed(f"a sink raised in {event}")
                 # It may not raise in place of the failure that the sink was called with.
                 warn_user(
-                    f"nanwatch logs no more to {name}, which raised {spell(error)}; the run goes on and is watched",
+                    f"nanwatch logs no more to the sink {type(sink).__name__}, which raised {spell(error)}; the run"
+                    " goes on and is watched",
                     may_raise=False,
                 )
         for sink in self._internal:

@@ -71,16 +71,6 @@ def test_a_callable_gets_each_bad_batch() -> None:
 # Options
 
 
-def test_roles_can_be_left_out() -> None:
-    """Each word of `read` has its records."""
-    model = nn.BatchNorm1d(1)
-    for role in ("weight", "buffer", "input", "output"):
-        read = " ".join({"weights", "buffers", "inputs", "outputs"} - {f"{role}s"})
-        with watch(model, read=read) as w:
-            model(torch.randn(3, 1))
-        assert {r.role for r in w.frames[0].records} == {"weight", "buffer", "input", "output"} - {role}
-
-
 @pytest.mark.parametrize(
     ("options", "names"),
     [
@@ -152,17 +142,6 @@ def test_no_tensor_is_kept_alive() -> None:
             gc.collect()
             assert ref() is None
         assert len(w.frames) == 5
-
-
-def test_functorch_transforms_are_left_alone() -> None:
-    """Inside vmap and grad the values cannot be read: the frames say so and the result is the same."""
-    model = nn.Sequential(Scale(2.0))
-    x = torch.ones(3, 2)
-    with watch(model) as w:
-        assert torch.equal(torch.func.vmap(model)(x), 2 * x)
-        torch.func.grad(lambda x: model(x).sum())(x)
-    notes = {record.note for frame in w.frames for record in frame.records}
-    assert all(str(note).startswith("not checked: ") for note in notes)
 
 
 # Once more

@@ -9,22 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-import nanwatch
 from nanwatch.session.model_finder import ModelFinder
 
 X = torch.ones(2, 3)
-
-
-class Hidden(nn.Module):
-    """Holds a model where nobody sees that it is one: in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = nn.Linear(3, 3)
-        self.hidden = [nn.Linear(3, 3)]
-
-    def forward(self, x):
-        return self.hidden[0](self.own(x))
 
 
 def found_in(program):
@@ -35,35 +22,10 @@ def found_in(program):
     return found
 
 
-def test_models_are_what_has_weights_or_buffers():
-    """A teacher in evaluation, a model, a loss with a buffer; no loss without."""
-    net, teacher = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False).eval()
-    plain, weighted = nn.MSELoss(), nn.CrossEntropyLoss(weight=torch.ones(3))
-
-    def program():
-        plain(X, X)
-        teacher(X)
-        for _ in range(2):
-            weighted(net(X), torch.tensor([0, 1]))
-
-    assert found_in(program) == [teacher, net, weighted]
-
-
 def test_the_holder_is_the_model():
     """Parts that are called one by one belong to the module that holds them, as with a LightningModule."""
     whole = nn.ModuleDict({"encoder": nn.Linear(3, 3), "head": nn.Linear(3, 3)})
     assert found_in(lambda: whole["head"](whole["encoder"](X)))[0] is whole
-
-
-def test_what_is_called_inside_is_not_the_model():
-    """A hidden part of a model is no model of its own, and the model is watched whole from its first call on."""
-    model = Hidden()
-    watches = []
-    with ModelFinder(lambda found: watches.append(nanwatch.watch(found))):
-        model(X)
-        model(X)
-    (watch,) = watches
-    assert [frame.name for frame in watch.frames] == ["own", ""] * 2
 
 
 @pytest.mark.compile

@@ -1,155 +1,383 @@
-"""A gradient that is not finite, and that no step has taken when the watch ends."""
+"""The look before an optimizer's step: what is raised, what was skipped, what passes, and what a step leaves behind."""
 
 from __future__ import annotations
 
+import copy
 import warnings
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import NonFiniteError, Report
-from support.toys import Root, finding_of
+from nanwatch.report.report import NonFiniteError, Report
+from nanwatch.session.watch import Watch
+from support.gradient_models import Narrow, Sick
+from support.recorders import WITH_DEVICE, watched
+from support.toys import finding_of
+from support.training import assert_same_bits
 from support.watching import watch
 
-pytestmark = pytest.mark.usefixtures("each_recorder")
+KINDS: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}]
+HOWS = ["single", "foreach", "fused"]
 
 
-def model_at_zero() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), Root())
-    nn.init.zeros_(model[0].weight)
-    return model
-
-
-def backward(model: nn.Module) -> None:
-    model(torch.ones(1, 2)).sum().backward()
-
-
-@pytest.mark.parametrize("action", ["raise", "warn"])
-def test_leaving_says_what_is_held(action: Any, tmp_path: Path) -> None:
-    """One warning with the finding, at the `with`; the report has it, and so has output_dir. Once, however often."""
-    model = model_at_zero()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with watch(model, gradients=True, on_nonfinite=action, output_dir=tmp_path) as w:
-            backward(model)
-            assert not torch.isfinite(model[0].weight.grad).all()
-    (held,) = [one for one in told if "before a step" in str(one.message)]
-    assert str(held.message).startswith(
-        "inf first seen in `input[0].grad` of 1 (Root) in the backward of batch 0; "
-    )
-    assert held.filename == __file__
-    finding = w.report().finding
-    assert finding is not None
-    assert (finding.module, finding.phase) == ("1", "backward")
-    assert "the watch ended before a step took it" in finding.remarks
-    assert (tmp_path / "batch-0" / "report.json").exists()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        w.stop()
-        with watch(model, gradients=True):  # the user drops the gradients
-            backward(model)
-            model.zero_grad()
-
-
-def test_an_exception_of_the_block_stays(capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither a warning that a filter makes an error of, nor what a callable raises, takes its place."""
-
-    def refuse(report: Report) -> None:
-        raise ValueError("of the callable")
-
-    def fail(model: nn.Module, action: Any) -> None:
-        with watch(model, gradients=True, on_nonfinite=action):
-            backward(model)
-            raise LookupError("mine")
-
-    for action in ("raise", refuse):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)
-            with pytest.raises(LookupError, match="mine") as caught:
-                fail(model_at_zero(), action)
-        assert caught.value.__context__ is None
-    assert "before a step took it" in capsys.readouterr().err
-
-
-class Cube(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x**3
-
-
-def test_a_skipped_step_is_not_blamed_for_the_next_forward() -> None:
-    """The scaler has skipped the step of the bad backward, so a forward that fails then has a cause of its own."""
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), Cube())
-    nn.init.ones_(model[0].weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
-    with watch(model, gradients=True, scaler=scaler) as w:
-        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+def train(model: nn.Module, scaler: Any, steps: int, kind: dict[str, Any]) -> Iterator[int]:
+    """So many steps with a GradScaler; the number of each, once it is made."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kind)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
+        yield step
+
+
+@pytest.fixture
+def collected() -> None:
+    """No GradScaler of an earlier test is left."""
+    import gc
+
+    gc.collect()
+
+
+@pytest.mark.usefixtures("collected")
+@pytest.mark.parametrize("kind", KINDS, ids=HOWS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_steps_that_a_scaler_skips_are_counted(recorder: str, kind: dict[str, Any]) -> None:
+    """No error; each has its scale before and after, also in the frames; the run counts as finite."""
+    model = Narrow()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19)
+    with watched(model, recorder, gradients=True, max_frames=200) as w:
+        for _ in train(model, scaler, 6, kind):
+            pass
+        assert [str(step) for step in w.skipped_steps] == [
+            "skipped step (scale 524288 → 262144)",
+            "skipped step (scale 262144 → 131072)",
+            "skipped step (scale 131072 → 65536)",
+        ]
+        assert [step.batch for step in w.skipped_steps] == [0, 1, 2]
+        assert w.counters["skipped_steps"] == 3
+        report = w.report()
+    assert report.finding is None
+    assert "Batch 0: skipped step (scale 524288 → 262144)." in report.to_text()
+    notes = [(f.batch, str(r.note)) for f in w.frames for r in f.records if r.isfinite is False]
+    assert {batch for batch, _ in notes} == {0, 1, 2}
+    assert all(note.startswith("skipped step (scale ") for _, note in notes)
+    assert repr(Report.from_json(report.to_json())) == repr(report)
+
+
+@pytest.mark.usefixtures("collected")
+def test_the_step_after_the_last_allowed_skip_is_a_failure() -> None:
+    """max_skipped_steps=2: the third bad backward in a row raises, with the finding, the weights as they were."""
+    model = Narrow()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    before = copy.deepcopy(model.state_dict())
+    with watch(model, gradients=True, max_skipped_steps=2) as w:
+        with pytest.raises(NonFiniteError, match="the 2 steps before this one were skipped") as error:
+            list(train(model, scaler, 9, {}))
+        assert w.counters["skipped_steps"] == 2
+    assert error.value.report.finding is not None
+    assert error.value.report.finding.batch == 2
+    assert_same_bits(model.state_dict(), before)
+
+
+def test_a_scaler_that_is_given_is_asked_where_there_are_several() -> None:
+    """With two scalers in use none is guessed; `scaler` names it."""
+    other = torch.amp.GradScaler("cpu")
+    other.scale(torch.ones(1))
+    for given, told in ((True, "skipped step (scale 131072 → 65536)"), (False, "skipped step")):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17)
+        model = Narrow()
+        with watch(model, gradients=True, scaler=scaler if given else None) as w:
+            list(train(model, scaler, 2, {}))
+            assert [str(step) for step in w.skipped_steps] == [told]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=HOWS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_a_step_that_would_take_a_bad_gradient_is_stopped(recorder: str, kind: dict[str, Any]) -> None:
+    """Raised by the step, once, weights and optimizer state to the bit as they were; clean steps are made."""
+    model = nn.Sequential(Sick())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **kind)
+
+    def step(is_sick: bool) -> None:
+        model[0].sick = is_sick
+        optimizer.zero_grad()
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+
+    with watched(model, recorder, gradients=True) as w:
+        step(False)
+        model[0].weight.data.zero_()
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         with pytest.raises(NonFiniteError) as error:
-            model(torch.full((1, 2), 1e20))
+            step(True)
+        assert_same_bits([model.state_dict(), optimizer.state_dict()], list(before))
+        assert w.report() is error.value.report
+        step(False)
     finding = finding_of(error)
-    assert (finding.phase, finding.batch, finding.module) == ("forward", 1, "1")
-    assert [step.batch for step in w.skipped_steps] == [0]
+    assert (finding.module, finding.label, finding.batch) == ("0", "weight.grad", 1)
+    assert finding.operation == "SqrtBackward0"
+    assert bool((model[0].weight != 0).all())
 
 
-def test_a_nan_loss_of_finite_gradients_is_raised_by_its_backward() -> None:
-    """All labels are ignored: 0 / 0, and gradients of 0. The report has the line that divides, and a cure."""
-    torch.manual_seed(0)
-    model = nn.Linear(2, 3)
-    labels = torch.full((4,), -100)
-    with watch(model, gradients=True):
-        losses = nn.functional.cross_entropy(model(torch.ones(4, 2)), labels, reduction="sum")
-        loss = losses / (labels != -100).sum()  # divides
-        with pytest.raises(NonFiniteError) as error:
-            loss.backward()
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_finite_gradients_whose_sum_overflows_are_stopped(recorder: str) -> None:
+    """Half precision, 40000 and 40000: no gradient was bad, their sum is; sums that are not pass, also many."""
+    model = nn.Linear(1, 1, bias=False).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with watched(model, recorder, gradients=True):
+        for i in range(8):
+            model(torch.full((1, 1), 30000.0).half()).sum().backward()
+            model(torch.full((1, 1), -30000.0).half()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=i % 2 == 0)
+        before = model.weight.clone()
+        for _ in range(2):
+            model(torch.full((1, 1), 40000.0).half()).sum().backward()
+        with pytest.raises(NonFiniteError, match="the sum of several backwards") as error:
+            optimizer.step()
+    assert torch.equal(model.weight, before)
     finding = finding_of(error)
-    assert (finding.module, finding.label, finding.value, finding.is_of_loss) == (
-        "(loss)",
-        "output",
-        "nan",
-        True,
-    )
-    assert finding.operation == "aten.div.Tensor"
-    assert finding.place is not None
-    assert Path(__file__).read_text().splitlines()[finding.place.line - 1].endswith("# divides")
-    assert finding.cures[0].works
-    assert model.weight.grad is not None
-    assert torch.isfinite(model.weight.grad).all()
+    assert (finding.label, finding.batch, finding.value) == ("weight.grad", 17, "inf")
 
 
-def test_a_nan_loss_behind_a_dead_relu_is_raised_by_the_step() -> None:
-    """The ReLU's gradient is nan, and those of the weights are 0. The step of a later batch is not stopped for it."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 1), nn.ReLU())
-    nn.init.constant_(model[0].bias, -9.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(model, gradients=True):
-        for target in (0.0, 1.0):
-            output = model(torch.ones(1, 2))
-            loss = ((output - target).abs() / (output.abs() + target)).mean()  # divides
-            optimizer.zero_grad()
-            loss.backward()
-            assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
-            if target:
-                optimizer.step()
-                continue
+def overflowing_attention() -> nn.Module:
+    """Return attention in float16 whose `out_proj.weight`, which no module call uses, has a gradient above 65504."""
+    attention = nn.MultiheadAttention(8, 1).half()
+    with torch.no_grad():
+        attention.in_proj_bias[16:] = 200.0
+        attention.out_proj.weight.mul_(0.01)
+    return attention
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_what_a_step_takes_is_read_whoever_wrote_it(recorder: str) -> None:
+    """After the backward, beside the model, or of a module that nobody calls: the step leaves each weight as it was."""
+    linear = nn.Linear(8, 1)
+    attention = overflowing_attention()
+    temperature = nn.Parameter(torch.zeros(()))
+    x = torch.randn(512, 1, 8).half()
+
+    def divided() -> None:
+        linear(torch.ones(2, 8)).sum().backward()
+        for parameter in linear.parameters():
+            parameter.grad.div_(torch.zeros(()))
+
+    cases = [
+        (linear, divided, ("", "step", "received", "weight.grad")),
+        (
+            linear,
+            lambda: (linear(torch.ones(2, 8)).sum() * temperature.sqrt()).backward(),
+            ("(optimizer)", "step", "received", "param[0][2].grad"),
+        ),
+        (
+            attention,
+            lambda: attention(x, x, x)[0].sum().backward(),
+            ("", "backward", "produced", "out_proj.weight.grad"),
+        ),
+    ]
+    for model, backward, expected in cases:
+        optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+        optimizer.zero_grad()
+        before = [parameter.detach().clone() for parameter in (*model.parameters(), temperature)]
+        with watched(model, recorder, gradients=True, rerun=False):
+            backward()
             with pytest.raises(NonFiniteError) as error:
                 optimizer.step()
+        finding = finding_of(error)
+        assert (finding.module, finding.phase, finding.origin, finding.label) == expected
+        assert all(map(torch.equal, before, (*model.parameters(), temperature)))
+
+
+def test_the_step_of_another_optimizer_is_made() -> None:
+    """Two models, two optimizers, one watch: what is wrong in one holds up its own step alone."""
+    model = nn.ModuleDict({"sick": Sick(), "well": nn.Linear(3, 1)})
+    sick, well = (torch.optim.SGD(model[name].parameters(), lr=0.1) for name in ("sick", "well"))
+    before = model["well"].weight.clone()
+    with watch(model, gradients=True):
+        (model["sick"](torch.ones(3)).sum() + model["well"](torch.ones(3)).sum()).backward()
+        well.step()
+        with pytest.raises(NonFiniteError):
+            sick.step()
+    assert not torch.equal(model["well"].weight, before)
+
+
+def test_what_the_user_mends_or_drops_is_no_failure() -> None:
+    """Gradients made finite before the step pass, the 1st, 2nd and 4th with a line; a step left out is skipped."""
+    model = nn.Sequential(Sick())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught, watch(model, gradients=True) as w:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(3)).sum().backward()
+            torch.nan_to_num_(model[0].weight.grad, posinf=0.0)
+            optimizer.step()
+        assert w.report().finding is None
+        model[0].weight.data.zero_()
+        model(torch.ones(3)).sum().backward()
+        assert w.report().finding is not None
+        optimizer.zero_grad()
+        assert w.report().finding is None
+        assert [str(step) for step in w.skipped_steps] == ["skipped step"]
+    lines = [str(warning.message).partition(" in the backward of batch ")[2] for warning in caught]
+    assert [line.partition(";")[0] for line in lines] == ["0", "1", "3"]
+    assert "nothing was stopped" in lines[0]
+    assert caught[0].filename == __file__
+    assert w.counters["untaken_backwards"] == 5
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_a_step_around_a_backward_or_inside_one_is_stopped(recorder: str) -> None:
+    """A closure is looked at when its backward ends; a hook on a weight steps as soon as the gradient is there."""
+
+    class Scaled(torch.optim.SGD):
+        """Optimizer with an argument of its own before the closure."""
+
+        def step(self, scale: Any = 1.0, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = nn.Sequential(Sick())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        loss = model(torch.ones(3)).sum()
+        loss.backward()
+        return loss
+
+    with watched(model, recorder, gradients=True), pytest.raises(NonFiniteError):
+        optimizer.step(closure)
+    with watched(model, recorder, gradients=True), pytest.raises(NonFiniteError):
+        Scaled(model.parameters(), lr=0.1).step(1.0, closure)
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with watched(model, recorder, gradients=True), pytest.raises(NonFiniteError):
+        closure()
+    assert not model[0].weight.any()
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_weights_that_are_moved_by_hand_lead_back_to_the_backward(recorder: str) -> None:
+    """No optimizer: the next forward meets a bad weight, and the report is that of the backward that made it so."""
+    model = nn.Sequential(Sick())
+    with watched(model, recorder, gradients=True):
+        model(torch.ones(3)).sum().backward()
+        with torch.no_grad():
+            model[0].weight -= 0.1 * model[0].weight.grad
+        with pytest.raises(NonFiniteError) as error:
+            model(torch.ones(3))
     finding = finding_of(error)
-    assert (finding.module, finding.is_of_loss, finding.operation) == ("1", True, "aten.div.Tensor")
+    assert (finding.phase, finding.batch, finding.label) == ("backward", 0, "weight.grad")
 
 
-def test_a_nan_loss_of_bad_gradients_waits_for_the_step() -> None:
-    """A GradScaler may skip that. A nan at which `autograd.grad` begins is no loss."""
+@pytest.mark.parametrize("options", [{}, {"gradients": True}])
+def test_a_learning_rate_that_is_not_finite_stops_the_step(options: dict[str, bool]) -> None:
+    """A number or a tensor on the CPU, of a group that has weights of the model; another optimizer's is its own."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(model, gradients=True):
-        y = model(torch.ones(1, 2)).sum()
-        torch.autograd.grad(y + torch.nan, y, retain_graph=True)
-        (y * torch.nan).backward()
-        with pytest.raises(NonFiniteError, match=r"`output.grad` of the root module"):
+    beside = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=float("nan"))
+    before = model.weight.clone()
+    with watch(model, **options):
+        for rate in (float("nan"), torch.tensor(torch.inf)):
+            optimizer.param_groups[0]["lr"] = rate
+            model(torch.ones(2)).sum().backward()
+            beside.step()
+            with pytest.raises(NonFiniteError) as error:
+                optimizer.step()
+            finding = finding_of(error)
+            assert (finding.module, finding.label, finding.phase) == ("(optimizer)", "lr[0]", "step")
+            assert finding.value == ("inf" if isinstance(rate, Tensor) else "nan")
+            assert torch.equal(model.weight, before)
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_the_other_ways_to_act() -> None:
+    """warn warns, record records, a callable is called: at the step, once, and the step is made."""
+    called: list[Report] = []
+    for action in ("warn", "record", called.append):
+        model = nn.Sequential(Sick())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with (
+            watch(model, gradients=True, on_nonfinite=action) as w,
+            warnings.catch_warnings(record=True) as told,
+        ):
+            warnings.simplefilter("always")
+            model(torch.ones(3)).sum().backward()
+            assert not told
             optimizer.step()
+            assert len(told) == (action == "warn")
+            finding = w.report().finding
+        assert finding is not None
+        assert finding.phase == "backward"
+        assert not torch.isfinite(model[0].weight).any()
+    assert len(called) == 1
+
+
+# The optimizer's state
+
+
+def state_frames(w: Watch) -> list[dict[str, float | None]]:
+    """The frames of steps, as label to largest magnitude."""
+    return [{r.label: r.abs_max for r in f.records} for f in w.frames if f.phase == "step"]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=HOWS)
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_the_state_of_an_optimizer_has_a_frame_a_step(recorder: str, kind: dict[str, Any]) -> None:
+    """exp_avg and exp_avg_sq of every parameter by its name, as they are after the step; step counts are left out."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), **kind)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    with watched(model, recorder, optimizer=optimizer, max_frames=100) as w:
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            other.step()
+        (first, latest) = state_frames(w)
+        expected = {
+            f"{key}[{name}]": optimizer.state[p][key].abs().max().item()
+            for name, p in model.named_parameters()
+            for key in ("exp_avg", "exp_avg_sq")
+        }
+    assert latest == expected
+    assert first.keys() == latest.keys()
+    assert {f.class_name for f in w.frames if f.phase == "step"} == {"AdamW"}
+
+
+def test_a_bad_state_is_a_failure_of_the_step_that_makes_or_meets_it() -> None:
+    """A gradient whose square leaves float32. A state that was loaded so is met before a weight changes."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with watch(model, optimizer=optimizer, gradients=True):
+        (model(torch.ones(1)).sum() * 1e25).backward()
+        with pytest.raises(NonFiniteError, match="the optimizer's step after batch 0") as error:
+            optimizer.step()
+    finding = finding_of(error)
+    assert (finding.module, finding.label, finding.phase) == ("(optimizer)", "exp_avg_sq[0.weight]", "step")
+    before = model[0].weight.clone()
+    with watch(model, optimizer=optimizer):
+        model(torch.ones(1)).sum().backward()
+        with pytest.raises(NonFiniteError):
+            optimizer.step()
+    assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_the_state_is_read_after_a_compiled_step() -> None:
+    """The hooks of the step run as they are, and torch.compile warns of nothing."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = torch.compile(optimizer.step, backend="eager")
+    with watch(model, optimizer=optimizer, gradients=True, max_frames=100) as w:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            step()
+        expected = [optimizer.state[x]["momentum_buffer"].abs().max().item() for x in model.parameters()]
+        assert [*state_frames(w)[2].values()] == expected
+    torch._dynamo.reset()

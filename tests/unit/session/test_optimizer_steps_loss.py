@@ -1,0 +1,155 @@
+"""A gradient that is not finite, and that no step has taken when the watch ends."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanwatch import NonFiniteError, Report
+from support.toys import Root, finding_of
+from support.watching import watch
+
+pytestmark = pytest.mark.usefixtures("each_recorder")
+
+
+def model_at_zero() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), Root())
+    nn.init.zeros_(model[0].weight)
+    return model
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("action", ["raise", "warn"])
+def test_leaving_says_what_is_held(action: Any, tmp_path: Path) -> None:
+    """One warning with the finding, at the `with`; the report has it, and so has output_dir. Once, however often."""
+    model = model_at_zero()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with watch(model, gradients=True, on_nonfinite=action, output_dir=tmp_path) as w:
+            backward(model)
+            assert not torch.isfinite(model[0].weight.grad).all()
+    (held,) = [one for one in told if "before a step" in str(one.message)]
+    assert str(held.message).startswith(
+        "inf first seen in `input[0].grad` of 1 (Root) in the backward of batch 0; "
+    )
+    assert held.filename == __file__
+    finding = w.report().finding
+    assert finding is not None
+    assert (finding.module, finding.phase) == ("1", "backward")
+    assert "the watch ended before a step took it" in finding.remarks
+    assert (tmp_path / "batch-0" / "report.json").exists()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        w.stop()
+        with watch(model, gradients=True):  # the user drops the gradients
+            backward(model)
+            model.zero_grad()
+
+
+def test_an_exception_of_the_block_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither a warning that a filter makes an error of, nor what a callable raises, takes its place."""
+
+    def refuse(report: Report) -> None:
+        raise ValueError("of the callable")
+
+    def fail(model: nn.Module, action: Any) -> None:
+        with watch(model, gradients=True, on_nonfinite=action):
+            backward(model)
+            raise LookupError("mine")
+
+    for action in ("raise", refuse):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            with pytest.raises(LookupError, match="mine") as caught:
+                fail(model_at_zero(), action)
+        assert caught.value.__context__ is None
+    assert "before a step took it" in capsys.readouterr().err
+
+
+class Cube(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x**3
+
+
+def test_a_skipped_step_is_not_blamed_for_the_next_forward() -> None:
+    """The scaler has skipped the step of the bad backward, so a forward that fails then has a cause of its own."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), Cube())
+    nn.init.ones_(model[0].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
+    with watch(model, gradients=True, scaler=scaler) as w:
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        with pytest.raises(NonFiniteError) as error:
+            model(torch.full((1, 2), 1e20))
+    finding = finding_of(error)
+    assert (finding.phase, finding.batch, finding.module) == ("forward", 1, "1")
+    assert [step.batch for step in w.skipped_steps] == [0]
+
+
+def test_a_nan_loss_of_finite_gradients_is_raised_by_its_backward() -> None:
+    """All labels are ignored: 0 / 0, and gradients of 0. The report has the line that divides, and a cure."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 3)
+    labels = torch.full((4,), -100)
+    with watch(model, gradients=True):
+        losses = nn.functional.cross_entropy(model(torch.ones(4, 2)), labels, reduction="sum")
+        loss = losses / (labels != -100).sum()  # divides
+        with pytest.raises(NonFiniteError) as error:
+            loss.backward()
+    finding = finding_of(error)
+    assert (finding.module, finding.label, finding.value, finding.is_of_loss) == (
+        "(loss)",
+        "output",
+        "nan",
+        True,
+    )
+    assert finding.operation == "aten.div.Tensor"
+    assert finding.place is not None
+    assert Path(__file__).read_text().splitlines()[finding.place.line - 1].endswith("# divides")
+    assert finding.cures[0].works
+    assert model.weight.grad is not None
+    assert torch.isfinite(model.weight.grad).all()
+
+
+def test_a_nan_loss_behind_a_dead_relu_is_raised_by_the_step() -> None:
+    """The ReLU's gradient is nan, and those of the weights are 0. The step of a later batch is not stopped for it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 1), nn.ReLU())
+    nn.init.constant_(model[0].bias, -9.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, gradients=True):
+        for target in (0.0, 1.0):
+            output = model(torch.ones(1, 2))
+            loss = ((output - target).abs() / (output.abs() + target)).mean()  # divides
+            optimizer.zero_grad()
+            loss.backward()
+            assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+            if target:
+                optimizer.step()
+                continue
+            with pytest.raises(NonFiniteError) as error:
+                optimizer.step()
+    finding = finding_of(error)
+    assert (finding.module, finding.is_of_loss, finding.operation) == ("1", True, "aten.div.Tensor")
+
+
+def test_a_nan_loss_of_bad_gradients_waits_for_the_step() -> None:
+    """A GradScaler may skip that. A nan at which `autograd.grad` begins is no loss."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, gradients=True):
+        y = model(torch.ones(1, 2)).sum()
+        torch.autograd.grad(y + torch.nan, y, retain_graph=True)
+        (y * torch.nan).backward()
+        with pytest.raises(NonFiniteError, match=r"`output.grad` of the root module"):
+            optimizer.step()
