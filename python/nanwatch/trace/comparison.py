@@ -179,12 +179,6 @@ class _Records:
         """Return the values of a column in the rows of A and of B, pair by pair."""
         return column[self.a], column[self.b]
 
-    def is_role(self, role: str) -> Flags:
-        """Return for which pairs the record of A has this role."""
-        column = self.texts["role"]
-        flags: Flags = column.codes[self.a] == (column.values.index(role) if role in column.values else -2)
-        return flags
-
     def apart(self) -> dict[Kind, Flags]:
         """Return for each kind in which pairs the two sides differ."""
         (low_a, low_b), (high_a, high_b) = self.pairs(self.low), self.pairs(self.high)
@@ -246,7 +240,7 @@ class _Records:
         high_a, high_b = self.pairs(self.high)
         with np.errstate(divide="ignore", invalid="ignore"):
             factors = high_b / high_a
-        is_known = np.isfinite(high_b) & (high_a > 0) & ~self.is_role("input")
+        is_known = np.isfinite(high_b) & (high_a > 0) & ~self.texts["role"].each("input".__eq__)[self.a]
         places = np.flatnonzero(is_known & (factors > 1 + self.rtol))
         places = places[np.argsort(-factors[places], kind="stable")]
         keys = self.module[self.a] * (1 + int(self.record.max())) + self.record[self.a]
@@ -255,7 +249,9 @@ class _Records:
         for at in places[np.sort(firsts)][:_GREW].tolist():
             factor = f"{factors[at]:.2f}" if factors[at] < 1e5 else f"{factors[at]:.1e}"
             sizes = f"{high_a[at]:.2e} -> {high_b[at]:.2e}"
-            words.append(f"x {factor}, {sizes}, {self._name(at)} in batch {self.batch[self.a[at]]}")
+            row = int(self.a[at])
+            name = f"{self.texts['label'].text(row)} of {module_name(self.texts['module'].text(row))}"
+            words.append(f"x {factor}, {sizes}, {name} in batch {self.batch[row]}")
         return words
 
     def only(self) -> tuple[str, str]:
@@ -275,11 +271,6 @@ class _Records:
         ]
         more = [f"{len(order) - _LISTED} modules more"] if len(order) > _LISTED else []
         return ", ".join(names + more)
-
-    def _name(self, at: int) -> str:
-        """Return the record of A in a pair in words, such as "output of fc1"."""
-        row = int(self.a[at])
-        return f"{self.texts['label'].text(row)} of {module_name(self.texts['module'].text(row))}"
 
 
 def _relative(a: float, b: float) -> float:

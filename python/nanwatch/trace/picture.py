@@ -151,19 +151,19 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
     batch = table["batch"].to_numpy()
     module, label, role, note = (strings(table[name]) for name in ("module", "label", "role", "note"))
     abs_max = table["abs_max"].fill_null(np.nan).to_numpy()
-    is_excused = _each(note, EXCUSES.__contains__)
+    is_excused = note.each(EXCUSES.__contains__)
     is_fault = ~table["isfinite"].fill_null(True).to_numpy() & ~is_excused
     with np.errstate(divide="ignore", invalid="ignore"):
         bits = np.log2(ends_of(table).largest) - np.log2(abs_max)  # two logarithms, as in headroom_bits
     bits[is_fault] = -inf
-    counts = ~is_excused & ~np.isnan(bits) & (is_fault | ~_each(role, "input".__eq__))
+    counts = ~is_excused & ~np.isnan(bits) & (is_fault | ~role.each("input".__eq__))
 
     numbers, column = np.unique(batch, return_inverse=True)
     of_batch = _firsts(column[counts], bits[counts], np.flatnonzero(counts))
     least = {int(batch[i]): (float(bits[i]), module.text(i)) for i in of_batch.tolist()}
-    skipped = {*batch[_each(note, "skipped_step".__eq__)].tolist()}
+    skipped = {*batch[note.each("skipped_step".__eq__)].tolist()}
     marks = []
-    for i in np.flatnonzero(_each(note, EVENTS.__contains__))[-_TABLE:].tolist():
+    for i in np.flatnonzero(note.each(EVENTS.__contains__))[-_TABLE:].tolist():
         kind: Any = note.text(i)
         text = str(Note(kind, table["note_text"][i].as_py() or ""))
         marks.append(Mark(kind, int(batch[i]), module.text(i), label.text(i), text))
@@ -227,9 +227,3 @@ def _trends(codes: _Array, batch: _Array, bits: _Array, number: int) -> _Array:
         slopes = 100 * np.bincount(codes, x * y, number) / np.bincount(codes, x * x, number)
     trends: _Array = np.where(count >= _LEAST_POINTS, slopes, np.nan)
     return trends
-
-
-def _each(column: Strings, is_meant: Any) -> _Array:
-    """Return for each row whether its string is meant, which is asked once for each string."""
-    flags: _Array = np.array([*map(is_meant, column.values), False], bool)[column.codes]
-    return flags

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +45,13 @@ class Strings:
         """Return the string of a row, "" for none."""
         code = self.codes[row]
         return "" if code < 0 else self.values[code]
+
+    def each(self, is_meant: Callable[[str], bool]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return for each row whether its string is meant, which is asked once for each string."""
+        flags: np.ndarray[Any, np.dtype[np.bool_]] = np.array([*map(is_meant, self.values), False])[
+            self.codes
+        ]
+        return flags
 
 
 class Trace:
