@@ -58,17 +58,13 @@ def compare_traces(
         if not trace.sketched_batches:
             how = "record it with watch(trace=nanwatch.Trace(path, sketches=N))"
             raise ValueError(f"{trace.path} has no sketches; {how}")
-    remarks: tuple[str, ...] = ()
     if batches is None:
-        both = sorted({*a.sketched_batches} & {*b.sketched_batches})
-        if len(both) > 1:
-            more = f"{len(both) - 1:,} later batches have sketches in both and were not: name them with --batches"
-            remarks = (f"batch {both[0]} was compared; {more}",)
+        both = {*a.sketched_batches} & {*b.sketched_batches}
         if not both:
             raise ValueError(
                 f"no batch of {a.path} and {b.path} has sketches in both; name one of each with batches"
             )
-        batches = both[0], both[0]
+        batches = min(both), min(both)
     (calls_a, dtype_a), (calls_b, dtype_b) = _calls_of(a, batches[0]), _calls_of(b, batches[1])
     coarse = coarsest(dtype_a, dtype_b)
     words = f"not measured, assumed to be 4 eps of {dtype_name(coarse)}"
@@ -89,11 +85,7 @@ def compare_traces(
         where = "in it, or in the code that makes its input, of which a trace has the range alone"
         verdict = verdict._replace(where=where)
     result = verdict.result()
-    return replace(
-        result,
-        headline=f"{result.headline} (batch {batches[0]})",
-        remarks=(*remarks, *result.remarks),
-    )
+    return replace(result, headline=f"{result.headline} (batch {batches[0]})")
 
 
 def _calls_of(trace: Trace, batch: int) -> tuple[list[ModuleCall], torch.dtype]:
