@@ -15,7 +15,6 @@ from torch import Tensor
 
 from nanwatch import would_fit
 from nanwatch.numerics import _reference
-from nanwatch.numerics.formats import NUMBER_FORMATS
 from support.allocated import allocated
 from support.implementations import Place
 from support.oracle import FLOATS_8, FLOATS_16, from_patterns, values_of
@@ -76,9 +75,9 @@ def test_every_pattern_as_torch_casts_it(place: Place, source: torch.dtype, targ
         if power != 0 and source in (torch.bfloat16, torch.float8_e8m0fnu):
             wide = x.to(torch.float32)
             x = x[(wide.abs() < 2.0**100) & (wide.abs() > 2.0**-100)]  # the product stays an exact float32
-        got = would_fit(place(x), target, scale=2.0**power)
-        counts = got.num_elements, got.num_overflow, got.num_underflow, got.num_subnormal
-        assert counts == cast_counts(x, target, 2.0**power), f"times 2**{power}"
+        assert counts_of(place(x), target, 2.0**power) == cast_counts(x, target, 2.0**power), (
+            f"times 2**{power}"
+        )
 
 
 @pytest.mark.parametrize("target", SMALL)
@@ -91,10 +90,7 @@ def test_float32_beside_every_end(place: Place, target: torch.dtype) -> None:
     base = torch.tensor([v for v in near if v < 3.4e38], dtype=torch.float32)
     up, down = (torch.nextafter(base, torch.tensor(end)) for end in (INF, -INF))
     x = torch.cat([base, up, down, -base, -up, -down])
-    got = would_fit(place(x), target)
-    assert (got.num_elements, got.num_overflow, got.num_underflow, got.num_subnormal) == cast_counts(
-        x, target, 1.0
-    )
+    assert counts_of(place(x), target) == cast_counts(x, target, 1.0)
 
 
 def test_float64_holds_itself_and_its_ends_move_with_the_scale() -> None:
@@ -126,24 +122,3 @@ def test_the_memory_does_not_grow_with_the_tensor(read: Callable[[Tensor], objec
     for view in (x, x.T, x[:, ::3]):
         most, _ = allocated(partial(read, view))
         assert most <= torch.get_num_threads() << 20
-
-
-SMALL_FLOATS = [form for form in NUMBER_FORMATS if form.is_float and form.bits <= 16]
-
-
-@pytest.mark.parametrize("form", SMALL_FLOATS, ids=lambda form: form.name)
-def test_a_word_is_worth_what_torch_makes_of_it(form) -> None:
-    """Every word without a sign: the number, what is finite, inf and subnormal, and that words grow with numbers."""
-    words = torch.arange(1 << (form.bits - form.has_sign_bit)).to(
-        torch.uint8 if form.bits == 8 else torch.int16
-    )
-    values = words.view(getattr(torch, form.name)).double()
-    finite = values[: form.largest_word + 1]
-    assert finite.tolist() == [form.value_of(word) for word in range(form.largest_word + 1)]
-    assert finite.diff().min() > 0
-    above = values[form.largest_word + 1 :]
-    assert not above.isfinite().any()
-    assert above.isinf().tolist() == [form.kind == "ieee" and i == 0 for i in range(len(above))]
-    smallest_normal = torch.finfo(getattr(torch, form.name)).smallest_normal
-    assert form.smallest_normal_word == (values >= smallest_normal).nonzero()[0]
-    assert form.smallest_word == (values > 0).nonzero()[0]
