@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import run_in_fp32
+from nanwatch.recording.walk import leaves
 from support.narrow import HALF, NARROW, Block, Frozen, Pair, Plain, autocast, both, surroundings
 from support.toys import Does
 
@@ -21,18 +22,28 @@ from support.toys import Does
 
 
 @both
-def test_the_whole_subtree_is_in_float32(is_half: bool) -> None:
-    """Weights, buffers, arguments and results inside are float32; the result equals a float32 copy's, given back."""
+def test_the_whole_subtree_is_in_float32_until_it_is_removed(is_half: bool) -> None:
+    """Weights, buffers, arguments and results inside are float32; the result equals a float32 copy's, given back.
+
+    Afterwards the `__dict__`s, the state and, bit for bit, the results are as before.
+    """
     model, x, context = surroundings(is_half)
+    model.eval()
     plain = copy.deepcopy(model[1]).float()
-    run_in_fp32(model[1])
+    attributes = [{**module.__dict__, "met": None} for module in model.modules()]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
     with context():
-        h = model[0](x)
+        h, expected = model[0](x), model(x)
+    with run_in_fp32(model[1]), context():
         y = model[1](h)
-    assert h.dtype is HALF
+        assert all(value.dtype is state[name].dtype for name, value in model.state_dict().items())
+    assert h.dtype is y.dtype is HALF
     assert model[1].met == {torch.float32}
-    assert y.dtype is HALF
     assert torch.equal(y, plain(h.float()).half())
+    assert attributes == [{**module.__dict__, "met": None} for module in model.modules()]
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    with context():
+        assert torch.equal(model(x), expected)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -56,23 +67,16 @@ def test_gradients_reach_the_half_weights(dtype: torch.dtype) -> None:
 
 def test_autocast_is_off_for_every_device() -> None:
     """Inside a call neither the CPU's nor another device's autocast is on; after it both are as before."""
-    seen = {}
-
-    def look(x: Tensor) -> Tensor:
-        seen.update({kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda", "xpu")})
-        return x
-
-    module = Does(look)
+    kinds = ("cpu", "cuda", "xpu")
+    module = Does(lambda x: [torch.is_autocast_enabled(kind) for kind in kinds])
     run_in_fp32(module)
     torch.set_autocast_enabled("cuda", True)
     try:
         with autocast():
-            module(torch.ones(1))
-            assert torch.is_autocast_enabled("cpu")
-            assert torch.is_autocast_enabled("cuda")
+            assert module(torch.ones(1)) == [False, False, False]
+            assert [torch.is_autocast_enabled(kind) for kind in kinds] == [True, True, False]
     finally:
         torch.set_autocast_enabled("cuda", False)
-    assert seen == {"cpu": False, "cuda": False, "xpu": False}
 
 
 def containers() -> Iterator[Any]:
@@ -90,9 +94,11 @@ def containers() -> Iterator[Any]:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    from nanwatch.recording.walk import leaves
-
     return [x for _, x in leaves(value, "") if isinstance(x, Tensor)]
+
+
+def dtypes(value: Any) -> list[torch.dtype]:
+    return [x.dtype for x in tensors(value)]
 
 
 @pytest.mark.parametrize("given", list(containers()), ids=lambda given: type(given).__name__)
@@ -100,18 +106,18 @@ def test_containers_are_walked(given: Any) -> None:
     """Half tensors in containers come as float32, in a container of the same type; the caller's stays as it was."""
     met = []
     module = Does(lambda *args, **kwargs: met.append((*args, *kwargs.values())) or args[0])
-    before = [x.dtype for x in tensors(given)]
+    before = dtypes(given)
     with run_in_fp32(module):
         result = module(given, named=given)
-    assert before == [x.dtype for x in tensors(given)]
     wide = [torch.float32 if dtype is HALF else dtype for dtype in before]
     for inside in met[0]:
         assert type(inside) is type(given)
-        assert [x.dtype for x in tensors(inside)] == wide
+        assert dtypes(inside) == wide
     assert type(result) is type(given)
+    assert dtypes(given) == before
     # A tensor of no dimension is left wide.
     expected = [w if x.ndim == 0 else b for x, w, b in zip(tensors(given), wide, before, strict=True)]
-    assert [x.dtype for x in tensors(result)] == expected
+    assert dtypes(result) == expected
 
 
 def test_what_holds_no_half_tensor_is_the_same_object() -> None:
@@ -166,26 +172,6 @@ def test_a_parent_in_float32_takes_its_childs_result_as_it_is(is_half: bool) -> 
             model(x)
         handles[1].remove()
         assert all("forward" not in module.__dict__ for module in model.modules())
-
-
-@both
-def test_removed_it_is_as_before(is_half: bool) -> None:
-    """After the block the model's __dict__s are the same, and so, bit for bit, is what it computes."""
-    model, x, context = surroundings(is_half)
-    model.eval()
-    before = [{**module.__dict__, "met": None} for module in model.modules()]
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    with context():
-        expected = model(x)
-    with run_in_fp32(model[1]), context():
-        model(x)
-        assert [value.dtype for value in model.state_dict().values()] == [
-            value.dtype for value in state.values()
-        ]
-    assert before == [{**module.__dict__, "met": None} for module in model.modules()]
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    with context():
-        assert torch.equal(model(x), expected)
 
 
 def test_an_exception_leaves_the_weights() -> None:

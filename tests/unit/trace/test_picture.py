@@ -41,9 +41,10 @@ def test_headroom_is_that_of_the_records(tmp_path: Path) -> None:
     """Of each module over its batches, of each batch over its modules, and the failures."""
     trace = some_trace(tmp_path / "run.parquet")
     least: dict[tuple[str, int], float] = {}
-    skipped = set()
+    skipped, failures = set(), []
     for batch in trace.batches:
         for frame in trace.frames(batch):
+            failures += [(batch, frame.name)] if frame.fault is not None else []
             for record in frame.records:
                 if record.note is not None and record.note.kind == "skipped_step":
                     skipped.add(batch)
@@ -53,11 +54,11 @@ def test_headroom_is_that_of_the_records(tmp_path: Path) -> None:
     drawn = draw(trace)
     modules = {name: [bits for (module, _), bits in least.items() if module == name] for name, _ in least}
     assert {row.module: row.bits for row in drawn.rows} == pytest.approx(
-        {name: min(bits) for name, bits in modules.items()}
+        {x: min(y) for x, y in modules.items()}
     )
     assert [row.bits for row in drawn.rows] == sorted(row.bits for row in drawn.rows)
     assert {row.module: row.num_failed for row in drawn.rows} == {
-        name: bits.count(-inf) for name, bits in modules.items()
+        x: y.count(-inf) for x, y in modules.items()
     }
     assert all(least[row.module, row.batch] == pytest.approx(row.bits) for row in drawn.rows)
     assert [number for number, *_ in drawn.batches] == list(trace.batches)
@@ -66,12 +67,6 @@ def test_headroom_is_that_of_the_records(tmp_path: Path) -> None:
         known = [value for (_, batch), value in least.items() if batch == number]
         assert (bits == pytest.approx(min(known))) if known else np.isnan(bits)
         assert not known or least[module, number] == pytest.approx(bits)
-    failures = [
-        (batch, frame.name)
-        for batch in trace.batches
-        for frame in trace.frames(batch)
-        if frame.fault is not None
-    ]
     assert drawn.failure is not None
     assert drawn.failure[:2] == failures[0]
 
