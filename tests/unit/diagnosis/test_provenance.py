@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from nanwatch.diagnosis.operation import StorageWriteLog
 from support.examined import culprit, look
 from support.toys import Does
 
@@ -94,6 +95,42 @@ def test_infinities_in_the_result_that_are_meant() -> None:
     assert any("allow='inf:" in one for one in seen.remarks)
 
 
+def test_an_overflow_to_the_sign_of_a_mask() -> None:
+    """Elements that one operation makes -inf beside those that were -inf before are its own."""
+
+    def forward(x: Tensor) -> Tensor:
+        scores = x.masked_fill(torch.eye(3, dtype=torch.bool), -INF) * 1e30
+        low = scores * 1e30  # culprit
+        return torch.softmax(low, -1)
+
+    _, seen = look(Does(forward), -torch.ones(3, 3))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.mul.Tensor", culprit(forward))
+
+
+@pytest.mark.parametrize("value", [INF, -INF])
+def test_an_infinity_of_the_other_sign_is_not_that_of_the_mask(value: float) -> None:
+    """One element is enough."""
+
+    def forward(x: Tensor) -> Tensor:
+        scores = x.masked_fill(torch.tensor([[True, False, False]]), value)
+        return scores @ -torch.ones(3, 1)  # culprit
+
+    _, seen = look(Does(forward), torch.zeros(1, 3))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.mm.default", culprit(forward))
+
+
+@pytest.mark.parametrize("counts", [[[0.0, 2.0, 1.0], [0.0, 0.0, 0.0]], [[0.0, 0.0, 0.0]]], ids=str)
+def test_a_logarithm_of_counts_is_no_mask(counts: list[list[float]]) -> None:
+    """Zeros and ones choose; other numbers do not, and neither do zeros alone."""
+
+    def forward(x: Tensor) -> Tensor:
+        weights = torch.tensor(counts).log()  # culprit
+        return torch.softmax(x + weights, -1)
+
+    _, seen = look(Does(forward), torch.zeros(3))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.log.default", culprit(forward))
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_choice_is_blamed_on_the_operand_it_took_the_infinity_from(is_first: bool) -> None:
     """The other operand overflowed earlier, but `where` left those elements out."""
@@ -120,6 +157,49 @@ def test_memory_that_nobody_wrote() -> None:
     _, seen = look(Does(forward), torch.ones(2))
     assert (seen.step.operation, str(seen.step.place)) == ("aten.empty.memory_format", culprit(forward))
     assert any("allocated and not written" in one for one in seen.remarks)
+
+
+def test_memory_that_nobody_wrote_is_blamed_last() -> None:
+    """It may hold anything: where an operation made a bad value too, that one is named."""
+
+    def forward(x: Tensor) -> Tensor:
+        memory = torch.empty(4)
+        memory.numpy()[:] = NAN
+        return memory + torch.exp(x * 1000)  # culprit
+
+    _, seen = look(Does(forward), torch.ones(4))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.exp.default", culprit(forward))
+
+
+def test_what_was_overwritten_is_not_blamed() -> None:
+    def forward(x: Tensor) -> Tensor:
+        memory = torch.log(-x)
+        return memory.copy_(torch.exp(x * 1000))  # culprit
+
+    _, seen = look(Does(forward), torch.ones(4))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.exp.default", culprit(forward))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 7), st.integers(1, 8), st.integers(1, 3), st.booleans()),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_the_log_knows_who_wrote_each_element_last(writes: list[tuple[int, int, int, bool]]) -> None:
+    """Writes to parts of one storage, against a list of who wrote each of its elements last."""
+    memory, log = torch.zeros(8), StorageWriteLog[int]()
+    last: list[int | None] = [None] * 8
+    for number, (start, stop, step, is_bad) in enumerate(writes):
+        part = slice(start, max(stop, start + 1), step)
+        memory[part] = INF if is_bad else 1.0
+        log.put(memory[part], number if is_bad else None)
+        for i in range(8)[part]:
+            last[i] = number if is_bad else None
+    for part in (slice(None), slice(2, 5), slice(0, 8, 3)):
+        assert log.find(memory[part]) == sorted({number for number in last[part] if number is not None})
+    assert log.find(memory[3].expand(2, 5)) == [number for number in last[3:4] if number is not None]
 
 
 @st.composite
