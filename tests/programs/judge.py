@@ -7,9 +7,8 @@
 
 Columns: `module` (the whole place of the finding), `operation`, `line`, `cure` (one works, and all that are said to
 work do when a user applies them: the run is then finite, and its loss and outputs within 1 % of float64, where that is
-finite), `sound` (no cure that is said to work does harm), `state` (the watched program ends as the unwatched one),
-`quiet` (nothing is said of a healthy program, and its results are bit-equal), `audit` (the cause and the module of a
-training that goes wrong in silence).
+finite), `sound` (no cure that is said to work does harm), `quiet` (nothing is said of a healthy program, and its
+results are bit-equal), `audit` (the cause and the module of a training that goes wrong in silence).
 """
 
 from __future__ import annotations
@@ -46,12 +45,11 @@ import nanwatch.capsule.capsule
 import nanwatch.diagnosis.rerun
 import programs.threads  # noqa: F401 - enters its programs
 from nanwatch.report.finding import Cure, Finding
-from programs import failing, reported, shapes, state, stateful  # noqa: F401 - enter their programs
+from programs import failing, reported, shapes  # noqa: F401 - enter their programs
 from programs.case import CASES, THREADS, Case, Setup, finite, follow
 from programs.healthy import HEALTHY
-from programs.state import PROGRAMS
 
-COLUMNS = "sound", "module", "operation", "line", "cure", "state", "quiet", "audit"
+COLUMNS = "sound", "module", "operation", "line", "cure", "quiet", "audit"
 # A cure may move a result by this part of its norm from that of float64. Formats of 16 bits have 2 to 3 digits.
 _MOST_CHANGE = 0.01
 _LIMIT = 120  # seconds for a program that takes less than two
@@ -216,40 +214,6 @@ def judge_healthy(name: str) -> Verdict:
     return {"quiet": is_equal and is_quiet, "text": "\n".join([*said, watch.report().to_text()])}
 
 
-def judge_stateful(name: str) -> Verdict:
-    """Judge a program that keeps state: run it unwatched, watched, and with the patch that is said to work."""
-    case = PROGRAMS[name]
-    plain, _, _ = _forked(case, watched=False)
-    watched, findings, _ = _forked(case, watched=True)
-    is_kept = plain == watched
-    if not findings:
-        return {"state": is_kept, "operation": False, "line": False, "cure": False, "text": "says nothing"}
-    finding = findings[0]
-    patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
-    return {
-        "state": is_kept,
-        "operation": _aten(finding.operation or "") in case.operations,
-        "line": (finding.source or "").endswith(f"{case.file.name}:{case.line}"),
-        "cure": bool(patch) and _forked(case, watched=False, patch=patch)[2] == 0,
-        "text": str(finding),
-    }
-
-
-def _forked(case: Case, *, watched: bool, patch: str = "") -> tuple[str, list[Finding], int]:
-    """Run a program in a fork. Return its state as JSON, the findings, and how often its own check has raised."""
-
-    def run() -> tuple[str, list[Finding], int]:
-        if patch:
-            _patched(case.file, patch)  # which enters the program anew
-        end = state.run(PROGRAMS[case.name], watched=watched)
-        return json.dumps(end, default=str), state.Run.findings, state.Run.bad
-
-    (result,) = each_in_a_process([run], 1)
-    if isinstance(result, str):
-        raise AssertionError(result)
-    return result
-
-
 def judge_silent(name: str) -> Verdict:
     """Judge what the audit says of a training that goes wrong in silence, and of its healthy form."""
     (case,) = (case for case in silent.case.load() if case.name == name)
@@ -298,7 +262,7 @@ def tasks(are_threads: bool) -> dict[str, Callable[[], Verdict]]:
     judged: list[tuple[str, Callable[[], Verdict]]] = []
     for case in THREADS if are_threads else CASES:
         judged.append((case.name, partial(judge_failure, case)))
-    others = (judge_stateful, PROGRAMS), (judge_healthy, HEALTHY), (judge_silent, SILENT)
+    others = (judge_healthy, HEALTHY), (judge_silent, SILENT)
     for judge, names in () if are_threads else others:
         judged += [(name, partial(judge, name)) for name in names]
     assert len(dict(judged)) == len(judged), "two programs have one name"

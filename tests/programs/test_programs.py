@@ -20,22 +20,16 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the judge forks
 
 # How many programs have the column. A program that goes takes its number along, and says why in its commit.
 COUNTS = {
-    "module": 39, "operation": 43, "line": 32, "cure": 37, "sound": 28, "state": 4, "quiet": 13, "audit": 3,
+    "module": 39, "operation": 39, "line": 28, "cure": 33, "sound": 28, "quiet": 13, "audit": 3,
 }  # fmt: skip
 MISSES = {
     "module": {"scores_that_overflow", "mse_missing_targets"},
-    "operation": {
-        "poisoned_running_mean", "scores_that_overflow", "causal_sign", "forward_counts_its_calls",
-    },
-    "line": {
-        "scores_that_overflow", "causal_sign", "forward_counts_its_calls",
-    },
+    "operation": {"poisoned_running_mean", "scores_that_overflow", "causal_sign"},
+    "line": {"scores_that_overflow", "causal_sign"},
     "cure": {
-        # Runs differ by the state that each of them moves: a re-run starts from what the failed run has left.
-        "forward_counts_its_calls",
         # Nothing works, or no statement of the program would.
         "recurrence", "own_input", "data_in_place", "negative_running_var",
-        "given_to_a_nested_container", "scores_that_overflow", "forward_writes_tensors_of_the_program",
+        "given_to_a_nested_container", "scores_that_overflow",
     },
 }  # fmt: skip
 
