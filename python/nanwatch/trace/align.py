@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from difflib import SequenceMatcher
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -28,28 +28,19 @@ Levels: TypeAlias = "Sequence[tuple[Sequence[Hashable], Sequence[Hashable]]]"
 _MATCHED = 400_000
 
 
-class Rows(NamedTuple):
-    """Rows of a trace: the batch of each, and numbers of shape (rows, 5) that mean the same on both sides.
+def align(a: Ints, b: Ints, batches: Sequence[tuple[int, int]], tell: Tell = silent) -> tuple[Ints, Ints]:
+    """Return the rows of `a` and the rows of `b` that match them, for these pairs of batches, in the order of `a`.
 
-    The numbers are whether the row begins a call, its module and its class, whether it was recomputed, and its record
-    (role and label). The rows of a batch stand together, and those of a call.
+    A row is the number of its batch, whether it begins a call, its module and its class, whether it was recomputed, and
+    its record (role and label), in numbers that mean the same on both sides. The rows of a batch stand together, and
+    those of a call.
     """
-
-    batch: Ints
-    numbers: Ints
-
-
-def align(a: Rows, b: Rows, batches: Sequence[tuple[int, int]], tell: Tell = silent) -> tuple[Ints, Ints]:
-    """Return the rows of `a` and the rows of `b` that match them, for these pairs of batches, in the order of `a`."""
     known: dict[tuple[bytes, bytes], Ints] = {}
     rows: list[Ints] = [np.empty((0, 2), np.int64)]
     for done, pair in enumerate(batches):
         tell("aligning", done, len(batches), "batches")
-        bounds = [
-            np.searchsorted(side.batch, (number, number + 1))
-            for side, number in zip((a, b), pair, strict=True)
-        ]
-        parts = [side.numbers[start:end] for side, (start, end) in zip((a, b), bounds, strict=True)]
+        bounds = [np.searchsorted(x[:, 0], (batch, batch + 1)) for x, batch in zip((a, b), pair, strict=True)]
+        parts = [x[start:end, 1:] for x, (start, end) in zip((a, b), bounds, strict=True)]
         key = parts[0].tobytes(), parts[1].tobytes()
         if key not in known:
             known[key] = _align_batch(*parts)

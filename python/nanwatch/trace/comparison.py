@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import numpy as np
 
 from ..util.visible import module_name, without_wrappers
-from .align import Ints, Rows, align
+from .align import Ints, align
 from .columns import arrow
 from .result import Comparison, Place, plural
 from .trace_file import Trace, batch_words, ends_of, in_order, strings
@@ -166,10 +166,9 @@ class _Records:
         begins[1:] = (call[1:] != call[:-1]) | (self.batch[1:] != self.batch[:-1])
         begins[num_a : num_a + 1] = True
         again = table["recomputed"].to_numpy()
-        columns = (begins, self.module, self.texts["class"].codes, again, self.record)
-        numbers: Ints = np.stack(columns, 1).astype(np.int64)
-        rows_a, rows_b = Rows(self.batch[:num_a], numbers[:num_a]), Rows(self.batch[num_a:], numbers[num_a:])
-        self.a, self.b = align(rows_a, rows_b, batches, traces[0].tell)
+        columns = (self.batch, begins, self.module, self.texts["class"].codes, again, self.record)
+        rows: Ints = np.stack(columns, 1).astype(np.int64)
+        self.a, self.b = align(rows[:num_a], rows[num_a:], batches, traces[0].tell)
         if len(self.a) == 0:
             raise ValueError("the two have no call of a module in common; are they of the same model?")
         self.b, self.num_a = self.b + num_a, num_a
