@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import groupby
+from collections import Counter
 from math import inf
 from typing import Any
 
@@ -78,11 +78,11 @@ def test_frames_come_back_as_they_were(made: list[Frame]) -> None:
     found: list[Frame] = list(columns.frames_of(table))
     assert found == list(made)
     # The calls of a batch are counted from 0, in the order in which they come.
-    by_batch = sorted((one.batch, number) for number, one in enumerate(made))
-    calls = {
-        number: k for _, group in groupby(by_batch, lambda x: x[0]) for k, (_, number) in enumerate(group)
-    }
-    expected = [calls[number] for number, one in enumerate(made) for _ in one.records]
+    counts: Counter[int] = Counter()
+    expected = []
+    for frame in made:
+        expected += [counts[frame.batch]] * len(frame.records)
+        counts[frame.batch] += 1
     assert table["call"].to_pylist() == expected
     assert set(table["rank"].to_pylist()) == {3}
 

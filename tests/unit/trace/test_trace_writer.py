@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
-import signal
 import threading
 import time
 import warnings
@@ -139,22 +139,18 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     """A forked child can put frames and close without effect or hang; the parent's trace is its own."""
     trace = writer(tmp_path / "run.parquet")
     trace.put([frame(0)])
+
+    def in_child() -> None:
+        trace.put([frame(1)])
+        trace.lose(5)
+        trace.close()
+        os._exit(int(trace.is_open))
+
+    child = multiprocessing.get_context("fork").Process(target=in_child, daemon=True)
     with trace._condition:  # as a fork may catch it
-        child = os.fork()
-        if child == 0:
-            trace.put([frame(1)])
-            trace.lose(5)
-            trace.close()
-            os._exit(0 if not trace.is_open else 1)
-    deadline = time.monotonic() + 20
-    ended = (0, 0)
-    while ended[0] == 0 and time.monotonic() < deadline:
-        ended = os.waitpid(child, os.WNOHANG)
-        time.sleep(0.01)
-    if ended[0] == 0:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    assert ended == (child, 0)
+        child.start()
+    child.join(20)
+    assert child.exitcode == 0
     trace.close()
     written = Trace.open(tmp_path / "run.parquet")
     assert (written.batches, written.lost_frames) == ((0,), 0)
