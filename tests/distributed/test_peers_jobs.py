@@ -57,12 +57,13 @@ def told_by(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def launch(
+def run(
     scenarios: list[dict[str, Any]], world_size: int, folder: Path, *options: str
-) -> subprocess.CompletedProcess[str]:
-    """torchrun with these options, when it has ended; with the status that the last scenario makes."""
+) -> list[dict[str, Any]]:
+    """Return what the ranks print under torchrun with these options, whose status the last scenario makes."""
     given = folder / "scenarios.json"
     given.write_text(json.dumps(scenarios))
+    options = options or ("--master_port", str(free_port()))
     line = [forking_python(), "-m", "torch.distributed.run", f"--nproc_per_node={world_size}", *options]
     done = subprocess.run(
         [*line, str(_SCRIPT), str(given), str(folder)],
@@ -72,17 +73,9 @@ def launch(
         timeout=60 + 30 * len(scenarios),
     )
     assert done.returncode == int(bool(scenarios[-1].get("exits"))), done.stderr[-3000:]
-    return done
-
-
-def run(
-    scenarios: list[dict[str, Any]], world_size: int, folder: Path, *options: str
-) -> list[dict[str, Any]]:
-    """Run the ranks under torchrun and return the text they print."""
-    done = launch(scenarios, world_size, folder, *(options or ("--master_port", str(free_port()))))
-    told = told_by(done)
-    assert told, done.stderr[-3000:]
-    return told
+    entries = told_by(done)
+    assert entries, done.stderr[-3000:]
+    return entries
 
 
 def check(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nanwatch.ranks.exchange import Side, _Check, _Group
+from nanwatch.ranks.exchange import _Check, _Group
 from nanwatch.ranks.replicas import judge
 
 
@@ -66,6 +66,7 @@ def test_all_ranks_hear_the_same_verdict_and_go_on(odd: int) -> None:
     assert len({str(verdict) for verdict in verdicts.values()}) == 1
     assert verdicts[0][0] == 1
     assert verdicts[0][1]["names"] == ["1.weight"]
+    assert (verdicts[0][1]["num_odd"], verdicts[0][1]["is_majority"]) == (1, True)
     for number, rank in enumerate(ranks):
         rank.add(check(2, 1, 7 + number, 3))
     assert [rank.look() for rank in ranks] == [None] * 3
@@ -102,15 +103,3 @@ def test_ranks_have_left_only_when_none_waits_for_a_verdict() -> None:
     first.leave()
     assert first.have_left()
     assert second.have_left()
-
-
-def side(first: int, count: int, *values: int) -> Side:
-    named = {f"{i}.weight": value for i, value in enumerate(values)}
-    return Side(count, [(first + i, "host") for i in range(min(count, 8))], named, {})
-
-
-def test_the_majority_holds_the_truth() -> None:
-    """Of those that answered; the odd ranks are those of the first tensor that differs."""
-    verdict = judge([side(0, 1, 1, 9, 3), side(1, 5, 1, 2, 3), side(6, 1, 1, 2, 8)])
-    assert (verdict["names"], verdict["ranks"]) == (["1.weight", "2.weight"], [0])
-    assert (verdict["num_ranks"], verdict["is_majority"]) == (7, True)

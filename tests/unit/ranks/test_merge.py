@@ -12,7 +12,7 @@ import torch
 import nanwatch
 from nanwatch import Report
 from nanwatch import __main__ as doctor
-from nanwatch.ranks.merge import Digest, by_attempt, merge
+from nanwatch.ranks.merge import Digest, by_attempt
 from nanwatch.records.headroom import by_module
 from nanwatch.util.job import Attempt
 from support.sightings import finding
@@ -50,22 +50,17 @@ def written(folder: Path, *reports: Report) -> Path:
 
 
 def test_the_earliest_batch_is_the_origin(tmp_path, capsys):
-    """Rank 2 was first, though rank 0 comes first in the folder; the others are named as later ones."""
-    written(tmp_path, ran(0, 4, "data", 3), ran(1, 3), ran(2, 3, "weight", 1))
+    """Rank 2 was first, though rank 0 comes first in the folder. Rank 1 holds a weight 1,024 times as large."""
+    reports = [ran(0, 4, "data", 3), ran(1, 3, factor=1024.0), ran(2, 3, "weight", 1), ran(3, 3)]
+    written(tmp_path, *reports)
     assert doctor.main(["show", str(tmp_path), "--ranks"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["3 ranks: 0-2", "First: nan first seen in `weight` of 2 (Linear) in batch 1, rank 2"]
-    assert [line.split()[0] for line in lines[-3:]] == ["2", "0", "1"]
-
-
-def test_the_table_has_the_earliest_rank_first_and_the_least_headroom_of_each(tmp_path):
-    """Rank 1 failed, rank 2 holds a weight 1,024 times as large."""
-    reports = [ran(0, 2), ran(1, 2, "data", 1), ran(2, 2, factor=1024.0)]
-    rows = [line.split() for line in merge(written(tmp_path, *reports)).to_text().splitlines()[-3:]]
-    assert [row[0] for row in rows] == ["1", "0", "2"]
+    assert lines[:2] == ["4 ranks: 0-3", "First: nan first seen in `weight` of 2 (Linear) in batch 1, rank 2"]
+    rows = [line.split() for line in lines[-4:]]
+    assert [row[0] for row in rows] == ["2", "0", "1", "3"]
     assert rows[0][1:3] == ["nan", "in"]
-    for row, rank in ((rows[1], 0), (rows[2], 2)):
-        bits, name, *_ = min(by_module(reports[rank].frames).values())
+    for row in rows[2:]:
+        bits, name, *_ = min(by_module(reports[int(row[0])].frames).values())
         assert row[1:3] == [f"{bits:.1f}", name]
 
 
