@@ -25,8 +25,6 @@ from ..session.watch import Watch, watch_starts
 from ..trace.columns import TraceError, arrow
 from ..trace.comparison import diff
 
-# A test that makes its model anew again and again gathers no watches without end.
-MAX_MODELS = 32
 # A test that expects a ValueError must not be content with a NonFiniteError.
 _OPTIONS: dict[str, Any] = {"on_nonfinite": "record", "rerun": True, "forecast": False}
 
@@ -49,9 +47,7 @@ class WatchedModels:
     @contextmanager
     def watched(self, folder: str | None) -> Iterator[None]:
         """Watch each model that is called meanwhile, with a trace in the folder, if any."""
-        finder = ModelFinder(
-            lambda model: self._start(model, folder), accepts=lambda _: True, most=MAX_MODELS
-        )
+        finder = ModelFinder(lambda model: self._start(model, folder), accepts=lambda _: True)
         starts = watch_starts.add(self._watch_started)
         try:
             with finder:

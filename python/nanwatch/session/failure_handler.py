@@ -25,7 +25,7 @@ from ..records.record import Frame
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
 from ..sinks.sink import SinkStream
-from ..util.visible import first_few, module_name, suppressed, warn_user
+from ..util.visible import first_few, module_name, suppressed, suppressing, warn_user
 from .reports import Reports
 
 if TYPE_CHECKING:
@@ -190,10 +190,8 @@ class FailureHandler:
         self._exception_batch = batch
         is_known = isinstance(error, NonFiniteError | BatchLimitError)
         if isinstance(error, Exception) and not is_known and batch % self._options.every == 0:
-            try:
+            with suppressing("what an exception of the user's left could not be told"):  # which matters more
                 self._annotate(error, batch)
-            except Exception:  # the user's error matters more
-                suppressed("what an exception of the user's left could not be told")
 
     def _annotate(self, error: Exception, batch: int) -> None:
         """Add a note with the non-finite value to somebody else's exception that ends the batch."""

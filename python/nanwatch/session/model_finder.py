@@ -65,7 +65,7 @@ def is_inside_a_call(frame: FrameType | None) -> bool:
 
 
 class ModelFinder:
-    """Context that calls `found(model)` for each model before its first call, until it has found `most`.
+    """Context that calls `on_model(model)` for each model before its first call, until it has found MAX_MODELS.
 
     The finder makes the calls of all modules without a wrapper; see instrumentation/slot.py. A call of a module that
     `on_model` watches takes no longer. Others take 1 µs more, and 3 µs from outside any other module, where
@@ -80,17 +80,16 @@ class ModelFinder:
         on_model: Callable[[nn.Module], object],
         *,
         accepts: Callable[[nn.Module], bool] = has_state,
-        most: int = MAX_MODELS,
     ) -> None:
         self._on_model = on_model
         self._accepts = accepts
-        self._left = most
+        self._left = MAX_MODELS
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._starts: GlobalHook | None = None
 
     @property
     def is_full(self) -> bool:
-        """True once `most` models were found and the search has ended."""
+        """True once MAX_MODELS models were found and the search has ended."""
         return self._left <= 0
 
     def __enter__(self) -> ModelFinder:

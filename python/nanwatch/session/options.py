@@ -313,12 +313,8 @@ class Options:
     read: tuple[str, ...] = _option(PARTS, _read_words, "which tensors to read in the forward", "WORDS")
     gradients: bool = _option(False, flag, "read gradients too, and stop a step that would take a bad one")
     optimizer: Optimizer | None = _option(None, _to_optimizer, "read this optimizer's state after each step")
-    modules: tuple[str, ...] = _option(
-        (), patterns, "watch only modules whose name matches: 'encoder.*'", "PATTERN"
-    )
-    ignore_modules: tuple[str, ...] = _option(
-        (), patterns, "do not watch modules whose name matches", "PATTERN"
-    )
+    modules: tuple[str, ...] = _option((), patterns, "watch only modules named like 'encoder.*'", "PATTERN")
+    ignore_modules: tuple[str, ...] = _option((), patterns, "do not watch modules named so", "PATTERN")
     every: int = _option(1, whole, "read only every N-th batch", "N")
     max_frames: int = _option(21, _to_frames, "keep the latest N calls of modules for the report", "N")
     on_nonfinite: OnNonfinite = _option(
@@ -337,27 +333,21 @@ class Options:
         (), to_sinks, "send what is found to a tracker: tensorboard:runs/a, wandb, slack:URL", "NAME"
     )
     black_box: bool | None = _option(
-        None,
-        flag_or_none,
-        "keep the latest calls in a file that outlives a killed process; on with output_dir",
+        None, flag_or_none, "keep the latest calls in a file that outlives the process; on with output_dir"
     )
     forecast: bool = _option(True, flag, "warn of tensors that lose headroom and will overflow soon")
-    spikes: bool = _option(
-        False, flag, "when loss or gradients jump, name what left its history; reads gradients"
-    )
+    spikes: bool = _option(False, flag, "name what left its history when loss or gradients jump")
     audit: Audit | None = _option(
         None,
         _to_audit,
-        "audit steps 1, 2, 3 and every N-th: which weights do not move, or move though frozen",
+        "audit steps 1, 2, 3 and every N-th: weights that do not move, or are frozen and do",
         "N",
     )
     replicas: int = _option(False, every_nth, "every N steps compare to the bit what ranks hold alike", "N")
     attention: int = _option(
-        False, every_nth, "every N batches read the largest attention logit of each head", "N"
+        False, every_nth, "every N batches read each head's largest attention logit", "N"
     )
-    guard_checkpoints: bool = _option(
-        False, flag, "write a bad checkpoint beside the good one, not in its place"
-    )
+    guard_checkpoints: bool = _option(False, flag, "write a bad checkpoint beside the good one")
 
     # Settings of the environment and of a trainer
     enabled: bool = True

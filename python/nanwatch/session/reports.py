@@ -31,7 +31,7 @@ from ..report.report import Report, report_of
 from ..report.text import culprit
 from ..util.job import rank
 from ..util.modules import is_in
-from ..util.visible import suppressed
+from ..util.visible import suppressing
 from .options import Options
 
 # A host's remarks on a finding, whose record is None where no frame has it.
@@ -261,12 +261,10 @@ class Reports:
 
         Weights of modules that cannot be called belong to the module that holds them. The calls come innermost first.
         """
-        model = self.model()
-        try:
-            return None if model is None else self._read_inward(batch, calls[::-1], _recorded_names(model))
-        except Exception:
-            suppressed("the calls around a non-finite one could not be read")
-            return None
+        if (model := self.model()) is not None:
+            with suppressing("the calls around a non-finite one could not be read"):
+                return self._read_inward(batch, calls[::-1], _recorded_names(model))
+        return None
 
     def _read_inward(
         self, batch: int, calls: Sequence[LeftCall], names: Mapping[int, str]

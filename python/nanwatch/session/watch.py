@@ -274,11 +274,6 @@ class Watch:
         last_step = self._steps.look()
         return last_step.report if last_step else self._reports.of(frames, None, self.batch)
 
-    @property
-    def _ended_by_exception(self) -> bool:
-        """True if the latest batch ended by an exception."""
-        return self._failures.ended_by_exception
-
     def _settle(self) -> None:
         self._failures.settle()
         self._steps.settle()
