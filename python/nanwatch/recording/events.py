@@ -107,10 +107,9 @@ class Start(NamedTuple):
     """Start of a batch: its outermost call, and the state on which that call depends.
 
     `generator`: the state of the CPU's random numbers. `cuda`: of each CUDA device's, from `watch_generators`.
-    `autocast`: by device. `versions`: of the tensors among the
-    arguments. `elapsed`: seconds since.
-    `nodes`: autograd's sequence numbers of the forward's first node and of the first behind it. `is_function`: the
-    call of a watched function, which may be a part of the loss. `extra`: what `on_batch_start` has answered.
+    `autocast`: by device. `versions`: of the tensors among the arguments. `elapsed`: seconds since. `nodes`: autograd's
+    sequence numbers of the forward's first node and of the first behind it. `is_function`: the call of a watched
+    function, which may be a part of the loss. `extra`: what `on_batch_start` has answered.
     """
 
     batch: int

@@ -50,7 +50,6 @@ class _Backward:
     latest: object = None  # place, tensor and version of the latest gradient, which may come to several calls
     time: int = 0
     weights: set[object] = field(default_factory=set)
-    is_nonfinite: bool = False
     is_over: bool = False
 
 
@@ -119,7 +118,6 @@ class PythonGradients:
             backward.time += latest != backward.latest
             backward.latest = latest
             backward.weights.add(weight)
-            backward.is_nonfinite = backward.is_nonfinite or record.is_fault
             backward.arrivals.append((call, part, backward.time, record))
             if part == "output":
                 call.backward = task
@@ -149,7 +147,7 @@ class PythonGradients:
         """Make frames of this thread's backward, as far as it has come, if a gradient in it is not finite."""
         task = torch._C._current_graph_task_id()
         backward = self._backwards.get(task)
-        if backward is not None and backward.is_nonfinite:
+        if backward is not None and any(record.is_fault for *_, record in backward.arrivals):
             self._finish(task)
 
     def _finish(self, task: int) -> None:
@@ -178,7 +176,7 @@ class PythonGradients:
             BackwardCall(frame, positions.get(call.caller), call.number)
             for call, frame in zip(calls, frames, strict=True)
         ]
-        recorder.keep_backward(ended, arrivals, backward.is_nonfinite)
+        recorder.keep_backward(ended, arrivals)
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:

@@ -403,7 +403,7 @@ class PythonRecorder:
 
     # Backwards and steps
 
-    def keep_backward(self, calls: list[BackwardCall], arrivals: list[Arrival], is_nonfinite: bool) -> None:
+    def keep_backward(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
         """Keep the frames of a backward that is over."""
         if self.paused:
             return
@@ -416,7 +416,7 @@ class PythonRecorder:
             for frame in frames:
                 if frame.batch in self._settings.traced:
                     self.events.on_frame(frame)
-            if is_nonfinite:
+            if any(record.is_fault for frame in frames for record in frame.records):
                 self.events.on_backward_end(calls, arrivals)
         finally:
             with self.lock:
