@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the judge forks
 
 # How many programs have the column. A program that goes takes its number along, and says why in its commit.
 COUNTS = {
-    "module": 39, "operation": 39, "line": 28, "cure": 33, "sound": 28, "quiet": 13, "audit": 3,
+    "module": 35, "operation": 35, "line": 25, "cure": 30, "sound": 25, "quiet": 13, "audit": 3,
 }  # fmt: skip
 MISSES = {
     "module": {"scores_that_overflow", "mse_missing_targets"},
@@ -28,7 +28,7 @@ MISSES = {
     "line": {"scores_that_overflow", "causal_sign"},
     "cure": {
         # Nothing works, or no statement of the program would.
-        "recurrence", "own_input", "data_in_place", "negative_running_var",
+        "own_input", "data_in_place", "negative_running_var",
         "given_to_a_nested_container", "scores_that_overflow",
     },
 }  # fmt: skip

@@ -66,35 +66,3 @@ def data_in_place() -> Setup:
     clips = torch.randn(4, 16)
     clips[3] = 0.0
     return Setup(Spectrogram(), (clips,))
-
-
-class SharedState(nn.Module):
-    """Two branches that both scale the features they were handed, a view of one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, 16)
-        self.left = nn.Linear(8, 4)
-        self.right = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            left, right = self.stem(x).chunk(2, dim=-1)
-            window = left
-            left = self.left(left)
-            window.sub_(window)
-            right = self.right(right / window.abs().amax(-1, keepdim=True))  # culprit: shared_view
-        return left + right
-
-
-@failure(
-    "a scale taken from a view that was zeroed in place before",
-    module="right",
-    label="input[0]",
-    origin="received",
-    source_module="",
-    value="inf",
-    operations="div",
-)
-def shared_view() -> Setup:
-    return Setup(SharedState(), (torch.randn(3, 8),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from programs.case import PRODUCTS, Setup, failure, sequence
+from programs.case import Setup, failure, sequence
 
 
 class FineTuning(nn.Module):
@@ -51,57 +51,6 @@ def eps_of_zero() -> Setup:
     x = torch.randn(3, 8)
     x[1] = 2.0
     return Setup(NoEps(), (x,))
-
-
-class Recurrent(nn.Module):
-    """A linear recurrence over a long sequence."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.cell = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.zeros_like(x[:, 0])
-        for step in range(x.shape[1]):
-            h = self.cell(h + x[:, step])  # culprit: recurrence
-        return h
-
-
-@failure("a recurrence that grows over a long sequence", module="cell", value="inf", operations=PRODUCTS)
-def recurrence() -> Setup:
-    model = Recurrent(16)
-    with torch.no_grad():
-        model.cell.weight.mul_(6)
-    return Setup(model, (torch.randn(2, 200, 16),))
-
-
-class FastSoftmax(torch.autograd.Function):
-    """A softmax whose backward keeps only its result."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
-        weight = torch.exp(x)  # culprit: custom_function
-        y = weight / weight.sum(dim=-1, keepdim=True)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return y * (grad - (grad * y).sum(dim=-1, keepdim=True))
-
-
-class Mixture(nn.Module):
-    """Weights of a mixture by the fast softmax."""
-
-    def forward(self, logits: Tensor) -> Tensor:
-        return FastSoftmax.apply(logits)
-
-
-@failure("a torch.autograd.Function whose forward overflows", module="mixture", operations="exp")
-def custom_function() -> Setup:
-    model = sequence(head=nn.Linear(8, 4), mixture=Mixture())
-    return Setup(model, (torch.randn(4, 8) * 400,))
 
 
 class SignedSqrt(torch.autograd.Function):

@@ -145,33 +145,6 @@ def uninitialised_workspace() -> Setup:
     return Setup(model, (torch.randn(16, 8),))
 
 
-class Faulty(nn.Linear):
-    """A linear layer on a device that flips the highest exponent bit of one result in its third call."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs)
-        self._calls = Spy()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self._calls.add()
-        if len(self._calls.values) == 3:
-            bits = y.detach().view(torch.int32)
-            bits[1, 2] |= 0x7F80_0000
-        return y
-
-
-@failure("a bit flipped by the hardware, once", module="1", value="nan", transient=True)
-def flipped_bits() -> Setup:
-    model = nn.Sequential(nn.Linear(8, 8), Faulty(8, 4))
-
-    def loop() -> None:
-        for _ in range(5):
-            model(torch.randn(4, 8))
-
-    return Setup(model, loop=loop)
-
-
 class Regressor(nn.Module):
     """Two layers."""
 
