@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.slot import wrap_calls
 from ..precision.casting import NARROW, autocast_kinds
 from ..recording.masks import Excuses, excuses
@@ -22,7 +23,7 @@ from ..recording.walk import call_leaves, leaves
 from ..records.record import Record
 from ..report.finding import value_of
 from .batch_snapshot import BatchSnapshot
-from .diagnosis import Step
+from .diagnosis import ModuleCall, Step
 from .provenance import ProvenanceMode
 
 # `allows(name, module)` is True where infinities in this module are meant, or the judge of its values.
@@ -118,22 +119,36 @@ def run(
     """Run the batch of `snapshot` once more; keep what its forward raises as the error. KeyboardInterrupt passes.
 
     make: makes each call of a module.
-    follows: True or a mode finds the operation that began the first bad value.
+    follows: True or a mode finds the operation that began the first bad value. The mode knows the calls under way.
     divisor: the gradients that the backward begins with are divided by it.
 
     A batch with a graph has a backward too, from its outputs, as if their mean were the loss, or with the sizes of
     gradients that the snapshot knows; and, with `squares`, one as if the mean of their squares were the loss. A watch
     of the model sees nothing of it.
     """
-    experiment = Experiment(provenance=ProvenanceMode(run.__code__) if follows is True else follows or None)
+    provenance = ProvenanceMode(run.__code__) if follows is True else follows or None
+    experiment, open_calls = Experiment(provenance=provenance), list[ModuleCall]()
+    if provenance is not None:
+        open_calls = provenance.open_calls
+    versions = {id(x): version for x, version in snapshot.versions}
 
     def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = names.get(module, "" if module is snapshot.module else "?")
         formats = (torch.get_autocast_dtype(x) for x in autocast_kinds() if torch.is_autocast_enabled(x))
         autocast = next((dtype for dtype in formats if dtype in NARROW), None)
-        output = make(module, args, kwargs)
-        allowed = allows(name, module)
-        inputs, outputs = list(call_leaves(args, kwargs)), list(leaves(output, "output"))
+        inputs = list(call_leaves(args, kwargs))
+        if is_named := provenance is not None and module in names:
+            given = [(label, x) for label, x in inputs if isinstance(x, Tensor) and not x.is_inference()]
+            before = tuple((label, x, versions.get(id(x), x._version)) for label, x in given)
+            modes = RngState.capture(), Autocast.capture()
+            open_calls.append(ModuleCall(name, module, args, kwargs, *modes, before))
+        try:
+            output = make(module, args, kwargs)
+        finally:
+            if is_named:
+                open_calls.pop()
+        allowed, outputs = allows(name, module), list(leaves(output, "output"))
+        inputs = list(call_leaves(args, kwargs))
         records = [observe(x, label, "input", allowed) for label, x in inputs]
         records += [observe(x, label, "output", allowed) for label, x in outputs]
         experiment.calls.append(ObservedCall(name, tuple(records), autocast))
@@ -145,7 +160,7 @@ def run(
     try:
         again = with_leaves(snapshot) if snapshot.grad else snapshot
         graph = torch.enable_grad() if snapshot.grad else nullcontext()
-        with again.again() as call, graph, experiment.provenance or nullcontext():
+        with again.again() as call, graph, provenance or nullcontext():
             with wrap_calls((*names, *snapshot.module.modules()), seen):
                 output = call()
             experiment.results = [x.detach() for _, x in leaves(output, "output") if isinstance(x, Tensor)]
@@ -163,8 +178,8 @@ def run(
         # Without its traceback, whose frames hold the activations of the run.
         experiment.error = error.with_traceback(None)
     finally:
-        if experiment.provenance is not None:
-            experiment.provenance.active = False
+        if provenance is not None:
+            provenance.active = False
     return experiment
 
 

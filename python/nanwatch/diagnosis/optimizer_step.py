@@ -47,11 +47,7 @@ def take_apart(finding: Finding, optimizer: Optimizer, parameter: Tensor) -> Fin
                 operands.append(observe(_local(parameter.grad), f"{finding.label}.grad", "gradient"))
             lr = float(groups[0]["lr"])
             words = f"the step of {type(optimizer).__name__}, {update} with lr={lr:g}"
-            # Where all operands are finite, the loss and the gradients are innocent.
-            remarks = () if math.isfinite(lr) else (f"the learning rate was {lr:g}: look at the schedule",)
-            with_step = replace(
-                finding, operation=words, operands=tuple(operands), remarks=(*finding.remarks, *remarks)
-            )
+            with_step = replace(finding, operation=words, operands=tuple(operands))
             return with_step if "SGD" in kinds else _with_eps(with_step, groups[0], state, keys[1])
     except Exception:  # a state of another make
         suppressed("the step of an optimizer could not be taken apart")

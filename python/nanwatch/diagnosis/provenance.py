@@ -56,13 +56,13 @@ class ProvenanceMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, outermost: CodeType, open_calls: Sequence[ModuleCall] = ()) -> None:
+    def __init__(self, outermost: CodeType) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
         self.active = True
         self.trouble: str | None = None
         self._outermost = outermost
-        self._open_calls = open_calls
+        self.open_calls: list[ModuleCall] = []
         self._sequence = torch._C._autograd._get_sequence_nr()
         self._nodes: dict[int, Site] = {}  # by sequence number, where the forward made the node
         self._writes: StorageWriteLog[Step] = StorageWriteLog()
@@ -134,7 +134,7 @@ class ProvenanceMode(TorchDispatchMode):
             if self._trace(step, operation, given, nonfinite) and not step.meant:
                 named = dict(operation.given(args, kwargs))
                 step.remarks += tuple(
-                    causes(operation, named, given.tensors, step.strangers, self._open_calls)
+                    causes(operation, named, given.tensors, step.strangers, self.open_calls)
                 )
             step.turned = step.nan and not any(map(_holds_nan, given.ranges))
             if len(self.steps) < _MOST_STEPS:
@@ -157,7 +157,7 @@ class ProvenanceMode(TorchDispatchMode):
             step.origin = _origin(sources, step.nan)
             return False
         step.operands = given.details(nonfinite if operation.written else ())
-        step.call = self._open_calls[-1] if self._open_calls else None
+        step.call = self.open_calls[-1] if self.open_calls else None
         step.strangers = tuple(given.tensors[i] for i in strangers)
         step.remarks = (
             *(f"{operation.name} was given the number {name} = {value!r}" for name, value in given.numbers),
@@ -170,7 +170,7 @@ class ProvenanceMode(TorchDispatchMode):
         frame, node = program_frame(self._outermost), torch._C._current_autograd_node()
         if node is not None and _is_of_engine(frame):
             return self.site_of(node), node.name()
-        module = self._open_calls[-1].name if self._open_calls else None
+        module = self.open_calls[-1].name if self.open_calls else None
         if module is None and node is not None:  # in a backward written in Python
             module = self.site_of(node)[1]
         if frame is None:

@@ -8,13 +8,11 @@ run has changed, and no gradient of the user's is touched.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.functions import find_called
 from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..numerics.readable import inner_tensors, is_plain
@@ -27,7 +25,7 @@ from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, left_calls, no_second_run
 from .causes import came_in, named_arguments
 from .diagnosis import Diagnosis, ModuleCall, Step, describe
-from .experiment import Allows, Experiment, make_call, nothing_allowed, run
+from .experiment import Allows, make_call, nothing_allowed, run
 from .isolation import RerunEndedError
 from .provenance import ProvenanceMode
 
@@ -93,9 +91,8 @@ def _with_spread(diagnosis: Diagnosis, snapshot: BatchSnapshot) -> Diagnosis:
     """
     if no_second_run(snapshot.module):
         return diagnosis
-    provenance = ProvenanceMode(_with_spread.__code__)
-    with suppress(Exception), snapshot.again() as call, provenance:
-        call()
+    provenance = ProvenanceMode(run.__code__)
+    run(replace(snapshot, grad=False), {}, follows=provenance)
     steps = [step for step in provenance.steps if step.place is not None]
     turned = [step for step in steps if step.turned]
     products = [step for step in steps if step.operation.startswith("aten.mul.")]
@@ -105,41 +102,16 @@ def _with_spread(diagnosis: Diagnosis, snapshot: BatchSnapshot) -> Diagnosis:
 # A value that the re-run makes again.
 
 
-class _Search:
-    """A re-run of a batch whose operations are read."""
-
-    def __init__(self, finding: Finding, model: nn.Module, allows: Allows = nothing_allowed) -> None:
-        self.finding = finding
-        self.names = {named.module: named.name for named in named_modules(model) if is_recorded(named.module)}
-        # The calls under way, of the thread that makes the re-run.
-        self.open_calls: list[ModuleCall] = []
-        self.provenance = ProvenanceMode(run.__code__, self.open_calls)
-        self._allows = allows
-
-    def run(self, snapshot: BatchSnapshot) -> Experiment:
-        """Make the outermost call of the batch again, and its backward where it has one."""
-        return run(snapshot, self.names, self.call, self._allows, follows=self.provenance)
-
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call of a module."""
-        if module not in self.names:
-            return make_call(module, args, kwargs)
-        return self.make(ModuleCall(self.names[module], module, args, kwargs))
-
-    def make(self, call: ModuleCall) -> Any:
-        """Make the call, which is under way meanwhile."""
-        self.open_calls.append(call)
-        try:
-            return make_call(call.module, call.args, dict(call.kwargs))
-        finally:
-            self.open_calls.pop()
+def _names(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the names of the modules whose calls are frames."""
+    return {named.module: named.name for named in named_modules(model) if is_recorded(named.module)}
 
 
 def _of_forward(snapshot: BatchSnapshot, finding: Finding, suspect: nn.Module, model: nn.Module) -> Diagnosis:
     # Without a graph it needs less memory. Where that raises, the forward may ask for one, as for a tensor's hook.
     for grad in (False, True) if snapshot.grad else (False,):
-        search = _ForwardSearch(finding, suspect, model, snapshot)
-        error = search.run(replace(snapshot, grad=grad)).error
+        search = _ForwardSearch(finding, suspect, model)
+        error = search.run(replace(snapshot, grad=grad))
         failure = "" if error is None else f"it raised {spell(error)}"
         if isinstance(error, RerunEndedError):
             failure = str(error)
@@ -158,42 +130,40 @@ def _of_forward(snapshot: BatchSnapshot, finding: Finding, suspect: nn.Module, m
     return Diagnosis(transient=None if remarks else True, remarks=remarks)
 
 
-class _ForwardSearch(_Search):
-    """Search for the origin of an output or an input of the suspect."""
+class _ForwardSearch:
+    """A re-run of a batch whose operations are read, up to where the value of the finding shows.
 
-    def __init__(
-        self, finding: Finding, suspect: nn.Module, model: nn.Module, snapshot: BatchSnapshot
-    ) -> None:
-        super().__init__(finding, model)
-        self.names.setdefault(suspect, finding.module)
+    The suspect is the module whose output or input the finding speaks of.
+    """
+
+    def __init__(self, finding: Finding, suspect: nn.Module, model: nn.Module) -> None:
+        self.finding = finding
+        self.names = {suspect: finding.module, **_names(model)}
         self.diagnosis: Diagnosis | None = None
         self.was_called = False
         self.trouble: list[str] = []
+        self.provenance = ProvenanceMode(run.__code__)
         self._suspect = suspect
         self._is_producer = finding.origin == "produced"
         self._is_output = self._is_producer and not finding.label.startswith("input")
-        # Versions of the tensors that the batch was called with, by id.
-        self._versions = {id(x): version for x, version in snapshot.versions}
 
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, snapshot: BatchSnapshot) -> Exception | None:
+        """Make the outermost call of the batch again. Return the error that ended it, if one did."""
+        return run(snapshot, self.names, self._call, follows=self.provenance).error
+
+    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call of a module, and look at the output or the input of the finding."""
         if self.diagnosis is not None or module not in self.names:
             return make_call(module, args, kwargs)
-        given = [(label, x) for label, x in call_leaves(args, kwargs) if isinstance(x, Tensor)]
-        versions = tuple(
-            (label, x, self._versions.get(id(x), x._version)) for label, x in given if not x.is_inference()
-        )
-        call = ModuleCall(
-            self.names[module], module, args, kwargs, RngState.capture(), Autocast.capture(), versions
-        )
+        *callers, call = self.provenance.open_calls
         is_suspect = module is self._suspect
         # A receiver that nobody called was called by the batch.
-        guilty = call if self._is_producer or not self.open_calls else self.open_calls[-1]
+        guilty = call if self._is_producer or not callers else callers[-1]
         self.was_called = self.was_called or is_suspect
         if is_suspect and not self._is_producer:
             self._look(call_leaves(args, kwargs), guilty)
         try:
-            result = self.make(call)
+            result = make_call(module, args, kwargs)
         except Exception as error:  # of a hook that looks for such values itself
             left = [left.output for left in left_calls(error) if left.module is module]
             if is_suspect and self._is_output and left:
@@ -289,7 +259,7 @@ def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, al
     guilty = finding.module if finding.origin == "produced" else finding.source_module
     # A loss that overflows too is not what made the gradient.
     judged = allows if guilty is None else _everything_allowed
-    experiment = _Search(finding, model, judged).run(replace(snapshot, grad=True))
+    experiment = run(replace(snapshot, grad=True), _names(model), allows=judged, follows=True)
     step, error = experiment.failure, experiment.error
     if step is None:
         remark = _NOTHING if error is None else f"the backward could not be examined: {spell(error)}"

@@ -179,7 +179,6 @@ class OptimizerSteps:
         # The recorder keeps and counts the frames of a backward after this call.
         num_before, place = self._recorder.frames_of_batch(batch), finding.sequence
         sequence = None if num_before is None or place is None else num_before + place
-        self._failures.rerun.keep_loss(batch)
         report = self._reports.latest(replace(finding, sequence=sequence), batch, frames)
         faults = [(call.frame, record) for call in calls for record in call.frame.records if record.is_fault]
         model, weights = self._model(), set[Weight]()
@@ -202,7 +201,6 @@ class OptimizerSteps:
         name = type(loss).__name__ if loss.grad_fn is None else loss.grad_fn.name()
         frame = Frame(batch, "(loss)", name, (observe(loss.detach(), "output", "output"),), "backward")
         incident = self._reports.of_frame(frame, "received")
-        self._failures.rerun.keep_loss(batch)
         self._failures.rerun.backward_failed(batch)
         self._failures.step_follows(incident)
 

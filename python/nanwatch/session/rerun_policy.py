@@ -95,15 +95,24 @@ class RerunPolicy:
 
     # A backward fails.
 
-    def keep_loss(self, batch: int) -> None:
-        """Keep the backward under way behind a batch, whose loss may run again."""
-        starts = self._recorder.ended_starts()
+    def keep_start(self, batch: int, records: Iterable[Record] = ()) -> None:
+        """Keep the start of the batch until a step takes the gradients, also when its graph is gone.
+
+        `records` are those of the backward of its outermost call.
+        """
+        if (start := self.kept(batch)) is not None:
+            sizes = {x.label.removesuffix(".grad"): x.abs_max for x in records if x.isfinite and x.abs_max}
+            self._failed = batch, weakref.ref(start.module), replace(start, module=_NO_MODULE, sizes=sizes)
+
+    def backward_failed(self, batch: int, records: Iterable[Record] = ()) -> None:
+        """Keep the start of the batch, and the backward under way, until a step takes the gradients."""
+        self.keep_start(batch, records)
+        # A later call is a part of what lies behind this one's outputs.
+        starts = [start for start in self._recorder.ended_starts() if start.batch <= batch]
         failed = next((start for start in starts if start.batch == batch), None)
         if failed is None:
             return
         try:
-            # A later call is a part of what lies behind this one's outputs.
-            starts = [x for x in starts if x.batch <= failed.batch]
             calls = [x.nodes for x in starts if not x.is_function]
             since = failed.nodes[1] if failed.is_function else min(end for _, end in calls)
             first = min(starts, key=lambda x: x.batch)
@@ -113,16 +122,6 @@ class RerunPolicy:
                 self._losses[batch] = call
         except Exception:
             suppressed("the statements of the loss could not be kept")
-
-    def backward_failed(self, batch: int, records: Iterable[Record] = ()) -> None:
-        """Keep the start of the batch also when its graph is gone, until a step takes the gradients.
-
-        `records` are those of the backward of the batch's outermost call.
-        """
-        start = self.kept(batch)
-        if start is not None:
-            sizes = {x.label.removesuffix(".grad"): x.abs_max for x in records if x.isfinite and x.abs_max}
-            self._failed = batch, weakref.ref(start.module), replace(start, module=_NO_MODULE, sizes=sizes)
 
     def kept(self, batch: int) -> BatchSnapshot | None:
         """Return the start of the batch, if it is kept for the batch's backward."""

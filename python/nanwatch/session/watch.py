@@ -107,7 +107,7 @@ class Watch:
 
             writes = None if folder is None else write
             self._steps.spikes = SpikeWatch(
-                self._recorder, self._steps, is_due, rerun.backward_failed, writes, sinks.on_spike
+                self._recorder, self._steps, is_due, rerun.keep_start, writes, sinks.on_spike
             )
             self._monitor.follow(self._steps.spikes.take)
         timeout = options.peer_timeout or 30.0

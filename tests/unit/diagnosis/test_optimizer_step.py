@@ -102,18 +102,3 @@ def test_the_last_step_of_a_run_is_looked_at(momentum: float, how: str) -> None:
     assert (finding.label, finding.phase, finding.batch) == ("weight", "step", 0)
     key = "momentum_buffer" if momentum else "gradient"
     assert finding.operation == f"the step of SGD, weight - lr * {key} with lr=1e+38"
-
-
-def test_a_learning_rate_that_is_nan_is_named() -> None:
-    """All operands of the step are finite then: a schedule divided 0 by 0."""
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.param_groups[0]["lr"] = float("nan")
-    handle = watch(model, gradients=True)
-    model(torch.ones(3, 2)).sum().backward()
-    optimizer.step()
-    with pytest.raises(NonFiniteError) as error:
-        handle.stop()
-    finding = finding_of(error)
-    assert all(record.isfinite for record in finding.operands)
-    assert "the learning rate was nan: look at the schedule" in finding.remarks

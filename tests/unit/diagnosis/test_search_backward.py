@@ -110,29 +110,6 @@ def test_hooks_and_other_watches_are_not_called_for_it() -> None:
     assert model[0].weight is optimizer.param_groups[0]["params"][0]
 
 
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
-def test_an_overflow_of_a_sum_with_both_signs_is_found(recorder: str) -> None:
-    """The signs of inputs and gradients fit each other, so that all products of the sum are positive: from equal
-    gradients it would be zero. A user's hook on the weight sees one backward.
-    """
-    model = nn.Sequential(nn.Linear(1, 2, bias=False).half())
-    nn.init.zeros_(model[0].weight)
-    signs = torch.tensor([[1.0], [-1.0]]).repeat(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    calls: list[bool] = []
-    model[0].weight.register_hook(lambda g: calls.append(True))
-    with watched(model, recorder, gradients=True):
-        (model(100 * signs.half()).float() * signs * torch.tensor([1.0, -50.0])).sum().backward()
-        with pytest.raises(NonFiniteError) as error:
-            optimizer.step()
-    finding = error.value.report.finding
-    assert finding is not None
-    assert (finding.label, finding.index, finding.operation) == ("weight.grad", (1, 0), "MmBackward0")
-    assert len(calls) == 1
-    assert model[0].weight.grad is not None
-    assert not model[0].weight.any()
-
-
 def test_a_loss_that_may_not_run_again_leaves_the_model() -> None:
     """Data is handed out once: gradients of the size that was seen, at the model's outputs, show the operation too."""
     model = nn.Sequential(Product())
@@ -176,54 +153,12 @@ def test_code_of_the_parent_that_shares_a_tensor_is_not_the_modules() -> None:
     assert "it came out of the backward of 0, which" in str(error.value)
 
 
-class NoSecond(torch.autograd.Function):
-    """A product that has a first derivative and no second."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient * weight, (gradient * x).sum(0)  # aten.sum.dim_IntList
-
-
-class OnceDifferentiable(nn.Module):
-    """Product of the input and a weight whose backward cannot be differentiated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1).half())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return NoSecond.apply(x, self.weight)
-
-
 def line_of(finding: Finding) -> str:
     """Return the comment in the line that the finding names."""
     assert finding.place is not None
     assert finding.place.file == __file__
     with open(__file__) as source:
         return source.read().splitlines()[finding.place.line - 1].rpartition("# ")[2]
-
-
-def test_where_signs_cannot_be_told_the_loss_runs_again() -> None:
-    """Without a second derivative the module's backward shows nothing, and the real gradients do: in its own line."""
-    model = nn.Sequential(OnceDifferentiable())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    signs = torch.tensor([[1.0], [-1.0]]).repeat(8, 1)
-    with watch(model, gradients=True):
-        (model(100 * signs.half()).float() * signs * 50).sum().backward()
-        with pytest.raises(NonFiniteError) as error:
-            optimizer.step()
-    finding = error.value.report.finding
-    assert finding is not None
-    assert (finding.module, finding.label, finding.origin) == ("0", "weight.grad", "produced")
-    assert (finding.operation, line_of(finding)) == ("aten.sum.dim_IntList",) * 2
-    assert "no operation made a bad gradient" not in " ".join(finding.remarks)
 
 
 class PlainNorm(torch.autograd.Function):
