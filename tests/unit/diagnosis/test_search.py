@@ -130,6 +130,24 @@ def test_a_weight_a_buffer_and_data() -> None:
     assert len(calls) == 1
 
 
+def turned(x: Tensor) -> Tensor:
+    y = (x + 1) * 2
+    return y - y  # culprit
+
+
+def multiplied(x: Tensor) -> Tensor:
+    y = x + 1
+    y = y * 2  # culprit
+    return y + 1
+
+
+@pytest.mark.parametrize("function", [turned, multiplied], ids=lambda one: one.__name__)
+def test_the_operation_that_spreads_bad_data(function: Callable[[Tensor], Tensor]) -> None:
+    """The one that makes nan of inf, else a product, which should have masked it, and not the first."""
+    finding, seen = look(Does(function), torch.tensor([1.0, INF]))
+    assert (finding.origin, str(seen.step.place)) == ("data", culprit(function))
+
+
 def test_the_tensor_inside_a_quantized_weight_is_named() -> None:
     """An int8 weight has a scale for each row, and that of one row is nan."""
     quantization = pytest.importorskip("torchao.quantization")
