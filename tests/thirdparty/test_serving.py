@@ -1,4 +1,4 @@
-"""Which requests of a served batch were bad, with a model and steps as an engine makes them."""
+"""Plugins of engines: which requests of a served batch were bad, with a model and steps as an engine makes them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.integrations.serving import ServedModel, Share, owner_of
+from support.processes import environment, forked
 from support.toys import Scale
 
 # Two requests in prefill, of three tokens and of two, and one that decodes its tenth token.
@@ -80,3 +81,19 @@ def test_the_requests_of_bad_rows_are_named(served: ServedModel, caplog: pytest.
     finding = nanwatch.Report.from_json(answer["report"]).finding
     assert finding is not None
     assert "in a row of request a in prefill, token 2, KV block 8" in finding.remarks
+
+
+SCRIPT = """
+import sys
+from nanwatch.integrations import start_in_sglang, start_in_vllm
+start_in_sglang()
+start_in_vllm()
+parts = "nanwatch.session", "nanwatch.instrumentation", "sglang", "vllm"
+assert not any(name.startswith(parts) for name in sys.modules)
+"""
+
+
+def test_without_the_switch_no_part_of_a_watch_is_imported() -> None:
+    """Neither engine is installed here, so that the plugin itself could not start."""
+    done = forked("-c", SCRIPT, env=environment(NANWATCH=""), imported=False)
+    assert done.returncode == 0, done.stderr

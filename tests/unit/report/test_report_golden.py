@@ -43,26 +43,11 @@ def _spoilt(
     return plain._replace(abs_min=ends[0], abs_max=ends[1], isfinite=False, health=health)
 
 
-def _linear(
-    batch: int,
-    name: str,
-    given: float,
-    made: float | Record,
-    dtype: str = "float32",
-    class_name: str = "Linear",
-) -> Frame:
+def _linear(batch: int, name: str, given: float, made: float | Record, dtype: str = "float32") -> Frame:
     """The frame of a Linear layer."""
+    weight = _read("weight", "weight", 1.25e-6, 0.5, dtype, SQUARE)
     output = made if isinstance(made, Record) else _read("output", "output", 1e-3, made, dtype)
-    return Frame(
-        batch,
-        name,
-        class_name,
-        (
-            _read("weight", "weight", 1.25e-6, 0.5, dtype, SQUARE),
-            _read("input[0]", "input", 1e-3, given, dtype),
-            output,
-        ),
-    )
+    return Frame(batch, name, "Linear", (weight, _read("input[0]", "input", 1e-3, given, dtype), output))
 
 
 def _failed(frames: tuple[Frame, ...], batch: int, finding: Finding | None, **found: object) -> Report:
@@ -205,15 +190,7 @@ def excused() -> Report:
     return Report(frames, None, 5)
 
 
-REPORTS = {
-    make.__name__: make
-    for make in (
-        forward_overflow,
-        nan_produced,
-        backward_nan,
-        excused,
-    )
-}
+REPORTS = {make.__name__: make for make in (forward_overflow, nan_produced, backward_nan, excused)}
 
 
 @pytest.mark.parametrize("name", REPORTS)
