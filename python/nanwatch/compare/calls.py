@@ -16,7 +16,7 @@ from ..util.visible import module_name
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SUM = -1  # index of the sum of the first two values of a call
 # Values of a call's inputs or outputs that are tried against those of the other side.
-_VALUES = 4
+MOST_VALUES = 4
 # Rows with less than this share of the mean norm are compared by that share: padding may be all but zero.
 _LEAST_ROW = 0.1
 # Masks hold -inf or the least number of a dtype, whose squares have no norm.
@@ -178,18 +178,11 @@ class CallPair:
         return calls[0].start if kind == "inputs" else calls[-1].end
 
 
-def innermost(calls: Sequence[ModuleCall], start: int, end: int) -> ModuleCall:
-    """Return the innermost call from one time to another."""
-    return max(
-        (call for call in calls if call.start <= start and call.end >= end), key=lambda call: call.start
-    )
-
-
 def value(calls: Sequence[ModuleCall], kind: str, index: int) -> Tensor | None:
     """Return a value of the call, or the SUM of two; those of several calls, which had one input, side by side."""
     values = []
     for call in calls if kind == "outputs" else calls[:1]:
-        kept: list[Tensor] = getattr(call, kind)[:_VALUES]
+        kept: list[Tensor] = getattr(call, kind)[:MOST_VALUES]
         if index == SUM and len(kept) > 1 and kept[0].shape == kept[1].shape and kept[0].is_floating_point():
             values.append(kept[0] + kept[1])  # perhaps `hidden` and `residual`
         elif 0 <= index < len(kept):
@@ -199,11 +192,6 @@ def value(calls: Sequence[ModuleCall], kind: str, index: int) -> Tensor | None:
     if len(values) > 1 and len({x.shape[:-1] for x in values}) == 1:
         return torch.cat(values, -1)
     return values[0] if len(values) == 1 else None
-
-
-def num_values(calls: Sequence[ModuleCall], kind: str) -> int:
-    """Return how many values of a call are compared."""
-    return min(len(getattr(calls[0], kind)), _VALUES)
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from ..numerics.readable import dtype_name
 from ..trace.result import Comparison, Place, plural
 from ..util.visible import module_name
 from .calls import (
+    MOST_VALUES,
     SUM,
     CallPair,
     Errors,
@@ -23,8 +24,6 @@ from .calls import (
     Run,
     Tokens,
     errors_between,
-    innermost,
-    num_values,
     value,
 )
 from .words import module_differences, shape_of_difference
@@ -248,7 +247,10 @@ class Comparer:
             return pair, ""
         where = f"in its own code, between {_spell(last)}, which agrees, and {_spell(event)}, which does not"
         times = [sorted((last[1].time(last[0], side), pair.time(kind, side))) for side in (0, 1)]
-        a, b = (innermost(calls, *between) for calls, between in zip(self._calls, times, strict=True))
+        a, b = (
+            [call for call in calls if call.start <= start and call.end >= end][-1]  # the innermost
+            for calls, (start, end) in zip(self._calls, times, strict=True)
+        )
         return CallPair((a,), (b,)), where
 
     def _looks_like(self, event: Event, pair: CallPair) -> list[str]:
@@ -269,7 +271,7 @@ class Comparer:
     def _compare(self, event: Event) -> EventErrors | None:
         """Compare the inputs or the outputs of a pair, or return None where they do not go together."""
         kind, pair = event
-        count_a, count_b = (num_values(side, kind) for side in pair.sides)
+        count_a, count_b = (min(len(getattr(side[0], kind)), MOST_VALUES) for side in pair.sides)
         if kind == "outputs" and count_a == count_b > 1:
             each = [errors for i in range(count_a) if (errors := self._compare_values(event, (i, i)))]
             if len(each) == count_a:
