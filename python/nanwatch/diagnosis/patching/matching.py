@@ -6,7 +6,7 @@ import ast
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -21,9 +21,10 @@ _OPERATORS: dict[type[ast.AST], str] = {
 _SAME_ARGUMENT = {"axis": "dim", "keepdims": "keepdim"}
 _OF_NUMBERS = (
     ast.Constant | ast.UnaryOp | ast.BinOp | ast.operator | ast.unaryop
-    | ast.Name | ast.Attribute | ast.expr_context
+    | ast.Name | ast.Attribute | ast.expr_context | ast.Call
 )  # fmt: skip
-_DEPTH = 6  # of names that are followed to what made them
+# The functions in an expression that is a number whatever the program does.
+_NUMBER_CALL = re.compile(r"float|math\.\w+")
 # How a file may write a module of torch.
 _MODULES = {
     "torch": ((torch, ""),),
@@ -55,10 +56,6 @@ class Binding(NamedTuple):
 def parsed(text: str) -> ast.expr:
     """Return the tree of an expression of the table."""
     return ast.parse(text, mode="eval").body
-
-
-def _is_rest(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value is ...
 
 
 class Site:
@@ -93,21 +90,19 @@ class Site:
         """Return the module or number that a node stands for, by the globals of the function; else None."""
         names = {x: None if x in self._bound else self.target.names.get(x) for x in all_names(node)}
         names = {**names, "float": float}
-        is_known = all(isinstance(value, int | float | ModuleType | type) for value in names.values())
-        if not is_known or not all(self._is_of_number(part) for part in ast.walk(node)):
+        calls = [ast.unparse(part.func) for part in ast.walk(node) if isinstance(part, ast.Call)]
+        is_known = (
+            all(isinstance(value, int | float | ModuleType | type) for value in names.values())
+            and all(isinstance(part, _OF_NUMBERS) for part in ast.walk(node))
+            and all(map(_NUMBER_CALL.fullmatch, calls))
+        )
+        if not is_known:
             return None
         try:
             value = eval(ast.unparse(node), {**names, "__builtins__": {}})
         except (ArithmeticError, ValueError, TypeError, AttributeError):  # such as a division by 0
             return None
         return value if isinstance(value, int | float | ModuleType) else None
-
-    def _is_of_number(self, part: ast.AST) -> bool:
-        if not isinstance(part, ast.Call):
-            return isinstance(part, _OF_NUMBERS)
-        function = part.func
-        is_module = isinstance(function, ast.Attribute) and self.constant(function.value) is math
-        return is_module or (isinstance(function, ast.Name) and function.id == "float")
 
     def operation(self, node: ast.AST) -> Operation | None:
         """Return the operation that the node is, None where it is none."""
@@ -185,24 +180,13 @@ def _operation(node: ast.AST, site: Site | None) -> Operation | None:
     return Operation(name, args, keywords) if name and args else None
 
 
-def match(
-    site: Site,
-    pattern: str,
-    node: ast.AST,
-    *,
-    alike: bool = False,
-    binding: Binding | None = None,
-    depth: int = _DEPTH,
-) -> Binding | None:
-    """Return the first way in which the pattern stands for the node; with `alike` for a function like its own.
-
-    `binding` has what is bound already; names are followed `depth` times to what made them.
-    """
-    return _match(site, parsed(pattern), node, binding or Binding(), depth, alike)
+def match(site: Site, pattern: str, node: ast.AST, *, alike: bool = False) -> Binding | None:
+    """Return the first way in which the pattern stands for the node; with `alike` for a function like its own."""
+    return _match(site, parsed(pattern), node, Binding(), alike)
 
 
 def _match(
-    site: Site, pattern: ast.expr, node: ast.AST, binding: Binding, depth: int, alike: bool = False
+    site: Site, pattern: ast.expr, node: ast.AST, binding: Binding, alike: bool = False
 ) -> Binding | None:
     if isinstance(pattern, ast.Name):
         return _letter(site, pattern.id, node, binding)
@@ -211,50 +195,43 @@ def _match(
         is_same = isinstance(value, int | float) and math.isclose(value, pattern.value, rel_tol=1e-6)  # type: ignore[arg-type]
         return binding if is_same else None
     seen = binding._replace(nodes=binding.nodes | {node})
-    if depth and (made := site.definition(node)) is not None:
-        return _match(site, pattern, made, seen, depth - 1)
+    if (made := site.definition(node)) is not None:
+        return _match(site, pattern, made, seen)
     wanted, operation = _operation(pattern, None), site.operation(node)
     assert wanted is not None
     if operation is None:
         return None
     if wanted.name in (operation.name, LIKE.get(operation.name) if alike else None):
-        return _arguments(site, wanted, operation, seen, depth)
+        return _arguments(site, wanted, operation, seen)
     for spelling, form in SPELLINGS:
         spelt = _operation(parsed(form), None)
-        if spelt is None or spelt.name != wanted.name:
-            continue
-        inner = match(site, spelling, node, depth=depth)
-        if inner is not None:
-            args = tuple(inner.letters[x.id] for x in spelt.args if isinstance(x, ast.Name))
+        inner = match(site, spelling, node) if spelt is not None and spelt.name == wanted.name else None
+        if spelt is not None and inner is not None:
+            args = [inner.letters[x.id] for x in spelt.args if isinstance(x, ast.Name)]
             operation = Operation(wanted.name, (*args, *inner.rest[0]), inner.rest[1])
             seen = binding._replace(nodes=binding.nodes | inner.nodes)
-            if (bound := _arguments(site, wanted, operation, seen, depth)) is not None:
+            if (bound := _arguments(site, wanted, operation, seen)) is not None:
                 return bound
     return None
 
 
 def _letter(site: Site, letter: str, node: ast.AST, binding: Binding) -> Binding | None:
-    bound = binding.letters.get(letter)
     if not isinstance(node, ast.expr):
         return None
-    made = site.defined(node)
-    if bound is not None:
-        is_same = ast.dump(bound) == ast.dump(node) or ast.dump(site.defined(bound)) == ast.dump(made)
+    if (bound := binding.letters.get(letter)) is not None:
+        is_same = _dumps(bound, site.defined(bound)) & _dumps(node, site.defined(node))
         return binding if is_same else None
     if letter == "N" and not isinstance(site.constant(node), int | float):
         return None
-    if letter == "S":
-        is_attribute = isinstance(made, ast.Attribute) and is_self(made.value)
-        names = {getattr(x, "attr", "") for x in ast.walk(made)}
-        if not (is_attribute or site.constant(made) is not None or names & {"shape", "size"}):
-            return None
     return binding._replace(letters={letter: node, **binding.letters})
 
 
-def _arguments(
-    site: Site, wanted: Operation, operation: Operation, binding: Binding, depth: int
-) -> Binding | None:
-    patterns = [x for x in wanted.args if not _is_rest(x)]
+def _dumps(*nodes: ast.AST) -> set[str]:
+    return {ast.dump(node) for node in nodes}
+
+
+def _arguments(site: Site, wanted: Operation, operation: Operation, binding: Binding) -> Binding | None:
+    patterns = [x for x in wanted.args if getattr(x, "value", None) is not ...]
     args, keywords = list(operation.args), dict(operation.keywords)
     if len(args) < len(patterns):
         return None
@@ -267,7 +244,7 @@ def _arguments(
     rest = tuple(args), keywords
     # A row without `...` is for a call without further arguments. A second `...` is the same as the first.
     if any(rest):
-        is_other = any(binding.rest) and _dump(binding.rest) != _dump(rest)
+        is_other = any(binding.rest) and _rest_texts(site, binding) != _rest_texts(site, Binding(rest=rest))
         if is_other or len(patterns) == len(wanted.args):
             return None
         binding = binding._replace(rest=rest)
@@ -277,14 +254,17 @@ def _arguments(
     for order in orders:
         inner: Binding | None = binding
         for pattern, node in order:
-            inner = None if inner is None else _match(site, pattern, node, inner, depth)
+            inner = None if inner is None else _match(site, pattern, node, inner)
         if inner is not None:
             return inner
     return None
 
 
-def _dump(rest: tuple[tuple[ast.expr, ...], Mapping[str, ast.expr]]) -> list[str]:
-    return [*map(ast.dump, rest[0]), *(f"{name}={ast.dump(x)}" for name, x in rest[1].items())]
+def _rest_texts(site: Site, binding: Binding, taken: Collection[str] = ()) -> list[str]:
+    """Return the source of the further arguments, but for the keywords that the form gives itself."""
+    args, keywords = binding.rest
+    named = [f"{name}={site.text(x)}" for name, x in keywords.items() if name not in taken]
+    return [*map(site.text, args), *named]
 
 
 # Placeholders of a form: names that are no attributes, and `...` for further arguments, with a comma beside it.
@@ -300,24 +280,21 @@ def written(
     An operand of another statement that calls something is bound to a new name there.
     """
     hoists: dict[ast.expr, tuple[Edit, Edit]] = {}
-    args, keywords = binding.rest
     taken = {*re.findall(r"(\w+)=", form), *(["correction"] if "unbiased=" in form else ())}
-    rest = [site.text(x) for x in args]
-    rest += [f"{name}={site.text(x)}" for name, x in keywords.items() if name not in taken]
+    rest = ", ".join(_rest_texts(site, binding, taken))
 
     def replaced(place: re.Match[str]) -> str:
-        name = place[0]
+        name, value = place[0], binding.letters.get(place[0])
         if "..." in name:
-            return name.replace("...", ", ".join(rest)) if rest else ""
+            return name.replace("...", rest) if rest else ""
         if name in _MODULES:
             return site.module(name)
-        value = binding.letters.get(name)
         if value is None:
             return numbers.get(name, name)
-        statements = {site.statement(x) for x in (value, node)}
-        if len(statements) > 1 and any(isinstance(x, ast.Call) for x in ast.walk(value)):
+        is_apart = site.statement(value) is not site.statement(node)
+        if is_apart and any(isinstance(x, ast.Call) for x in ast.walk(value)):
             if value not in hoists:
-                hoists[value] = _hoist(site, value, [name.text for _, name in hoists.values()])
+                hoists[value] = _hoist(site, value, len(hoists))
             return hoists[value][1].text
         before, after = form[: place.start()].rstrip()[-1:], form[place.end() :][:1]
         is_whole = before in ("", *"([,=") and after in ("", *")],")
@@ -330,30 +307,31 @@ def written(
     return *(edit for pair in hoists.values() for edit in pair), _placed(site, node, text)
 
 
-def _hoist(site: Site, value: ast.expr, taken: Sequence[str]) -> tuple[Edit, Edit]:
-    """Return the edits that give an expression a name on a line before the assignment that computes it."""
+def _hoist(site: Site, value: ast.expr, number: int) -> tuple[Edit, Edit]:
+    """Return the edits that give an expression a name on a line before the assignment that computes it.
+
+    Raises LookupError where no line or no name is free.
+    """
     file, assignment = site.file, site.statement(value)
-    start = file.span(assignment).start
-    column = file.column(Span(start, start))
     known = {getattr(x, "id", getattr(x, "arg", "")) for x in ast.walk(site.node)} | site.target.names.keys()
-    names = [x for x in ("logits", "scores", "operand") if x not in known and x not in taken]
-    if column.strip() or not isinstance(assignment, ast.Assign) or not names:
-        raise LookupError("no line or no name is free")
+    name = [x for x in ("logits", "scores", "operand") if x not in known][number]
+    start = file.span(assignment).start
+    indent = file.column(Span(start, start))
+    if indent.strip() or not isinstance(assignment, ast.Assign):
+        raise LookupError(name)
     text = site.text(value)
     text = f"({text})" if "\n" in text else text  # as the brackets around it stay behind
-    line = Edit(Span(start, start), f"{names[0]} = {text}\n{column}")
-    return line, Edit(file.span(value), names[0])
+    return Edit(Span(start, start), f"{name} = {text}\n{indent}"), Edit(file.span(value), name)
 
 
 def _placed(site: Site, node: ast.AST, text: str) -> Edit:
     """Return the edit that puts an expression in the place of a node, in brackets where it needs them."""
     above, span = site.parents.get(node), site.file.span(node)
+    bracketed = site.file.bracketed(span)
+    if isinstance(ast.parse(f"({text})", mode="eval").body, _ATOMS):
+        is_argument = isinstance(above, ast.Call | ast.keyword | ast.Tuple | ast.List)
+        return Edit(span if is_argument else bracketed, text)
     around = ast.BinOp | ast.UnaryOp | ast.Attribute | ast.Subscript | ast.Compare | ast.IfExp
-    is_atom = isinstance(ast.parse(f"({text})", mode="eval").body, _ATOMS)
-    is_called = isinstance(above, ast.Call) and above.func is node
-    is_apart = not isinstance(above, around) and not is_called and "\n" not in text
-    if not is_atom and not is_apart and site.file.bracketed(span) == span:
-        text = f"({text})"
-    elif is_atom and not isinstance(above, ast.Call | ast.keyword | ast.Tuple | ast.List):
-        span = site.file.bracketed(span)
-    return Edit(span, text)
+    is_operand = isinstance(above, around) or (isinstance(above, ast.Call) and above.func is node)
+    needs = (is_operand or "\n" in text) and bracketed == span
+    return Edit(span, f"({text})" if needs else text)

@@ -6,6 +6,7 @@ import ast
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..diagnosis import Step
 from .matching import Binding, Site, match, written
-from .source import Edit
+from .source import Edit, all_names
 from .table import CALLS, GUARDS, MASK, POLES, STABLE, names_that_run, numbers_of, operation_name
 
 _MOST_STABLE = 5
@@ -22,9 +23,8 @@ _MOST_STABLE = 5
 _COUNTS = re.compile(
     r"(count|cnt|num(ber|el)?|n|len(gth)?|deg(ree)?|size|mask|valid|keep|kept|hot|bincount|eq|ne)s?"
 )
-# The exponent at which a format ends.
-_ENDS = {"float64": 709.0, "float32": 88.0, "bfloat16": 88.0, "float16": 11.0}
-_FORMATS = "float16", "bfloat16", "float32", "float64"
+# The exponent at which a format ends, the narrowest format first.
+_ENDS = {"float16": 11.0, "bfloat16": 88.0, "float32": 88.0, "float64": 709.0}
 
 
 def says_count(text: str) -> bool:
@@ -45,19 +45,16 @@ def failing_nodes(site: Site, step: Step) -> list[ast.AST]:
     """Return the nodes of the source that may be the failing operation, the likeliest first."""
     assert step.place is not None
     line, position = step.place.line, site.file.at(step.place.positions)
-    nodes = [
-        (node, operation.name, site.file.span(node))
-        for node in ast.walk(site.node)
-        if isinstance(node, ast.expr | ast.AugAssign)
-        and node.lineno <= line <= (node.end_lineno or node.lineno)
-        and (operation := site.operation(node)) is not None
-    ]
     names = names_that_run(operation_name(step.operation))
-    at_position = [node for node, _, span in nodes if span == position]
-    by_name = [(node, span) for node, name, span in nodes if name in names]
-    inside = [node for node, span in by_name if position is not None and span.covers(position)]
-    likely = inside if at_position and inside else [node for node, _ in by_name]
-    return list(dict.fromkeys([*(x for x in at_position if x in likely), *at_position, *likely]))
+    ranks: dict[ast.AST, tuple[bool, bool, bool]] = {}
+    for node in ast.walk(site.node):
+        if isinstance(node, ast.expr | ast.AugAssign) and node.lineno <= line <= (node.end_lineno or line):
+            operation, span = site.operation(node), site.file.span(node)
+            if operation is not None and (span == position or operation.name in names):
+                is_outside = position is None or not span.covers(position)
+                ranks[node] = operation.name not in names, span != position, is_outside
+    inside = [node for node, (_, _, is_outside) in ranks.items() if not is_outside]
+    return sorted(inside or ranks, key=ranks.__getitem__)
 
 
 def operands(site: Site, failing: Sequence[ast.AST]) -> list[ast.expr]:
@@ -76,14 +73,14 @@ def parts(site: Site, failing: Sequence[ast.AST]) -> list[ast.AST]:
 
 def added_names(site: Site, failing: Sequence[ast.AST]) -> list[ast.expr]:
     """Return the numbers and names in the failing operation that are added to something, or given to a call."""
-    adding = ast.BinOp | ast.Call | ast.keyword
+    nodes = [x for x in parts(site, failing) if isinstance(x, ast.Constant | ast.Name | ast.Attribute)]
+    above = [(node, site.parents.get(node)) for node in nodes]
     return [
         node
-        for node in parts(site, failing)
-        if isinstance(node, ast.Constant | ast.Name | ast.Attribute)
-        and isinstance(above := site.parents.get(node), adding)
-        and not (isinstance(above, ast.BinOp) and not isinstance(above.op, ast.Add))
-        and not (isinstance(above, ast.Call) and above.func is node)
+        for node, parent in above
+        if isinstance(parent, ast.keyword)
+        or (isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add))
+        or (isinstance(parent, ast.Call) and parent.func is not node)
     ]
 
 
@@ -95,12 +92,12 @@ class Proposer:
         site: Site,
         step: Step,
         failing: Sequence[ast.AST],
-        values: Mapping[ast.AST, list[Any]],
+        values: Mapping[ast.AST, Sequence[Any]],
     ) -> None:
         self._site = site
         self._operation = operation_name(step.operation)
         dtypes = {record.dtype.removeprefix("torch.") for record in step.operands}
-        self._dtype = next((name for name in _FORMATS if name in dtypes), "float32")  # the narrowest
+        self._dtype = next((name for name in _ENDS if name in dtypes), "float32")
         self._is_finite = not any(record.isfinite is False for record in step.operands)
         self._failing = list(failing)
         self._values = values
@@ -115,42 +112,38 @@ class Proposer:
 
     def causes(self) -> list[str]:
         """Return a sentence for each number of the source that is 0 in the format of the failing operation."""
-        names = dict.fromkeys(self._site.file.part(self._site.file.span(node)) for node in self._vanished)
+        names = dict.fromkeys(map(self._site.text, self._vanished))
         return [f"`{name}` is 0 in {self._dtype}, so it keeps nothing away from 0" for name in names]
 
     def proposals(self) -> Iterator[Proposal]:
         """Yield the changes, stable forms before guards, each once."""
         known: set[tuple[Edit, ...]] = set()
         for proposal in self._in_order():
-            before = tuple(self._site.file.part(edit.span) for edit in proposal.edits)
-            if proposal.edits not in known and before != tuple(edit.text for edit in proposal.edits):
+            is_change = any(self._site.file.part(edit.span) != edit.text for edit in proposal.edits)
+            if proposal.edits not in known and is_change:
                 known.add(proposal.edits)
                 yield proposal
 
     def _in_order(self) -> Iterator[Proposal]:
-        sources = self._sources()
+        nodes = [] if self._is_finite else parts(self._site, self._failing)
+        # The operations that made the operands of the likeliest node, where one of these was not finite.
+        sources = [x for x in nodes if (operation := self._site.operation(x)) and operation.name in POLES]
         for number in self._vanished:
             form = "EPS" if isinstance(number, ast.Constant) else "max(X, EPS)"
             binding = Binding({"X": number})
             yield from self._written(number, number, form, binding, "give it an eps that the format has")
-        yield from self._stable(sources)
+        yield from islice(self._stable(sources), _MOST_STABLE)
         for node in self._failing:
             yield from self._untaken(node)
             yield from self._calls(node)
         for node in [*sources, *self._failing]:
             for row in GUARDS:
-                if (proposal := self.guard(node, row)) is not None:
-                    yield proposal
+                yield from self.guard(node, row)
         yield from self._infinities()
-
-    def _sources(self) -> list[ast.AST]:
-        """Return the operations that made the operands of the likeliest node, where one of these was not finite."""
-        nodes = [] if self._is_finite else parts(self._site, self._failing)
-        return [x for x in nodes if (operation := self._site.operation(x)) and operation.name in POLES]
 
     def _stable(self, sources: Sequence[ast.AST]) -> Iterator[Proposal]:
         """Yield stable forms of this statement and later ones that take in the failing operation."""
-        failing, file, count = {*self._failing[:1], *sources}, self._site.file, 0
+        failing, file = {*self._failing[:1], *sources}, self._site.file
         start = min((file.span(self._site.statement(x)).start for x in self._failing[:1]), default=0)
         nodes = [
             x
@@ -162,40 +155,42 @@ class Proposer:
         for pattern, form in STABLE:
             for node in nodes:
                 binding = match(self._site, pattern, node)
-                if binding is not None and failing & binding.nodes and count < _MOST_STABLE:
-                    proposals = self._written(node, node, form, binding, "use the stable form that torch has")
-                    count += len(proposals)
-                    yield from proposals
+                if binding is not None and failing & binding.nodes:
+                    yield from self._written(node, node, form, binding, "use the stable form that torch has")
 
     def guard(
         self, node: ast.AST, row: tuple[str, str, str, str, str], *, holds: bool | None = None
-    ) -> Proposal | None:
-        """Return the change that a row of guards makes at a node, None where the row is for another case.
+    ) -> list[Proposal]:
+        """Return the change that a row of guards makes at a node, none where the row is for another case.
 
         `holds` takes the place of what the row's condition gives.
         """
         pattern, part, form, condition, words = row
         binding = match(self._site, pattern, node, alike=part != "")
         if binding is None or node not in binding.nodes:
-            return None
+            return []
         changed = binding.letters[part] if part else node
         is_target = isinstance(node, ast.AugAssign) and changed in (node, node.target)
         if is_target or (part and self._site.constant(changed) is not None):
-            return None
+            return []
         if condition and not (self._holds(condition, binding) if holds is None else holds):
-            return None
-        bound = self._bound(binding)
-        words = re.sub(
-            r"\b[A-Z]{3,}\b", lambda name: {**self._numbers, "BOUND": bound}.get(name[0], name[0]), words
-        )
-        proposals = self._written(node, changed, form, binding, words, BOUND=bound)
-        return next((proposal for proposal in proposals if len(proposal.edits) == 1), None)
+            return []
+        numbers = {**self._numbers, "BOUND": self._bound(binding)}
+        words = re.sub(r"\b[A-Z]{3,}\b", lambda name: numbers.get(name[0], name[0]), words)
+        proposals = self._written(node, changed, form, binding, words, numbers)
+        return [proposal for proposal in proposals if len(proposal.edits) == 1]
 
     def _written(
-        self, node: ast.AST, changed: ast.AST, form: str, binding: Binding, words: str, **numbers: str
+        self,
+        node: ast.AST,
+        changed: ast.AST,
+        form: str,
+        binding: Binding,
+        words: str,
+        numbers: Mapping[str, str] | None = None,
     ) -> list[Proposal]:
         """Return the change that writes a form in the place of a part of the node, none if it cannot be written."""
-        edits = written(self._site, changed, form, binding, {**self._numbers, **numbers})
+        edits = written(self._site, changed, form, binding, numbers or self._numbers)
         return [Proposal(edits, node, words)] if edits else []
 
     def _holds(self, condition: str, binding: Binding) -> bool:
@@ -209,8 +204,8 @@ class Proposer:
         assert operand is not None
         if condition in ("int", "number"):
             return isinstance(self._number(operand), int if condition == "int" else int | float)
-        tensors = [x for x in self._values.get(operand, []) if isinstance(x, Tensor) and not x.is_complex()]
-        if not tensors or any(bool((x < 0).any()) for x in tensors):
+        tensors = self._tensors(operand)
+        if not tensors or any(x.is_complex() or bool((x < 0).any()) for x in tensors):
             return False
         made = self._site.defined(operand)
         return condition == "positive" or (
@@ -218,21 +213,21 @@ class Proposer:
             and any(says_count(ast.unparse(x)) for x in (operand, made, self._site.defined(made)))
         )
 
+    def _tensors(self, node: ast.AST) -> list[Tensor]:
+        return [x for x in self._values.get(node, []) if isinstance(x, Tensor)]
+
     def _number(self, node: ast.expr) -> float | None:
         """Return the number that a node is or was, None where it is none."""
-        constant = self._site.constant(node)
-        values = self._values.get(node, []) if constant is None else [constant]
+        values = [self._site.constant(node), *self._values.get(node, [])]
         return next((x for x in values if isinstance(x, int | float)), None)
 
     def _bound(self, binding: Binding) -> str:
         """Return the bound of an exponent that float64 shows: "" where it goes past the end of the format there too."""
-        seen = self._values.get(binding.letters.get("X", self._site.node), [])
-        values = [x for x in seen if isinstance(x, Tensor)]
+        values = self._tensors(binding.letters.get("X", self._site.node))
         if not values or any(x.is_complex() or not bool(x.isfinite().all()) for x in values):
             return ""
         largest = max((float(x.max()) for x in values if x.numel()), default=math.inf)
-        end = _ENDS.get(self._dtype, 88.0)
-        return f"{max(0, math.ceil(largest))}" if largest < 0.9 * end else ""
+        return f"{max(0, math.ceil(largest))}" if largest < 0.9 * _ENDS[self._dtype] else ""
 
     def _calls(self, node: ast.AST) -> Iterator[Proposal]:
         """Yield guards of a call of any function or module, by the operation, and of its masks."""
@@ -255,50 +250,50 @@ class Proposer:
 
         The gradient of an element that `where` or an index does not take is 0 times what comes of it.
         """
-        operation = self._site.operation(node)
+        operation, inner = self._site.operation(node), node
         args = operation.args if operation is not None else ()
-        variables = [x for x in args if any(isinstance(y, ast.Name) for y in ast.walk(x))]
-        inner = node
+        operands = [x for x in args if all_names(x)]
         for above in self._site.ancestors(node):
             if not isinstance(above, ast.expr):
                 return
             if isinstance(above, ast.Subscript) and above.value is inner and isinstance(node, ast.Call):
                 yield from self._indexed(above, node)
                 return
-            where = self._site.operation(above)
-            if where is not None and where.name == "where" and len(where.args) == 3 and variables:
-                forms = "torch.where(C, X, 1.0)", "torch.where(C, 1.0, X)"
-                operand = variables[-1 if operation is not None and operation.name == "div" else 0]
+            where = match(self._site, "where(C, A, B)", above)
+            if where is not None and operands and isinstance(above, ast.Call):
+                operand = operands[-1 if operation is not None and operation.name == "div" else 0]
+                is_first = where.letters["A"] is inner
+                form = "torch.where(C, X, 1.0)" if is_first else "torch.where(C, 1.0, X)"
+                binding = Binding({"C": where.letters["C"], "X": operand})
                 words = "give the branch that `where` does not take a safe operand"
-                binding = Binding({"C": where.args[0], "X": operand})
-                for form, branch in zip(forms, where.args[1:], strict=True):
-                    if branch is inner:
-                        yield from self._written(node, operand, form, binding, words)
+                if is_first or where.letters["B"] is inner:
+                    yield from self._written(node, operand, form, binding, words)
                 return
             inner = above
 
     def _indexed(self, whole: ast.Subscript, call: ast.Call) -> list[Proposal]:
         """Return the call of the elements that its index takes: `loss(a[valid], b[valid])` for `loss(a, b)[valid]`."""
-        names = {x.id for x in call.args if isinstance(x, ast.Name)}
+        names = [x.id for x in call.args if isinstance(x, ast.Name)]
         if isinstance(call.func, ast.Attribute) and not names and isinstance(call.func.value, ast.Name):
-            names = {call.func.value.id}
+            names = [call.func.value.id]
         if not names or not isinstance(whole.slice, ast.Name):
             return []
-        text = re.sub(rf"\b({'|'.join(names)})\b", rf"\1[{whole.slice.id}]", self._site.text(call))
-        words = f"compute the elements that `{whole.slice.id}` takes, and no others"
-        return self._written(whole, whole, "W", Binding(), words, W=text)
+        index = whole.slice.id
+        text = re.sub(rf"\b({'|'.join(names)})\b", rf"\1[{index}]", self._site.text(call))
+        words = f"compute the elements that `{index}` takes, and no others"
+        return self._written(whole, whole, "W", Binding(), words, {"W": text})
 
     def _infinities(self) -> Iterator[Proposal]:
         """Propose finite numbers for the infinities that the function writes, as in a mask."""
-        lowest = self._numbers["LOWEST"]
+        lowest, highest = self._numbers["LOWEST"], self._numbers["LOWEST"].lstrip("-")
         for node in ast.walk(self._site.node):
             value = self._site.constant(node) if isinstance(node, ast.expr) else None
             above = self._site.parents.get(node)
             is_negated = isinstance(above, ast.UnaryOp) and self._site.constant(above) is not None
-            if not isinstance(value, float) or not math.isinf(value) or is_negated:
+            if value not in (math.inf, -math.inf) or is_negated:
                 continue
-            is_mask = "softmax" in self._operation
-            numbers = [lowest] * (value < 0 or is_mask) + [lowest.lstrip("-")] * (value > 0)
-            for number in dict.fromkeys(numbers):
+            # A mask of the wrong sign is found in a softmax.
+            numbers = [lowest] * (value < 0 or "softmax" in self._operation) + [highest] * (value > 0)
+            for number in numbers:
                 edit = Edit(self._site.file.span(node), number)
                 yield Proposal((edit,), node, "write a finite number for the infinity")

@@ -10,6 +10,7 @@ import ast
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ _MOST_RUNS = 24
 _MOST_SECONDS = 25.0
 # The step that failed, and whether its gradient did.
 Failure = tuple[Step, bool]
+# What expressions are in float64.
+Values = Mapping[ast.AST, Sequence[Any]]
 
 
 class Program(NamedTuple):
@@ -90,14 +93,13 @@ class Rounds:
         remarks = self._trials.remarks
         failure: Failure | None = step, self._trials.finding.phase == "backward"
         program = Program()
-        for number in range(_MOST_ROUNDS):
+        for _ in range(_MOST_ROUNDS):
             if failure is None or failure[0].place is None:
                 break
             target = program.find(failure[0].place, self._at)
             if isinstance(target, str):
-                if number == 0:
+                if not self._tried:
                     remarks.append(f"no change of the source was tried: {target}")
-                    return
                 break
             file = program.files.get(target.file.name, target.file)
             program, failure = self._round(program, Site(target, file, node_in(target, file.tree)), failure)
@@ -113,7 +115,7 @@ class Rounds:
         """Try the proposals for the failure. Return the program and the failure that the next round begins with."""
         step, is_backward = failure
         failing = failing_nodes(site, step)
-        inside: tuple[Program, Failure | None] | None = None
+        inside: tuple[Program, Failure | None] = program, None
         values = self._values(program, site, [*operands(site, failing), *failing])
         proposer = Proposer(site, step, failing, values)
         self._trials.remarks += proposer.causes()
@@ -123,47 +125,45 @@ class Rounds:
             try:
                 trial = program.edited(site, proposal)
                 changed, probe = _changed(site.file, proposal), Probe()
-                experiment = self._trials.run(
-                    lambda trial=trial, changed=changed, probe=probe: trial.running(
-                        probe, site.target, [changed]
-                    ),  # type: ignore[misc]
-                    follows=True,
-                )
+                hold = partial(trial.running, probe, site.target, [changed])
+                experiment = self._trials.run(hold, follows=True)
             except (SyntaxError, ValueError):
                 continue
             self._tried.append(f"`{proposal.edits[-1].text}`")
             if experiment.error is not None or 0 not in probe.values:
                 continue
-            exact = [x for x in values.get(proposal.node, []) if isinstance(x, Tensor)]
-            if self._works(experiment, probe, trial, exact, _hidden(site, step, proposal, values)):
+            if self._works(experiment, probe, trial, values, proposal, _hidden(site, step, proposal, values)):
                 return trial, None
-            later = _later(experiment, is_backward)
-            if later is None or (place := later[0].place) is None:
+            later, is_later_backward = experiment.failure, experiment.failed_in_backward
+            # An earlier failure than before is none to go on from. With strangers it was bad before the batch.
+            is_earlier = is_backward and not is_later_backward
+            if later is None or later.place is None or later.strangers or is_earlier:
                 continue
-            spans = [
-                changed,
-                *(site.file.moved(site.file.span(node), proposal.edits) for node in failing[:1]),
-            ]
+            spans = [changed, *(site.file.moved(site.file.span(x), proposal.edits) for x in failing[:1])]
             file = trial.files[site.file.name]
-            position = file.at(place.positions) if place.filename == file.name else None
+            position = file.at(later.place.positions) if later.place.filename == file.name else None
             if position is None or not any(span.covers(position) for span in spans):
-                return trial, later
+                return trial, (later, is_later_backward)
             # Behind the operation that failed lies another one of the same expression, in the backward.
-            names = {operation_name(x.operation) for x in (later[0], step)}
-            if later[1] and not is_backward and len(names) == 2:
-                inside = inside or (trial, later)
-        return inside or (program, None)
+            is_other = operation_name(later.operation) != operation_name(step.operation)
+            if is_later_backward and not is_backward and is_other and inside[1] is None:
+                inside = trial, (later, True)
+        return inside
 
     def _works(
-        self, experiment: Experiment, probe: Probe, trial: Program, exact: Sequence[Tensor], hidden: str
+        self,
+        experiment: Experiment,
+        probe: Probe,
+        trial: Program,
+        values: Values,
+        proposal: Proposal,
+        hidden: str,
     ) -> bool:
-        """Judge a trial, and keep a change that works.
-
-        `exact` is what the changed expression is in float64, and `hidden` what a guard would hide.
-        """
+        """Judge a trial, and keep a change that works. `hidden` is what a guard would hide."""
         seen = probe.tensors(0)
         if not self._trials.is_finite(experiment):
             return False
+        exact = [x for x in values.get(proposal.node, []) if isinstance(x, Tensor)]
         is_close, effect = self._trials.agreement(experiment, seen, exact)
         is_right = is_close and not hidden
         if is_right:
@@ -172,16 +172,16 @@ class Rounds:
             self._too_far = f"; with {self._tried[-1]} the batch is finite, but {hidden or effect}"
         return is_right
 
-    def _values(self, program: Program, site: Site, nodes: Sequence[ast.AST]) -> dict[ast.AST, list[Any]]:
+    def _values(self, program: Program, site: Site, nodes: Sequence[ast.AST]) -> Values:
         """Run the batch in float64. Return the values of these nodes."""
         probe = Probe()
         unique = [node for node in dict.fromkeys(nodes) if hasattr(node, "lineno")]
         spans = [site.file.span(node) for node in unique]
-        self._trials.in_float64(lambda: program.running(probe, site.target, spans))
+        self._trials.in_float64(partial(program.running, probe, site.target, spans))
         return {node: probe.values.get(i, []) for i, node in enumerate(unique)}
 
 
-def _hidden(site: Site, step: Step, proposal: Proposal, values: Mapping[ast.AST, Sequence[Any]]) -> str:
+def _hidden(site: Site, step: Step, proposal: Proposal, values: Values) -> str:
     """Return in words what a guard of a root or a logarithm would hide: an operand that float64 has below 0 too."""
     begin, edit = DOMAINS.get(operation_name(step.operation)), proposal.edits[-1]
     if begin is None or ".clamp(min=" not in edit.text:
@@ -192,15 +192,6 @@ def _hidden(site: Site, step: Step, proposal: Proposal, values: Mapping[ast.AST,
     return f"float64 too has {least:.3g} there" if least < begin - MOST_BY_GUARD else ""
 
 
-def _later(experiment: Experiment, is_backward: bool) -> Failure | None:
-    """Return the failure of a trial, where it is no earlier one than the failure that the trial was for."""
-    step = experiment.failure
-    # With strangers it handed on what was bad before the batch.
-    if step is None or step.strangers or (is_backward and not experiment.failed_in_backward):
-        return None
-    return step, experiment.failed_in_backward
-
-
 def _changed(file: SourceFile, proposal: Proposal) -> Span:
     """Return the span of the changed expression in the edited file."""
     span, edit = file.span(proposal.node), proposal.edits[-1].span
@@ -208,13 +199,11 @@ def _changed(file: SourceFile, proposal: Proposal) -> Span:
 
 
 def _cure(program: Program, effect: str) -> Cure:
-    pairs = [
-        (target.file, program.files[name])
-        for name, target in {x.file.name: x for x in program.targets}.items()
-    ]
-    patch = "".join(before.patch(after) for before, after in pairs)
+    files = {target.file.name: target.file for target in program.targets}
+    patch = "".join(file.patch(program.files[name]) for name, file in files.items())
     code = ""
     if not patch:  # a cell of a notebook
-        lines = zip(*(file.text.splitlines() for file in pairs[0]), strict=False)
+        ((name, file), *_) = files.items()
+        lines = zip(file.text.splitlines(), program.files[name].text.splitlines(), strict=False)
         code = next((new.strip() for old, new in lines if old != new), "")
     return Cure("; and ".join(program.words), True, None, patch, effect, code)

@@ -1,9 +1,9 @@
 """The table of patches: spellings of a formula that fails, and the form or the guard that takes its place.
 
-Rows are Python. A single capital letter stands for any expression, `N` for a number, `S` for what looks like a number
-(a size, an attribute), `...` for further arguments, if any, which the form gets as they were. Functions stand for every
-spelling: `log(X)` is `torch.log(X)`, `X.log()` and `X.log_()`, `A / B` is also `torch.div(A, B)`, `size(X, D)` is also
-`X.shape[D]`. A name in the source is followed to the assignment that made it.
+Rows are Python. A single capital letter stands for any expression, `N` for a number, `...` for further arguments, if any,
+which the form gets as they were. Functions stand for every spelling: `log(X)` is `torch.log(X)`, `X.log()` and
+`X.log_()`, `A / B` is also `torch.div(A, B)`, `size(X, D)` is also `X.shape[D]`. A name in the source is followed to
+the assignment that made it.
 
 Names of several capitals are numbers for the format at hand, see NUMBERS.
 """

@@ -155,8 +155,7 @@ def test_a_guard_is_finite_at_the_pole_and_moves_no_healthy_value(row: Any, tmp_
     site, node, source = site_of(pattern, tmp_path)
     bound = {inner: [torch.tensor(7.0)] for inner in ast.walk(node) if isinstance(inner, ast.Name)}
     proposer = Proposer(site, Step(0, "", place=Expression(site.file.name, 6)), [node], bound)
-    proposal = proposer.guard(node, row, holds=True)
-    assert proposal is not None, source
+    (proposal,) = proposer.guard(node, row, holds=True)
     edited = text_of(site.file.edited(proposal.edits).text)
     values = operands(pattern, torch.float32)
     if condition in ("int", "number"):
