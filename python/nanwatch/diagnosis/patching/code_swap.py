@@ -53,16 +53,15 @@ class Probe:
         return [x for x in self.values.get(number, []) if isinstance(x, Tensor)]
 
 
-class _Branch:
-    """Stands as a constant in the code that takes a function's place, and has both forms of the function."""
+def _branch(function: FunctionType, code: CodeType) -> Callable[..., Any]:
+    """Return what calls the function with that code in this thread, and as it is now in all others."""
+    owner = threading.get_ident()
+    before, edited = _copy_of(function, function.__code__), _copy_of(function, code)
 
-    def __init__(self, function: FunctionType, code: CodeType) -> None:
-        self._owner = threading.get_ident()
-        self._old, self._edited = _copy_of(function, function.__code__), _copy_of(function, code)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (edited if is_of_thread(owner) else before)(*args, **kwargs)
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the form that is for this thread."""
-        return (self._edited if is_of_thread(self._owner) else self._old)(*args, **kwargs)
+    return call
 
 
 def _copy_of(function: FunctionType, code: CodeType) -> FunctionType:
@@ -74,7 +73,7 @@ def _copy_of(function: FunctionType, code: CodeType) -> FunctionType:
 
 
 def _branching(*args: Any, **kwargs: Any) -> Any:
-    return "nanwatch.diagnosis.patching.code_swap.Probe".call(*args, **kwargs)  # type: ignore[attr-defined]
+    return "nanwatch.diagnosis.patching.code_swap.Probe".__call__(*args, **kwargs)  # type: ignore[operator]
 
 
 def find_target(place: Expression) -> Target | str:
@@ -86,8 +85,7 @@ def find_target(place: Expression) -> Target | str:
     if not functions:
         return "the line belongs to no function that could be exchanged"
     code = functions[0].__code__
-    compiled = _compiled(file.tree, file, code.co_name, code.co_firstlineno)
-    if not any(_is_same(each, code) for each in compiled):
+    if code not in _compiled(file.tree, file, code, code.co_firstlineno):
         return (
             f"{place.filename} is not what runs: it was edited since it was imported, or rewritten on import"
         )
@@ -115,13 +113,13 @@ def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Pr
     for number, span in enumerate(looks):
         _Looks(file, span, number).visit(place)
     ast.fix_missing_locations(place)
-    code = next(_compiled(tree, file, before.co_name, first_line(place)), None)
+    code = next(iter(_compiled(tree, file, before, first_line(place))), None)
     if code is None or code.co_freevars != before.co_freevars:
         raise ValueError("the edited function has other free variables")
     code = _with_constant(code, probe)
     try:
         for function in target.functions:
-            branch = _with_constant(_branching.__code__, _Branch(function, code))
+            branch = _with_constant(_branching.__code__, _branch(function, code))
             function.__code__ = branch.replace(co_freevars=before.co_freevars)
         yield
     finally:
@@ -178,29 +176,19 @@ def node_of(file: SourceFile, code: CodeType) -> FunctionNode | ast.Module | Non
     return nodes[0] if len(nodes) == 1 else None
 
 
-def _compiled(tree: ast.Module, file: SourceFile, name: str, line: int) -> Iterator[CodeType]:
-    """Yield the codes of that name and first line in the compiled module.
+def _compiled(tree: ast.Module, file: SourceFile, code: CodeType, line: int) -> list[CodeType]:
+    """Return the codes of the name of `code` that begin on that line, compiled as it was.
 
-    IPython compiles each statement of a cell by itself. A method of a name that the same unit has imported, such as
-    torch.log, is then called by other instructions.
+    IPython compiles each statement of a cell by itself, with the future statements of earlier cells. A method of a name
+    that the same unit has imported, such as torch.log, is then called by other instructions.
     """
     units = [tree] if file.is_file else [ast.Module([statement], []) for statement in tree.body]
+    flags = code.co_flags & annotations.compiler_flag
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        modules = [compile(unit, file.name, "exec", dont_inherit=True) for unit in units]
-    codes = (code for module in modules for code in _codes(module))
-    yield from (code for code in codes if (code.co_name, code.co_firstlineno) == (name, line))
-
-
-def _is_same(left: CodeType, right: CodeType) -> bool:
-    """Return whether two codes do the same, wherever and with whatever flags they were compiled."""
-    names = ("co_code", "co_names", "co_varnames", "co_freevars")
-    if any(getattr(left, name) != getattr(right, name) for name in names):
-        return False
-    return len(left.co_consts) == len(right.co_consts) and all(
-        _is_same(a, b) if isinstance(a, CodeType) and isinstance(b, CodeType) else repr(a) == repr(b)
-        for a, b in zip(left.co_consts, right.co_consts, strict=True)
-    )
+        modules = [compile(unit, file.name, "exec", flags, dont_inherit=True) for unit in units]
+    codes = (inner for module in modules for inner in _codes(module))
+    return [inner for inner in codes if (inner.co_name, inner.co_firstlineno) == (code.co_name, line)]
 
 
 def compiled_with(tree: ast.Module, file: SourceFile, looks: Sequence[Span], probe: Probe) -> CodeType:
