@@ -207,27 +207,25 @@ class ReplicaWatch:
             warn_user(f"nanwatch compares replicas no more: {spell(error)}", may_raise=False)
 
     def _check(self) -> None:
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            self._warn_of_none("torch.distributed is not initialized in this process")
-            return
-        tensors = self._replicas.held()
-        if not tensors:
-            self._warn_of_none(
-                "neither DistributedDataParallel nor a replicated DTensor says which ranks hold the same"
-            )
+        is_job = torch.distributed.is_available() and torch.distributed.is_initialized()
+        weights = self._replicas.held() if is_job else []
+        if not weights:
+            why = "torch.distributed is not initialized in this process"
+            if is_job:
+                why = (
+                    "neither DistributedDataParallel nor a replicated DTensor says which ranks hold the same"
+                )
+            if not self._has_warned:
+                self._has_warned = True
+                warn_user(f"nanwatch compares no replicas so far, as {why}", may_raise=False)
             return
         if self._comparison is None or (self._comparison.is_over and self._comparison.error is None):
             self._comparison = Exchange("replicas", judge, self._timeout)
         number = self._step // self._every
-        for ranks, values in fingerprints(tensors).items():
+        for ranks, values in fingerprints(weights).items():
             self._comparison.post(ranks, number, values, {})
         if self._comparison.error is not None:
             raise self._comparison.error
-
-    def _warn_of_none(self, why: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warn_user(f"nanwatch compares no replicas so far, as {why}", may_raise=False)
 
     def _tell_all(self, verdicts: list[tuple[int, Ranks, Verdict]]) -> None:
         for number, ranks, verdict in verdicts:
@@ -239,12 +237,10 @@ class ReplicaWatch:
                 tensors=tuple(verdict["names"][:_MOST_NAMES]),
                 num_tensors=len(verdict["names"]),
                 ranks=tuple(verdict["ranks"]),
-                num_odd=verdict["num_odd"],
                 hosts=tuple(verdict["hosts"]),
-                num_ranks=verdict["num_ranks"],
                 size=len(ranks),
-                is_majority=verdict["is_majority"],
                 batch=self._batch,
+                **{name: verdict[name] for name in ("num_odd", "num_ranks", "is_majority")},
             )
             self.differences.append(difference)
             self._tell(difference)
