@@ -96,21 +96,6 @@ def test_healthy_negative_values_forbid_a_clamp() -> None:
     ]
 
 
-class Lines(nn.Module):
-    """Takes the root of a difference on two lines."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sqrt(
-            x.amin()  # a comment keeps the lines apart
-            - 1e-4
-        )
-
-
-def test_the_words_of_a_change_are_one_line() -> None:
-    cure = works(failed(Lines(), HEALTHY_AND_ZERO))
-    assert "write `(x.amin() # a comment keeps the lines apart - 1e-4)." in cure.what
-
-
 class Apart(nn.Module):
     """Takes the logarithm of a softmax of an operand on two lines."""
 
