@@ -21,7 +21,7 @@ from torch import Tensor
 from ..history.suspicion import apart_from_siblings
 from ..numerics import _extension
 from ..numerics.formats import TensorHealth, limits
-from ..numerics.ranges import PartialHealth, tensor_health
+from ..numerics.ranges import PartialHealth, health_of, tensor_health
 from ..numerics.readable import dtype_name, is_plain, type_name, unreadable
 from ..util.progress import Tell, silent
 from ..util.visible import spell
@@ -147,12 +147,16 @@ def _read_values(stored: Stored, x: Tensor, fingerprints: bool, facts: dict[str,
     if not is_plain(x):
         facts["health"] = tensor_health(x)
         return
-    total = PartialHealth()
-    for start, raw, values in stored.parts(x, PART):
-        total.add(values, start)
-        if fingerprints:
-            total.add_bits(raw)
-    health = total.health(shape)
+    if x.numel() <= PART and not (fingerprints or is_encoded or x.dtype is torch.bool):
+        # 1 MiB takes 0.88 of the time that parts of it take.
+        health = health_of(_extension.health(x).tolist(), shape)
+    else:
+        total = PartialHealth()
+        for start, raw, values in stored.parts(x, PART):
+            total.add(values, start)
+            if fingerprints:
+                total.add_bits(raw)
+        health = total.health(shape)
     facts["nbytes"], facts["health"] = x.nbytes, health
     if fingerprints:
         facts["fingerprint"] = total.fingerprint(*(("uint8", (x.numel(),)) if is_encoded else (dtype, shape)))
