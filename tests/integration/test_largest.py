@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics.formats import limits
 from nanwatch.recording.events import PeakName
@@ -117,3 +119,24 @@ def test_of_every_kind_of_value() -> None:
             assert taker.take() == (batch, of_frames(w.frames, batch, inputs))
     dtypes = {name[2] for name in taker.names}
     assert dtypes == {"float32", "float16", "complex64"}
+
+
+def test_nothing_of_another_batch_is_left() -> None:
+    """A batch that nobody asked about, one that raised, and what a checkpoint computes again in the backward."""
+    linear = nn.Linear(2, 2)
+    model = nn.Sequential(linear, nn.Tanh())
+    with watched(model) as w:
+        taker = Taker(w)
+        model(torch.full((1, 2), 1e6))
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 3))
+        loss = checkpoint(model, torch.ones(1, 2), use_reentrant=False).sum()
+        assert taker.take() == (2, of_frames(w.frames, 2))
+        with torch.no_grad():
+            linear.weight.mul_(100)
+        loss.backward()
+        assert any(frame.recomputed for frame in w.frames)
+        assert taker.take() == (-1, {})
+        w._recorder.gathers_from = sys.maxsize
+        model(torch.ones(1, 2))
+        assert taker.take() == (-1, {})
