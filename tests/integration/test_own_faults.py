@@ -97,9 +97,9 @@ BROKEN = [
     ("history.suspicion.Suspicion._of_weights", forward, "the growth of weights could not be told"),
     ("recording.observe.tensor_health", forward, "the elements of a tensor could not be counted"),
     ("diagnosis.search._of_backward", backward, "the finding could not be examined: RuntimeError: broken"),
-    ("diagnosis.search.run_backward", backward, "the backward could not be examined: RuntimeError: broken"),
+    ("diagnosis.experiment.run_backward", backward, "the backward could not be examined: RuntimeError: broken"),
     ("session.rerun_policy.BackwardCall.capture", loss, "the statements of the loss could not be kept"),
-    ("diagnosis.rerun._Rerun._run_statements", loss, "the loss could not be computed again: RuntimeError: broken"),
+    ("diagnosis.rerun.BackwardCall.statements", loss, "the loss could not be computed again: RuntimeError: broken"),
 ]  # fmt: skip
 
 

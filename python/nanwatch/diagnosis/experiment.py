@@ -59,7 +59,8 @@ class Experiment:
     """A run: its calls in the order in which they ended, what the batch returned, and what its backwards made.
 
     `error` is the exception that ended it, if one did. `given` are the gradients that its first backward began with.
-    `failure` is the operation that began the first bad value, where the run followed them.
+    `failure` is the operation that began the first bad value, `bad_gradient` that of the first bad gradient, where the
+    run followed them.
     """
 
     calls: list[ObservedCall] = field(default_factory=list)
@@ -69,6 +70,7 @@ class Experiment:
     results: list[Tensor] = field(default_factory=list)
     failure: Step | None = None
     failed_in_backward: bool = False
+    bad_gradient: Step | None = None
     provenance: ProvenanceMode | None = None
 
     def records(self, name: str | None) -> list[Record]:
@@ -87,9 +89,8 @@ class Experiment:
     def keep_gradients(self, node: Any, x: Tensor, record: Record) -> None:
         """Keep the gradient that a node of the graph has made."""
         self.gradients.append(record)
-        if not record.is_fault or self.failure is not None or self.provenance is None:
+        if not record.is_fault or self.bad_gradient is not None or self.provenance is None:
             return
-        self.failed_in_backward = True
         value = value_of(record)
         step = self.provenance.origin(x, nan="nan" in value)
         if step is None or step.meant:
@@ -98,7 +99,9 @@ class Experiment:
             step = Step(0, node.name(), nan=is_nan, neginf=is_negative, place=place, module=module)
         elif not step.in_backward:
             step.remarks += (_LEFT_OUT.format(step.operation, node.name()),)
-        self.failure = step
+        self.bad_gradient = step
+        if self.failure is None:
+            self.failure, self.failed_in_backward = step, True
 
     def note_origin(self, x: Tensor, record: Record) -> None:
         """Note the operation that began the values of a bad tensor, the first for which one is known."""

@@ -10,7 +10,7 @@ import ast
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import CodeType, FrameType, FunctionType
@@ -381,7 +381,7 @@ def _base(node: ast.AST) -> str:
 class LossStatements(nn.Module):
     """The statements as a module, whose call runs them. `inputs` are what they read, by name.
 
-    A call returns the loss, and the outputs of the model without their graph.
+    A call returns the loss, and with the model's calls their outputs, without a graph.
     """
 
     def __init__(
@@ -411,11 +411,11 @@ class LossStatements(nn.Module):
         for name in self._filled & names.keys():
             if isinstance(names[name], list | dict | set):
                 names[name] = copy.copy(names[name])
-        hook = self.model.register_forward_hook(lambda *call: outputs.extend(tensors_in(call[-1])))
-        try:
+        with ExitStack() as stack:
+            if self._is_behind is None:
+                hook = self.model.register_forward_hook(lambda *call: outputs.extend(tensors_in(call[-1])))
+                stack.callback(hook.remove)
             exec(self._code, names)
-        finally:
-            hook.remove()
         return names[_RESULT], [x.detach() for x in outputs]
 
     def target(self, place: Expression) -> Target | str:

@@ -257,16 +257,12 @@ def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, al
     if reason := no_second_run(snapshot.module):
         return Diagnosis(remarks=(f"no re-run was made: {reason}",))
     guilty = finding.module if finding.origin == "produced" else finding.source_module
-    # A loss that overflows too is not what made the gradient.
-    judged = allows if guilty is None else _everything_allowed
-    experiment = run(replace(snapshot, grad=True), _names(model), allows=judged, follows=True)
-    step, error = experiment.failure, experiment.error
+    experiment = run(replace(snapshot, grad=True), _names(model), allows=allows, follows=True)
+    # A loss that overflows too is not what made a gradient inside the model.
+    step = experiment.failure if guilty is None else experiment.bad_gradient
+    error = experiment.error
     if step is None:
         remark = _NOTHING if error is None else f"the backward could not be examined: {spell(error)}"
         return Diagnosis(remarks=(remark, *snapshot.doubts()))
     is_inside = step.module is None or (guilty is not None and is_in(step.module, guilty))
     return Diagnosis(step, remarks=step.remarks, made_in=None if is_inside else step.module)
-
-
-def _everything_allowed(_: str, __: nn.Module) -> bool:
-    return True

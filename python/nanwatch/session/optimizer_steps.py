@@ -395,7 +395,7 @@ class OptimizerSteps:
         # The gradients of a non-finite forward are its consequence.
         if bad_parameters and self._deferred is None and not self._failures.knows(batch):
             incident, weights = self._reports.of_taken(optimizer, bad_parameters, batch)
-            self._failures.rerun.backward_failed(batch)
+            self._failures.rerun.keep_start(batch)
             self._defer(incident, {batch}, weights)
         loss, self._loss = self._loss, None
         is_nan = loss is not None and not bad_parameters
