@@ -130,6 +130,19 @@ def test_a_weight_a_buffer_and_data() -> None:
     assert len(calls) == 1
 
 
+def test_a_module_that_the_re_run_does_not_call() -> None:
+    """It is no sign of a passing fault: nothing was seen."""
+    calls: list[int] = []
+
+    def forward(part: nn.Module, x: Tensor) -> Tensor:
+        calls.append(1)
+        return part(x) if len(calls) == 1 else x
+
+    _, seen = look(Does(forward, Does(exponential)), torch.ones(2))
+    assert seen.transient is None
+    assert "the re-run did not call parts.0" in seen.remarks
+
+
 def turned(x: Tensor) -> Tensor:
     y = (x + 1) * 2
     return y - y  # culprit
