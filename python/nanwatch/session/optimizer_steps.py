@@ -38,7 +38,7 @@ from ..instrumentation.wrapped_names import find_module, named_modules, paramete
 from ..numerics.readable import Numbers, is_plain, only_our_dispatch
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall, Event
-from ..recording.observe import nonfinite, observe, state_tensors
+from ..recording.observe import nonfinite, observe, read, state_tensors
 from ..records.note import Note
 from ..records.record import Frame, Role
 from ..report import text
@@ -158,13 +158,15 @@ class OptimizerSteps:
         loss = None if self._recorder.paused else loss_under_way()
         if loss is None or not is_plain(loss) or not loss.is_floating_point():
             return
-        if loss.device.type in ("cpu", "cuda"):
-            batch, self._loss, numbers = self._recorder.latest_batch, None, Numbers(loss)
+        batch, self._loss = self._recorder.latest_batch, None
+        numbers = Numbers(loss) if loss.device.type == "cuda" else None
+        is_nan = loss.device.type == "cpu" and isnan(read(loss, "output", "output").abs_max or 0.0)
 
-            def ended() -> None:  # when the host waits for the gradients of a GPU anyway
-                if any(map(isnan, numbers.wait())):
-                    self._loss_is_nan(loss, batch)
+        def ended() -> None:  # when the host waits for the gradients of a GPU anyway
+            if is_nan or (numbers is not None and any(map(isnan, numbers.wait()))):
+                self._loss_is_nan(loss, batch)
 
+        if is_nan or numbers is not None:
             torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
@@ -264,7 +266,8 @@ class OptimizerSteps:
         is_nonfinite: a gradient of the optimizer's parameters is not finite.
         """
         if (deferred := self._deferred) is None:
-            if self._in_a_row and _steps(optimizer, self._skipped_weights):
+            weights, ids = self._skipped_weights, _parameter_ids(optimizer) if self._in_a_row else set()
+            if not weights or any(id(x) in ids for x in _tensors(weights)):
                 self._in_a_row = 0
             return None
         found_inf = getattr(optimizer, "found_inf", None)
@@ -341,8 +344,7 @@ class OptimizerSteps:
         known = self._takes.get(optimizer)
         if known is not None and (known[1] or known[0] == count):
             return known[1]
-        model = self._model()
-        taken = {id(x) for group in optimizer.param_groups for x in group["params"]}
+        model, taken = self._model(), _parameter_ids(optimizer)
         takes = (
             self._recorder.gathers_weights
             or self._steps_given(optimizer)
@@ -366,9 +368,15 @@ class OptimizerSteps:
             return
         for number, group in enumerate(optimizer.param_groups):
             rate: Any = group.get("lr")
-            is_on_host = isinstance(rate, float) or (isinstance(rate, Tensor) and rate.device.type == "cpu")
-            if is_on_host and not isfinite(rate) and self._takes_gradients(optimizer):
-                record = observe(torch.as_tensor(rate), f"lr[{number}]", "input")
+            if (
+                isinstance(rate, Tensor)
+                and is_plain(rate)
+                and rate.device.type == "cpu"
+                and rate.numel() == 1
+            ):
+                rate = float(rate)
+            if isinstance(rate, float) and not isfinite(rate) and self._takes_gradients(optimizer):
+                record = observe(torch.tensor(rate), f"lr[{number}]", "input")
                 frame = Frame(batch, OPTIMIZER, type(optimizer).__name__, (record,), "step")
                 incident = self._reports.of_frame(frame, "received")
                 self._failures.step_follows(incident)
@@ -471,10 +479,8 @@ class OptimizerSteps:
         path, _, key = f"{finding.module}.{finding.label}".removeprefix(".").rpartition(".")
         owner = None if model is None else find_module(model, path)
         weight = None if owner is None else owner.module._parameters.get(key)
-        for optimizer in self._stepped.objects():
-            if weight is not None and id(weight) in _parameter_ids(optimizer):
-                return take_apart(finding, optimizer, weight)
-        return finding
+        steppers = [x for x in self._stepped.objects() if id(weight) in _parameter_ids(x)]
+        return finding if weight is None or not steppers else take_apart(finding, steppers[0], weight)
 
 
 def _tensors(weights: set[Weight]) -> list[Tensor]:
@@ -485,11 +491,6 @@ def _tensors(weights: set[Weight]) -> list[Tensor]:
 
 def _parameter_ids(optimizer: Optimizer) -> set[int]:
     return {id(x) for group in optimizer.param_groups for x in group["params"]}
-
-
-def _steps(optimizer: Optimizer, weights: set[Weight]) -> bool:
-    stepped = _parameter_ids(optimizer)
-    return not weights or any(id(x) in stepped for x in _tensors(weights))
 
 
 def _nonfinite_parameters(optimizer: Optimizer) -> list[Tensor]:
