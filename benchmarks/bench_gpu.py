@@ -1,15 +1,13 @@
 """What nanwatch costs on a GPU: bandwidth of the range, steps of Llamas in bfloat16, and where the host waits.
 
     python benchmarks/bench_gpu.py --json gpu.json             all parts
-    python benchmarks/bench_gpu.py --parts range decode        some of: range, train, large, decode, compile
+    python benchmarks/bench_gpu.py --parts range decode        some of: range, train, decode, compile
     python benchmarks/bench_gpu.py --rehearse                  tiny sizes on the CPU: shows that it runs
 
 range: the time of kernels as the profiler reads it on the device, over buffers that rotate so that none is in L2.
 nanwatch, the fastest plain read that we know (floor_cuda.cu), CUB's reduction, and torch.amax of the same bytes.
-train, large, decode, compile: seconds of a step until the device has done it, in rounds over all ways; a ratio is
-taken within a round, and its median counts. The profiler counts how often the host waits in a step and sums our
-kernels' time.
-Each row is printed and written as soon as it is there.
+train, decode, compile: seconds of a step until the device has done it, in rounds over all ways; a ratio is taken within
+a round, and its median counts. The profiler counts how often the host waits in a step and sums our kernels' time.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,19 @@ from torch import Tensor, nn
 import nanwatch
 from nanwatch.numerics import _extension
 
-PARTS = ("range", "train", "large", "decode", "compile")
+Row = dict[str, Any]
+Step = Callable[[], object]
+
+PARTS = ("range", "train", "decode", "compile")
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 NBYTES = tuple(1 << power for power in (10, 14, 18, 20, 22, 24, 26, 28, 30, 32))
 # Several times the L2 of an H200: a buffer is evicted before it is read again.
 ROTATION_BYTES = 512 << 20
 # The options of watch in each way. The way `transformers` uses a class of transformers.
-OPTIONS = {"watch": {}, "outputs": {"read": "outputs"}, "every16": {"every": 16}} | {
-    "gradients": {"gradients": True}
-}
+OPTIONS: Row = {"watch": {}, "outputs": {"read": "outputs"}, "every16": {"every": 16}}
+OPTIONS["gradients"] = {"gradients": True}
+wait: Step = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
 WAITS = {"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
-Row = dict[str, Any]
-Step = Callable[[], object]
 
 
 # ---- bandwidth ----
@@ -162,22 +162,14 @@ def range_rows(rehearse: bool) -> Iterator[Row]:
             row["tb_per_s"] = {name: nbytes / value / 1e12 for name, value in seconds.items()}
             row["of_fastest"] = min(seconds.values()) / seconds["nanwatch"]
             if nbytes <= 1 << 30:
-                x = xs[0]
-                row["call_s"] = {
-                    "nanwatch": call_seconds(lambda x=x: nanwatch.abs_range(x)),
-                    "naive": call_seconds(lambda x=x: naive(x)),
-                }
+                ways = {"nanwatch": nanwatch.abs_range, "naive": naive}
+                row["call_s"] = {name: call_seconds(partial(way, xs[0])) for name, way in ways.items()}
             yield row
         del pool, xs
         torch.cuda.empty_cache()
 
 
 # ---- steps ----
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def rounds(steps: dict[str, Step], slow: set[str], count: int) -> dict[str, list[float]]:
@@ -191,10 +183,10 @@ def rounds(steps: dict[str, Step], slow: set[str], count: int) -> dict[str, list
         for name in order:
             if name in slow and done >= 3:
                 continue
-            synchronize()
+            wait()
             begun = time.perf_counter()
             steps[name]()
-            synchronize()
+            wait()
             times[name].append(time.perf_counter() - begun)
     return times
 
@@ -219,9 +211,7 @@ def llama(rehearse: bool, layers: int = 16, width: int = 2048, inner: int = 8192
         return llama_of(width, inner, **sizes).bfloat16()
 
 
-def training(
-    model: nn.Module, called: Callable[..., Any], rehearse: bool, shape: tuple[int, int] = (4, 1024)
-) -> Step:
+def training(model: nn.Module, called: Any, rehearse: bool, shape: tuple[int, int] = (4, 1024)) -> Step:
     ids = tokens(*((1, 16) if rehearse else shape)).to(next(model.parameters()).device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
@@ -279,13 +269,11 @@ def row_of(name: str, steps: dict[str, Step], count: int) -> Row:
 
 
 def train_rows(rehearse: bool) -> Iterator[Row]:
+    """A 1B Llama; and of an 8B one eight layers, whose share is that of 32."""
     model = llama(rehearse).train()
     steps = watched_steps(model, lambda m: training(m, m, rehearse), (*OPTIONS, "transformers"))
     yield row_of("train", steps, 3 if rehearse else 25)
-
-
-def large_rows(rehearse: bool) -> Iterator[Row]:
-    """Eight layers of the sizes of Llama 3.1 8B: what a layer costs is the same in 32, and these fit three times."""
+    del model, steps
     model = llama(rehearse, layers=8, width=4096, inner=14336).train()
     steps = watched_steps(model, lambda m: training(m, m, rehearse, (2, 4096)), ("watch", "outputs"))
     yield row_of("train 8B", steps, 3 if rehearse else 12)
@@ -332,8 +320,7 @@ def main() -> None:
         raise SystemExit("bench_gpu.py: torch sees no CUDA device here; --rehearse shows that it runs")
     about = machine(gpu="none" if options.rehearse else torch.cuda.get_device_name())
     rows: list[Row] = []
-    makers = {"range": range_rows, "train": train_rows, "large": large_rows}
-    makers |= {"decode": decode_rows, "compile": compile_rows}
+    makers = {"range": range_rows, "train": train_rows, "decode": decode_rows, "compile": compile_rows}
     for part in options.parts:
         for row in makers[part](options.rehearse):
             rows.append(row)
