@@ -368,15 +368,12 @@ class OptimizerSteps:
             return
         for number, group in enumerate(optimizer.param_groups):
             rate: Any = group.get("lr")
-            if (
-                isinstance(rate, Tensor)
-                and is_plain(rate)
-                and rate.device.type == "cpu"
-                and rate.numel() == 1
-            ):
-                rate = float(rate)
-            if isinstance(rate, float) and not isfinite(rate) and self._takes_gradients(optimizer):
-                record = observe(torch.tensor(rate), f"lr[{number}]", "input")
+            if isinstance(rate, Tensor) and rate.device.type == "cpu":  # may require a gradient
+                is_bad = bool(nonfinite([rate]))
+            else:
+                is_bad = isinstance(rate, float) and not isfinite(rate)
+            if is_bad and self._takes_gradients(optimizer):
+                record = observe(torch.as_tensor(rate), f"lr[{number}]", "input")
                 frame = Frame(batch, OPTIMIZER, type(optimizer).__name__, (record,), "step")
                 incident = self._reports.of_frame(frame, "received")
                 self._failures.step_follows(incident)

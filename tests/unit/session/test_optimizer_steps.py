@@ -274,13 +274,13 @@ def test_weights_that_are_moved_by_hand_lead_back_to_the_backward(recorder: str)
 
 @pytest.mark.parametrize("options", [{}, {"gradients": True}])
 def test_a_learning_rate_that_is_not_finite_stops_the_step(options: dict[str, bool]) -> None:
-    """A number or a tensor on the CPU, of a group that has weights of the model; another optimizer's is its own."""
+    """A number or a tensor on the CPU, of the model's optimizer. A rate that is learned warns of no conversion."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     beside = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=float("nan"))
     before = model.weight.clone()
     with watch(model, **options):
-        for rate in (float("nan"), torch.tensor(torch.inf)):
+        for rate in (float("nan"), torch.tensor(torch.inf, requires_grad=True)):
             optimizer.param_groups[0]["lr"] = rate
             model(torch.ones(2)).sum().backward()
             beside.step()
