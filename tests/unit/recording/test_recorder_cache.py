@@ -9,6 +9,7 @@ import ctypes
 import gc
 import itertools
 import threading
+import time
 import tracemalloc
 import weakref
 from collections.abc import Callable
@@ -364,14 +365,23 @@ def test_nothing_grows_over_many_batches() -> None:
     assert (labels, weights) == (5, 2)
 
 
+def in_thread(target: Callable[[], object]) -> None:
+    """Call it in a thread of its own."""
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+
+
 def test_a_batch_that_a_thread_left_open_is_freed_by_the_next_thread() -> None:
     """A thread ends by an exception in compiled code, where no operator reports the end of the call."""
     model, x = mlp(), torch.ones(1, 3)
     with watch(model) as w:
-        for target in (lambda: w._recorder.begin_compiled(0, "\x1fit input[0]", [x]), lambda: model(x)):
-            thread = threading.Thread(target=target)
-            thread.start()
-            thread.join()
+        in_thread(lambda: w._recorder.begin_compiled(0, "\x1fit input[0]", [x]))
+        assert weakref.getweakrefcount(x) == 1
+        # `join` returns before the system has ended the thread. A call until then finds nothing to free.
+        deadline = time.monotonic() + 10
+        while weakref.getweakrefcount(x) and time.monotonic() < deadline:
+            in_thread(lambda: model(x))
         assert weakref.getweakrefcount(x) == 0
 
 
