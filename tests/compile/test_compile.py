@@ -135,6 +135,49 @@ def test_frames_are_those_of_the_interpreter(name: str, backend: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+class Node:
+    """Node of a tree, with its parent."""
+
+    def __init__(self, value: Tensor, parent: Node | None = None) -> None:
+        self.value = value
+        self.children: list[Node] = []
+        if parent is not None:
+            self.parent = parent
+            parent.children.append(self)
+
+
+class Tree(nn.Module):
+    """Returns a tree of objects and a dictionary whose keys are no constants."""
+
+    def forward(self, x: Tensor) -> tuple[Node, dict[nn.Module, Tensor]]:
+        root = Node(x)
+        for power in (2, 3):
+            Node(x**power, root)
+        return root, {self: x + 1, self.get_submodule(""): x + 2}
+
+
+def test_objects_and_keys_of_any_class_lose_no_value() -> None:
+    """An object is entered once, as two that refer to their parent have 2^16 paths to the limit of depth."""
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tree = Tree()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.tree(x)[0].children[1].value
+
+    model = Holder()
+    eager, compiled = (
+        _run(model, call, lambda _: {"x": torch.ones(2)}, 1)
+        for call in (model, torch.compile(model, backend="eager", fullgraph=True))
+    )
+    assert _ranges(compiled) == _ranges(eager)
+    notes = [[record.note for frame in w.frames for record in frame.records] for w in (eager, compiled)]
+    assert notes[0] == notes[1]
+    assert Note("not_checked", "contains itself") in notes[0]
+
+
 def test_a_model_inside_a_compiled_function_has_whole_batches() -> None:
     """Where even the outermost call is in the graph, it begins and ends the batch."""
     model, inputs = _nested()

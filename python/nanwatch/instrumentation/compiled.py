@@ -263,6 +263,8 @@ class _Plan:
         self._tx = tx
         self._lines = [class_name]
         self._tensors: list[Any] = []
+        # Containers by their variables, which live as long, so that no other has such an id.
+        self._twins: dict[tuple[int, bool], tuple[Any, Any]] = {}
 
     def put(self, site: Any, caller: Any) -> None:
         """Put the operator into the graph."""
@@ -295,7 +297,8 @@ class _Plan:
 
         Dynamo guards on everything that it reads, and fails on some values (sparse tensors). So this reads only plain
         tensors among the values that the user's own code has not touched so far. With `enters_objects` an object that
-        the traced code has made is a dictionary of its attributes.
+        the traced code has made is a dictionary of its attributes. A container that is met again, as in a cycle, has
+        one twin.
         """
         tx = self._tx
         if not variable.is_realized():
@@ -308,13 +311,15 @@ class _Plan:
         if issubclass(kind, Tensor):
             is_plain = kind in _PLAIN_TENSORS and getattr(variable, "layout", None) is torch.strided
             return _TensorLeaf(variable if is_plain else None)
+        if (id(variable), enters_objects) in self._twins:
+            return self._twins[id(variable), enters_objects][1]
         pairs: list[tuple[Any, Any]]
         if issubclass(kind, tuple | list):
             pairs = list(enumerate(variable.unpack_var_sequence(tx)))
         elif issubclass(kind, dict):
             items = variable.call_method(tx, "items", [], {}).unpack_var_sequence(tx)
             keys = [(key, x) for key, x in (item.unpack_var_sequence(tx) for item in items)]
-            pairs = [(_constant(key, key.python_type().__name__), x) for key, x in keys]
+            pairs = [(_constant(key, (key.python_type().__name__, i)), x) for i, (key, x) in enumerate(keys)]
         elif is_dataclass(kind):
             pairs = [(field.name, variable.var_getattr(tx, field.name)) for field in fields(kind)]
         else:
@@ -323,9 +328,12 @@ class _Plan:
                 constant = _constant(variable, _OPAQUE)
                 return constant if isinstance(constant, SCALARS) else _OPAQUE
         if depth > MAX_DEPTH:
-            return []  # the walk goes no deeper
-        values = {key: self.twin(x, enters_objects, depth + 1) for key, x in pairs}
-        return list(values.values()) if issubclass(kind, tuple | list) else values
+            return Unwalked(f"nested deeper than {MAX_DEPTH}")
+        values: Any = [None] * len(pairs) if issubclass(kind, tuple | list) else {}
+        self._twins[id(variable), enters_objects] = variable, values
+        for key, x in pairs:
+            values[key] = self.twin(x, enters_objects, depth + 1)
+        return values
 
     def _attributes(self, variable: Any) -> list[tuple[Any, Any]]:
         """Return the attributes, without numbers and texts, of an object that the traced code has made."""
