@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -98,10 +99,12 @@ def gap_between(name: str, x: Tensor, y: Tensor, *, is_buffer: bool) -> Gap | No
         return None
     x, y = x.double(), y.double()
     error = errors_between(x.reshape(1, -1), y.reshape(1, -1)).total
-    is_beyond = (x - y).abs() > torch.finfo(coarse).eps * torch.maximum(x.abs(), y.abs())
+    # A non-finite element is close to its equal alone.
+    is_close = partial(torch.isclose, rtol=torch.finfo(coarse).eps, atol=0.0, equal_nan=True)
+    beyond = float((~(is_close(x, y) | is_close(y, x))).double().mean())
     is_turned = x.ndim == 2 and x.shape[0] == x.shape[1] and torch.equal(x.t(), y)
     words = "is transposed" if is_turned else f"is {error:.2g} apart{dtypes}"
-    return Gap(name, f"its {name} {words}", is_buffer, float(is_beyond.double().mean())) if error else None
+    return Gap(name, f"its {name} {words}", is_buffer, beyond) if error else None
 
 
 def are_of_a_kind(pair: CallPair) -> bool:

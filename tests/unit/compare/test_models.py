@@ -371,6 +371,17 @@ def test_a_buffer_of_another_base_is_no_rounding() -> None:
     assert any(words.startswith("its frequencies is ") for words in found.words("Looks like"))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_buffer_that_is_not_finite_is_no_rounding(value: float) -> None:
+    """Running statistics, which a model in training does not read."""
+    a = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(8))
+    b = copy.deepcopy(a)
+    b[1].running_mean[3] = value
+    found = nanwatch.compare(a, b, X)
+    assert found.first is not None
+    assert (found.equal, found.first.module_a) == (False, "1")
+
+
 def embedded() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
