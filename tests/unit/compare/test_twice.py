@@ -31,7 +31,7 @@ for x in data:
 """
 MODEL = "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1))\n"
 PART = """
-import os, time, numpy, torch
+import os, time, timeit, numpy, torch
 torch.manual_seed(0)
 race = os.getpid() % 1000 / 1000  # as races of threads and atomics, which no trial touches
 class Part(torch.nn.Module):
@@ -75,7 +75,7 @@ SOURCES = {
         "dropout. A trial shows random numbers",
         ("manual_seed(0)",),
     ),
-    "clock": in_part("x * (1 + time.time() % 1)", "time.time()", "clocks"),
+    "clock": in_part("x * (1 + (time.time() + timeit.default_timer()) % 1)", "time.time()", "clocks"),
     "numpy": in_part(
         "x + torch.from_numpy(numpy.random.default_rng().standard_normal(4, dtype='float32'))",
         "numpy.random.default_rng()",
