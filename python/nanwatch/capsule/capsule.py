@@ -198,12 +198,6 @@ def write_capsule(
         return _write_folder(Path(folder).absolute(), document)
 
 
-def left_out(folder: Path) -> list[str]:
-    """Return what a capsule of this process leaves out, and why, without reading its tensors."""
-    document = torch.load(folder / FILE, map_location="cpu", weights_only=True, mmap=True)
-    return list(document["left_out"])
-
-
 class _Contents:
     """Values of a call as plain containers, with copies of the tensors that fit into `max_bytes`.
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..capsule.capsule import left_out, make_numbered, write_capsule
+from ..capsule.capsule import Capsule, make_numbered, write_capsule
 from ..instrumentation.wrapped_names import module_names
 from ..report.finding import Finding
 from ..report.forms import FORMS, AnyReport, Form
@@ -135,7 +135,7 @@ class _Folder:
 
         def write(folder: Path) -> Path:
             path = write_capsule(folder / "capsule", *given, **facts)
-            if missing := [text.partition(": ")[0] for text in left_out(path)]:
+            if missing := [text.partition(": ")[0] for text in Capsule.open(path).left_out]:
                 self.remarks.append(
                     f"the capsule leaves out {first_few(missing)}; its list left_out says why"
                 )
