@@ -47,6 +47,7 @@ MASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "chosen": lambda x: torch.where(EMPTY_ROW, -INF, x),
     "added": lambda x: x + torch.zeros(3, 3).masked_fill(EMPTY_ROW, -INF),
     "logarithm of zeros and ones": lambda x: x + (~EMPTY_ROW).float().log(),
+    "filled, and scaled in place": lambda x: x.masked_fill(EMPTY_ROW, -INF).mul_(2),
     "padded": lambda x: nn.functional.pad(x[:2], (0, 0, 0, 1), value=-INF),
 }
 
@@ -199,6 +200,8 @@ def test_the_log_knows_who_wrote_each_element_last(writes: list[tuple[int, int, 
             last[i] = number if is_bad else None
     for part in (slice(None), slice(2, 5), slice(0, 8, 3)):
         assert log.find(memory[part]) == sorted({number for number in last[part] if number is not None})
+    assert memory in log or set(last) <= {None}
+    assert last not in log  # no tensor
     assert log.find(memory[3].expand(2, 5)) == [number for number in last[3:4] if number is not None]
 
 

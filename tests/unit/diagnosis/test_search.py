@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -154,9 +155,17 @@ def multiplied(x: Tensor) -> Tensor:
     return y + 1
 
 
-@pytest.mark.parametrize("function", [turned, multiplied], ids=lambda one: one.__name__)
+def squashed(x: Tensor) -> Tensor:
+    y = x * 2  # culprit
+    return torch.sigmoid(y * torch.ones(2, requires_grad=True))
+
+
+@pytest.mark.parametrize("function", [turned, multiplied, squashed], ids=lambda one: one.__name__)
 def test_the_operation_that_spreads_bad_data(function: Callable[[Tensor], Tensor]) -> None:
-    """The one that makes nan of inf, else a product, which should have masked it, and not the first."""
+    """The one that makes nan of inf, else a product, which should have masked it, and not the first.
+
+    The backward of what squashes it makes nan of it, and is not run.
+    """
     finding, seen = look(Does(function), torch.tensor([1.0, INF]))
     assert (finding.origin, str(seen.step.place)) == ("data", culprit(function))
 
@@ -209,6 +218,35 @@ def test_a_value_that_was_received() -> None:
     assert (seen.extent, seen.transient) == ("all", False)
     assert seen.call is not None
     assert seen.call.name == "0"
+
+
+def test_an_output_that_a_users_hook_refused() -> None:
+    """Such a hook raises in the re-run too, before the call returns. The output that it left is looked at."""
+
+    def refuse(_: nn.Module, __: Any, output: Tensor) -> None:
+        if not output.isfinite().all():
+            raise FloatingPointError
+
+    model = Does(lambda part, x: part(x), Does(exponential))
+    model.parts[0].register_forward_hook(refuse)
+    start = snapshot_of(model, (torch.ones(2),), {})
+    with watch(model, on_nonfinite="record") as w, pytest.raises(FloatingPointError):
+        model(torch.ones(2))
+    seen = find_operation(start, w.report().finding, model=model)
+    assert (str(seen.step.place), seen.transient) == (culprit(exponential), False)
+
+
+def test_an_input_that_the_call_itself_wrote() -> None:
+    """A frame shows it as the call left it: the call was given finite values, and made the bad ones."""
+
+    def overflow(x: Tensor) -> Tensor:
+        x.mul_(1e30).mul_(1e30)  # culprit
+        return torch.zeros(2)
+
+    finding, seen = look(Does(lambda part, x: part(x + 1), Does(overflow)), torch.ones(2))
+    assert str(seen.step.place) == culprit(overflow)
+    finding = enrich(finding, seen)
+    assert (finding.module, finding.label, finding.origin) == ("parts.0", "input[0]", "produced")
 
 
 def test_a_nan_among_infinities_that_are_allowed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from nanwatch.diagnosis.search import find_operation
 from nanwatch.report.finding import Finding
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
+from support.examined import snapshot_of
 from support.recorders import WITH_DEVICE, watched
+from support.toys import Does
 from support.training import assert_same_bits
 
 
@@ -151,6 +155,25 @@ def test_code_of_the_parent_that_shares_a_tensor_is_not_the_modules() -> None:
     assert (finding.module, finding.label, finding.operation) == ("0.head", "input[0].grad", "DivBackward0")
     assert (finding.origin, finding.source_module) == ("received", "0")
     assert "it came out of the backward of 0, which" in str(error.value)
+
+
+def test_a_gradient_that_another_user_of_the_weight_made() -> None:
+    """The gradient is that of the module that owns the weight; where it was made is told apart from it."""
+    linear = nn.Linear(2, 2)
+    divides = Does(lambda x: torch.where(x > 0, linear.weight.sum() / x, 0.0))
+    model = Does(lambda linear, divides, x: linear(x) + divides(x), linear, divides)
+    x = torch.tensor([0.0, 1.0])
+    start = snapshot_of(model, (x,), {})
+    with watch(model, gradients=True, rerun=False):
+        model(x).sum().backward()
+        with pytest.raises(NonFiniteError) as error:
+            torch.optim.SGD(model.parameters()).step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.origin) == ("parts.0", "weight.grad", "produced")
+    for module, made_in in ("parts.0", "parts.1"), ("parts.1", None):
+        seen = find_operation(start, replace(finding, module=module), model=model)
+        assert (seen.step.operation, seen.made_in) == ("DivBackward0", made_in)
 
 
 def line_of(finding: Finding) -> str:
