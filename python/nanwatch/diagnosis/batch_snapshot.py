@@ -7,6 +7,7 @@ After a re-run the snapshot puts back random states, buffers, training flags and
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -155,6 +156,7 @@ class BatchSnapshot:
         with ExitStack() as after:
             given = [x for _, x in call_leaves(self.args, self.kwargs) if isinstance(x, Tensor)]
             after.callback(begin_again(self.module, given, self.buffers))
+            after.callback(_put_back_others(self.module))
             after.callback(RngState.capture(others=True).restore)
             after.enter_context(unwatched(self.module))
             # The graphs of the user's cache are no part of a re-run.
@@ -171,8 +173,10 @@ class BatchSnapshot:
                     # Without a graph nn.TransformerEncoderLayer takes a path on which its parts are not called.
                     modes.callback(torch.backends.mha.set_fastpath_enabled, True)
                     torch.backends.mha.set_fastpath_enabled(False)
-                if num_processes() > 1:
-                    modes.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
+                if _is_job():
+                    # A forked child has none of the threads that a collective of gloo needs.
+                    if num_processes() > 1 or isolation.is_child():
+                        modes.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
                     # It would tell the other ranks that a batch has begun.
                     replicas: Any = nn.parallel.DistributedDataParallel
                     modes.callback(setattr, replicas, "forward", replicas.forward)
@@ -254,10 +258,29 @@ def _write(x: Tensor, value: Tensor, version: int | None) -> None:
         torch._C._autograd._unsafe_set_version_counter((x,), (version,))
 
 
+def _put_back_others(root: nn.Module) -> Callable[[], None]:
+    """Keep the state of each module outside the tree that this thread calls. Return a function that puts it back.
+
+    Code that runs again may call modules that only its closures and globals hold, as a frozen teacher in train mode.
+    """
+    owner, known, after = threading.get_ident(), {id(x) for x in root.modules()}, ExitStack()
+
+    def keep(module: nn.Module, _: Any) -> None:
+        if threading.get_ident() == owner and id(module) not in known:
+            known.update(id(x) for x in module.modules())
+            after.callback(begin_again(module, (), {}))
+
+    after.callback(nn.modules.module.register_module_forward_pre_hook(keep).remove)
+    return after.close
+
+
+def _is_job() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def num_processes() -> int:
     """Return the number of processes of the job."""
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    return torch.distributed.get_world_size() if _is_job() else 1
 
 
 def no_second_run(root: nn.Module | None = None) -> str:

@@ -65,6 +65,11 @@ def send(document: Any = None) -> None:
         _send(document)
 
 
+def is_child() -> bool:
+    """Return whether this process is a forked child."""
+    return _send is not None
+
+
 def run_in_child(work: Callable[[], Any], seconds: float) -> Any:
     """Return the text or other plain document that `work` returns in a forked child.
 

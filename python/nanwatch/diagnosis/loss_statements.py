@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from ..recording.observe import observe
 from ..recording.walk import leaves
 from ..report.finding import Finding, Value, value_of
 from ..util.program_code import SKIPPED_FILES, frame_values
+from . import isolation
 from .batch_snapshot import is_narrow
 from .diagnosis import Expression
 from .experiment import graph_nodes
@@ -378,6 +381,24 @@ def _base(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+@contextmanager
+def _no_backward() -> Iterator[ExitStack]:
+    """Refuse a backward of this thread in the block: it would add to gradients that the program is about to use."""
+    backward, owner, is_over = torch.autograd.backward, threading.get_ident(), threading.Event()
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() == owner and not is_over.is_set():
+            raise Refused("a function that the statements call makes a backward of its own")
+        backward(*args, **kwargs)
+
+    with ExitStack() as stack:
+        # Two threads may end their blocks in any order.
+        stack.callback(is_over.set)
+        stack.callback(setattr, torch.autograd, "backward", backward)
+        torch.autograd.backward = refuse
+        yield stack
+
+
 class LossStatements(nn.Module):
     """The statements as a module, whose call runs them. `inputs` are what they read, by name.
 
@@ -394,13 +415,18 @@ class LossStatements(nn.Module):
         first, last = self._body[0].lineno, self._body[-1].end_lineno
         lines = f"line {first}" if first == last else f"lines {first} to {last}"
         self.where = f"{lines} of {self.filename}"
-        # So that a re-run puts back the state of all modules that the statements call, and no watch sees its calls.
+        self._names = {**caller.globals, **caller.names, **reads}
+        mentioned = [self._names.get(name) for name in names_in(ast.Module(self._body, []), ast.Load)]
+        for function in [x for x in mentioned if isinstance(x, FunctionType)]:
+            with suppress(ValueError):  # of a name that its outer function has deleted
+                mentioned += chain(*(x.values() for x in inspect.getclosurevars(function)[:2]))
         owned = [y for x in reads.values() for y in (x, *getattr(x, "__dict__", {}).values())]
-        self.modules_read = nn.ModuleList(x for x in owned if isinstance(x, nn.Module))
+        # So that a re-run puts back the state of all modules that the statements call, and no watch sees its calls.
+        self.modules_read = nn.ModuleList(x for x in (*owned, *mentioned) if isinstance(x, nn.Module))
+        self._generators = [x for x in (*owned, *mentioned) if isinstance(x, torch.Generator)]
         # `self` is the module in a call of it.
         self.inputs = {name: x for name, x in sorted(reads.items()) if tensors_in(x) and name != "self"}
         self._caller, self._file, self._is_behind = caller, file, is_behind
-        self._names = {**caller.globals, **caller.names, **reads}
         self._filled = set().union(*map(_filled_by, self._body))
         self._code = compiled_with(ast.Module(self._body, []), file, (), Probe())
 
@@ -411,7 +437,9 @@ class LossStatements(nn.Module):
         for name in self._filled & names.keys():
             if isinstance(names[name], list | dict | set):
                 names[name] = copy.copy(names[name])
-        with ExitStack() as stack:
+        with ExitStack() if isolation.is_child() else _no_backward() as stack:
+            for generator in self._generators:
+                stack.callback(generator.set_state, generator.get_state())
             if self._is_behind is None:
                 hook = self.model.register_forward_hook(lambda *call: outputs.extend(tensors_in(call[-1])))
                 stack.callback(hook.remove)

@@ -160,7 +160,8 @@ class _Rerun:
         cures, remarks = try_patches(snapshot, finding, model, diagnosis, conditions=conditions, at=at)
         is_due = is_backward or may_be_narrow(snapshot, finding) or not any(x.works for x in cures)
         if is_due and not self._incident.finding.is_of_loss:
-            formats = try_formats(snapshot, finding, model, conditions=conditions)
+            # A gradient stays one, also where the loss fails too.
+            formats = try_formats(snapshot, self._incident.finding, model, conditions=conditions)
             cures, remarks = (*cures, *formats[0]), (*remarks, *formats[1])
         self._incident.learn(cures=working_first(cures))
         self._incident.remark(*remarks)

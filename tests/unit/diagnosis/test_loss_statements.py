@@ -277,3 +277,52 @@ def test_the_graph_tells_where_nothing_may_run_again(monkeypatch: pytest.MonkeyP
     (finding,) = found
     assert (finding.operation, finding.source) == ("SqrtBackward0", None)
     assert any("another thread was inside the model" in remark for remark in finding.remarks)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_re_run_in_this_process_leaves_what_the_loss_calls(
+    monkeypatch: pytest.MonkeyPatch, trains: bool
+) -> None:
+    """Buffers, gradients and random states that only the closure of the loss holds are those of one run."""
+    monkeypatch.setenv("NANWATCH_RERUN", "in-process")
+    model, critic = Net(), nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 1))
+    generator = torch.Generator().manual_seed(1)
+
+    def judge(logits: Tensor) -> Tensor:
+        if trains:
+            critic(logits.detach()).sum().backward()
+        return critic(logits + torch.rand(4, 5, generator=generator)).mean()  # type: ignore[no-any-return]
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with failing(model) as found:
+        logits = model(BATCH)
+        loss = judge(logits) + logits.mul(0).sum().sqrt()
+        loss.backward()
+        norm, drawn = [x.clone() for x in critic[0].buffers()], generator.get_state()
+        gradients = [None if p.grad is None else p.grad.clone() for p in critic.parameters()]
+        optimizer.step()
+    (finding,) = found
+    assert (finding.operation, finding.source is None) == ("SqrtBackward0", trains)
+    assert all(map(torch.equal, norm, critic[0].buffers()))
+    assert torch.equal(drawn, generator.get_state())
+    for before, parameter in zip(gradients, critic.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, before, rtol=0, atol=0)
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+def test_no_watch_sees_a_re_run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither that of a module which only a function of the loss holds."""
+    monkeypatch.setenv("NANWATCH_RERUN", "in-process")
+    model, critic = Net(), nn.Linear(5, 1)
+
+    def judge(logits: Tensor) -> Tensor:
+        return critic(logits).mean()  # type: ignore[no-any-return]
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(critic) as watched, failing(model) as found:
+        logits = model(BATCH)
+        loss = judge(logits) + logits.mul(0).sum().sqrt()
+        loss.backward()
+        optimizer.step()
+    assert found[0].operation == "SqrtBackward0"
+    assert {frame.batch for frame in watched.report().frames} == {0}

@@ -82,6 +82,35 @@ def test_the_backward_of_a_replica_runs_again_alone(four_ranks: None) -> None:
     assert "found by running line" in " ".join(finding.remarks)
 
 
+class Root(nn.Module):
+    """Fails in its backward, and has a buffer that DistributedDataParallel sends to the other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The root of zero."""
+        return self.norm(x).mul(0).sum().sqrt()  # type: ignore[no-any-return]
+
+
+def test_a_replica_of_one_process_runs_again_in_a_child() -> None:
+    """A forked child has no thread of gloo, so its collectives would not end."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(Root())
+        with watch(model.module, gradients=True), pytest.raises(NonFiniteError) as error:  # noqa: PT012
+            loss = model(torch.randn(4, 2))
+            loss.backward()
+            torch.optim.SGD(model.parameters()).step()
+    finally:
+        torch.distributed.destroy_process_group()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert finding.operation == "SqrtBackward0"
+    assert "found by running line" in " ".join(finding.remarks)
+
+
 def test_a_collective_is_not_waited_for(four_ranks: None) -> None:
     """Neither one that the model's own code calls, nor those of a library that shards."""
     start, finding = failed_once(Gathers(True), torch.zeros(2))
