@@ -455,7 +455,9 @@ def start_of(
     modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     nodes = (torch._C._autograd._get_sequence_nr(), -1)
     is_function = hasattr(type(module), "is_watched_function")
-    cuda = tuple(generator.get_state() for generator in torch.cuda.default_generators)
+    # CUDA's generators refuse while a graph is captured.
+    is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    cuda = tuple(x.get_state() for x in (() if is_captured else torch.cuda.default_generators))
     state = (torch.get_rng_state(), cuda, autocast, *modes, versions)
     return Start(batch, module, args, kwargs, *state, 0.0, nodes, is_function, extra)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from nanwatch.recording.observe import state_tensors
+from nanwatch.recording.recorder import start_of
 from nanwatch.recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, Unwalked, call_leaves, leaves
 from nanwatch.records.record import Frame
 from nanwatch.session.api import watch as start_watch
@@ -207,6 +208,14 @@ def test_the_start_of_a_batch_has_its_arguments_and_generators(recorder: str, mo
     assert all(x is y for (x, _), y in zip(start.versions, [a, b, c], strict=True))
     assert [version for _, version in start.versions] == [0, 1, 0]
     assert torch.equal(start.cuda[0], torch.Generator().manual_seed(1).get_state())
+
+
+def test_no_generator_is_asked_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's would raise. In the compiled recorder a batch that raises so has no start."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", (None,))
+    assert start_of(0, nn.Identity(), (), None, None).cuda == ()
 
 
 @pytest.mark.parametrize("recorder", RECORDERS)
