@@ -120,6 +120,7 @@ class ModelRuns:
         self._inputs = inputs
         self._snapshot = snapshot
         self._most_bytes = most_bytes
+        snapshot.restore()
         run = self._run(model, None)
         self.calls = list(run.values())
         self.dtype = dtype_of(self.calls)
@@ -154,6 +155,7 @@ class ModelRuns:
 
     def run_copy(self, dtype: torch.dtype, stored: torch.dtype, shaken: Sequence[TensorKey] = ()) -> Run:
         """Return the calls of a copy, with these tensors as far from their values as rounding may have put them."""
+        self._snapshot.restore()  # before the copy, as the last run may have written buffers
         model = copy.deepcopy(self._plain)
         for _, module in each_module(model):
             for name, child in module._modules.items():
@@ -180,7 +182,6 @@ class ModelRuns:
 
     def _run(self, model: nn.Module, dtype: torch.dtype | None) -> Run:
         """Run a model on the inputs, cast to this dtype, and return the calls in the order of their starts."""
-        self._snapshot.restore()
         device = next((x.device for x in each_parameter(model)), None)
 
         def moved(x: Tensor) -> Tensor:
