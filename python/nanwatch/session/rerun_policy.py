@@ -140,7 +140,14 @@ class RerunPolicy:
     def examine(self, incident: Incident) -> None:
         """Complete the incident by a re-run of this thread's batch, if it may run again, and write it to output_dir."""
         model, finding = self._model(), incident.finding
-        if not self.keeps_start and self._may_keep and finding.origin in ("produced", "received"):
+        # What wrote a weight before it was saved, or a gradient before a step, lies behind the batch.
+        is_of_batch = finding.phase not in ("save", "step")
+        if (
+            not self.keeps_start
+            and self._may_keep
+            and is_of_batch
+            and finding.origin in ("produced", "received")
+        ):
             incident.remark(_GOES_ON)
         if model is None or not (self.keeps_start or self._output_dir is not None):
             return
@@ -148,8 +155,7 @@ class RerunPolicy:
         if not is_due(self._num_failures):
             self._pass_over(incident)
             return
-        # What wrote a weight before it was saved, or a gradient before a step, lies behind the batch.
-        examines = self.keeps_start and finding.phase not in ("save", "step")
+        examines = self.keeps_start and is_of_batch
         start = self._start_of(finding) if examines else None
         loss = self._losses.get(finding.batch) if examines and finding.phase == "backward" else None
         examine = partial(

@@ -295,6 +295,18 @@ def test_a_learning_rate_that_is_not_finite_stops_the_step(options: dict[str, bo
     assert not torch.equal(model.weight, before)
 
 
+def test_a_step_promises_no_rerun() -> None:
+    """What wrote the learning rate lies behind the batch, so rerun=True would not find it."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=float("inf"))
+    with watch(model, on_nonfinite="record") as w:
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        finding = w.report().finding
+    assert finding is not None
+    assert (finding.label, finding.remarks) == ("lr[0]", ())
+
+
 def test_the_other_ways_to_act() -> None:
     """warn warns, record records, a callable is called: at the step, once, and the step is made."""
     called: list[Report] = []
