@@ -336,7 +336,9 @@ class Options:
         None, flag_or_none, "keep the latest calls in a file that outlives the process; on with output_dir"
     )
     forecast: bool = _option(True, flag, "warn of tensors that lose headroom and will overflow soon")
-    spikes: bool = _option(False, flag, "name what left its history when loss or gradients jump")
+    spikes: bool = _option(
+        False, flag, "name what left its history when loss or gradients jump; reads gradients"
+    )
     audit: Audit | None = _option(
         None,
         _to_audit,
