@@ -97,7 +97,7 @@ class Experiment:
             place, module = self.provenance.site_of(node)
             is_nan, is_negative = "nan" in value, value == "-inf"
             step = Step(0, node.name(), nan=is_nan, neginf=is_negative, place=place, module=module)
-        elif not step.in_backward:
+        elif not step.in_backward and not any(observe(x, "", "output").is_fault for x in self.results):
             step.remarks += (_LEFT_OUT.format(step.operation, node.name()),)
         self.bad_gradient = step
         if self.failure is None:
