@@ -113,11 +113,11 @@ class _Rerun:
         """
         incident, remarks = self._incident, list[str]()
         finding, value = incident.finding, None if loss is None else loss_value(loss)
-        diagnosis, start = Diagnosis(), snapshot
-        for start in self._starts(snapshot, loss, remarks):
-            diagnosis = find_operation(start, finding, model=self._model, allows=self._conditions.allows)
-            if diagnosis.step is not None:
-                break
+        diagnosis, start = self._search(self._starts(snapshot, loss, remarks, whole=not finding.is_of_loss))
+        if diagnosis.step is not None and any(x.grad_fn is not None for x in diagnosis.step.strangers):
+            # As an auxiliary loss, which the loss reads from an attribute of a module.
+            whole = self._search(self._starts(snapshot, loss, [], whole=True))
+            diagnosis, start = (diagnosis, start) if whole[0].step is None else whole
         if diagnosis.step is None or start is None:
             why = "; ".join(diagnosis.remarks)
             incident.remark(*filter(None, [*remarks, why and f"{why}; {_ADVICE}"]))
@@ -130,14 +130,28 @@ class _Rerun:
         incident.remark(f"found by running {where} again")
         self._find_samples(start, diagnosis, batch_size(start if snapshot is None else snapshot))
 
+    def _search(self, starts: Iterator[BatchSnapshot]) -> tuple[Diagnosis, BatchSnapshot | None]:
+        """Run from each start until one shows the operation. Return what was found, and from where."""
+        diagnosis, start = Diagnosis(), None
+        for start in starts:
+            diagnosis = find_operation(
+                start, self._incident.finding, model=self._model, allows=self._conditions.allows
+            )
+            if diagnosis.step is not None:
+                break
+        return diagnosis, start
+
     def _starts(
-        self, snapshot: BatchSnapshot | None, loss: BackwardCall | None, remarks: list[str]
+        self, snapshot: BatchSnapshot | None, loss: BackwardCall | None, remarks: list[str], *, whole: bool
     ) -> Iterator[BatchSnapshot]:
-        """Yield the starts from which the backward may come again, the exact ones first; remark why there are none."""
+        """Yield the starts from which the backward may come again, the exact ones first; remark why there are none.
+
+        `whole`: the model's calls are made again too.
+        """
         finding = self._incident.finding
         if loss is not None:
             try:
-                statements = loss.statements(self._model, whole=not finding.is_of_loss)
+                statements = loss.statements(self._model, whole=whole)
                 buffers = {} if snapshot is None else snapshot.buffers
                 for rng in loss.rngs:
                     facts = statements.inputs, rng, loss.autocast, False, True, (), buffers

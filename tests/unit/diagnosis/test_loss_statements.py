@@ -107,6 +107,45 @@ def test_a_bad_target_without_a_graph_is_followed() -> None:
     assert (finding.operation, finding.source) == place
 
 
+class Router(nn.Module):
+    """Two experts; what balances them is an attribute, and the mean of an expert that nobody chose is nan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(3, 2)
+        self.balance: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.gate(x).softmax(-1)
+        chosen = p.argmax(-1) == 1
+        self.balance = p[chosen, 1].mean()  # aten.mean.default
+        return x * p.amax(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("way", ["kept", "called"])
+def test_a_loss_that_a_module_keeps_beside_its_outputs(way: str) -> None:
+    """It leads to the line in the module's forward and to a cure; the loss was nan, so nothing was left out of it."""
+    model = nn.Sequential(Router(), Net())
+    with torch.no_grad():
+        model[0].gate.bias.copy_(torch.tensor([100.0, 0.0]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with failing(model) as found:
+        if way == "kept":
+            logits = model(BATCH)
+            loss = logits.square().mean() * model[0].balance
+        else:
+            loss = model(BATCH).square().mean() * model[0].balance
+        loss.backward()
+        optimizer.step()
+    (finding,) = found
+    assert (finding.operation, finding.source) == line_of("  # ", Router.forward)
+    assert finding.is_of_loss
+    assert "it was made in the forward of `0`" in finding.remarks
+    assert not any("left out of the result" in remark for remark in finding.remarks)
+    assert finding.cures
+    assert finding.cures[0].works
+
+
 def test_a_policy_whose_distribution_holds_a_graph() -> None:
     """It is made again, as its graph is gone; the backward is one of several statements of its line."""
     model = Net()
