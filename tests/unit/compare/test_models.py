@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
+from nanwatch.compare.words import gap_between
 from nanwatch.trace.result import Comparison
 
 
@@ -402,6 +403,14 @@ def test_a_buffer_that_is_not_finite_is_no_rounding(value: float) -> None:
     found = nanwatch.compare(a, b, X)
     assert found.first is not None
     assert (found.equal, found.first.module_a) == (False, "1")
+
+
+def test_a_mask_of_another_precision_is_rounding() -> None:
+    """The least number of float32 is -inf in bfloat16."""
+    mask = torch.full((2, 2), torch.finfo(torch.float32).min).triu(1)
+    gap = gap_between("mask", mask, mask.bfloat16(), is_buffer=True)
+    assert gap is not None
+    assert gap.beyond == 0.0
 
 
 def embedded() -> nn.Sequential:
