@@ -17,16 +17,21 @@ PAGE = mmap.PAGESIZE
 LENGTHS = [*range(1, 70), 127, 128, 129, 255, 256, 257, 511, 600]
 
 
-@pytest.fixture(scope="module")
-def island() -> mmap.mmap:
-    """Two pages between two that end the process when they are read."""
-    memory = mmap.mmap(-1, 4 * PAGE)
-    memory[:] = bytes(random.Random(0).choices(range(0x30, 0x40), k=4 * PAGE))  # finite in every format
+def between_closed_pages(pages: int) -> mmap.mmap:
+    """Pages between two that end the process when they are read."""
+    memory = mmap.mmap(-1, (pages + 2) * PAGE)
+    memory[:] = bytes(random.Random(0).choices(range(0x30, 0x40), k=len(memory)))  # finite in every format
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     protect = ctypes.CDLL(None).mprotect
-    for page in (0, 3):
+    for page in (0, pages + 1):
         assert protect(ctypes.c_void_p(address + page * PAGE), ctypes.c_size_t(PAGE), 0) == 0
     return memory
+
+
+@pytest.fixture(scope="module")
+def island() -> mmap.mmap:
+    """Two pages between closed ones."""
+    return between_closed_pages(2)
 
 
 @pytest.mark.parametrize(
@@ -49,3 +54,17 @@ def test_each_read_ends_where_the_tensor_ends(
                 want = expected(x)
                 assert same(implementation.abs_range(x), want[:3])
                 assert same(implementation.tensor_health(x), want)
+
+
+def test_the_streams_of_a_large_tensor_end_where_it_ends(implementation: Implementation) -> None:
+    """It is read 1 MiB at a time, here up to the last vector, whatever the size of a vector is."""
+    memory = between_closed_pages((1 << 20) // PAGE + 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several share it, in smaller parts
+    try:
+        for vector in (16, 32, 64):
+            size = (1 << 20) + 2 * vector
+            x = torch.frombuffer(memory, dtype=torch.int32, count=size // 4, offset=len(memory) - PAGE - size)
+            assert implementation.abs_range(x)[:2] == (x.min(), x.max())  # all are above 0
+    finally:
+        torch.set_num_threads(threads)
