@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from math import inf
 from typing import Any
 
 import torch
@@ -21,9 +22,14 @@ from ..util.modules import each_module
 from .diagnosis import ModuleCall
 from .operation import Operation
 
-# The least operand of each operation. A guard is right if rounding took the operand below it, and hides a mistake
-# otherwise.
-DOMAINS = {"log": 0, "log2": 0, "log10": 0, "log1p": -1, "sqrt": 0, "rsqrt": 0}
+# The least and the largest operand of each operation. A guard is right if rounding took the operand past them, and
+# hides a mistake otherwise, such as vectors that are not normalised.
+DOMAINS = {
+    **dict.fromkeys(("log", "log2", "log10", "sqrt", "rsqrt"), (0, inf)),
+    **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (-1, 1)),
+    "log1p": (-1, inf),
+    "acosh": (1, inf),
+}
 
 
 def named_arguments(
@@ -79,7 +85,7 @@ def causes(
     yield from _empty(operands, calls)
     yield from _ignored_labels(operation, given)
     yield from _masked_rows(operation, given)
-    yield from _below_domain(operation, given)
+    yield from _outside_domain(operation, given)
 
 
 def _named(calls: Sequence[ModuleCall]) -> Iterator[tuple[str, Tensor]]:
@@ -133,14 +139,20 @@ def _masked_rows(operation: Operation, given: Mapping[str, Any]) -> Iterator[str
         )
 
 
-def _below_domain(operation: Operation, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence if a root or a logarithm was taken of values for which it is not defined."""
-    x, least = given.get("self"), DOMAINS.get(operation.base)
-    if least is None or not isinstance(x, Tensor) or not (is_plain(x) and x.dtype.is_floating_point):
+def _outside_domain(operation: Operation, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence if an operation was given values for which it is not defined."""
+    x, domain = given.get("self"), DOMAINS.get(operation.base)
+    if domain is None or not isinstance(x, Tensor) or not (is_plain(x) and x.dtype.is_floating_point):
         return
-    below = x[x < least]
+    least, largest = domain
+    below, above = x[x < least], x[x > largest]
     if below.numel():
-        yield (
-            f"{below.numel():,} of {x.numel():,} elements of its operand are below {least}, the least"
-            f" {float(below.min()):.3g}: right only if rounding took them there"
-        )
+        words = f"below {least}, the least {float(below.min()):.7g}"
+    elif above.numel():
+        words = f"above {largest}, the largest {float(above.max()):.7g}"
+    else:
+        return
+    yield (
+        f"{below.numel() or above.numel():,} of {x.numel():,} elements of its operand are {words}: right only if"
+        " rounding took them there"
+    )

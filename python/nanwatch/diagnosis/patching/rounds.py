@@ -182,14 +182,16 @@ class Rounds:
 
 
 def _hidden(site: Site, step: Step, proposal: Proposal, values: Values) -> str:
-    """Return in words what a guard of a root or a logarithm would hide: an operand that float64 has below 0 too."""
-    begin, edit = DOMAINS.get(operation_name(step.operation)), proposal.edits[-1]
-    if begin is None or ".clamp(min=" not in edit.text:
+    """Return in words what a guard would hide: an operand that float64 has outside the operation's domain too."""
+    domain, edit = DOMAINS.get(operation_name(step.operation)), proposal.edits[-1]
+    if domain is None or ".clamp(" not in edit.text:
         return ""
     operand = [x for node, exact in values.items() if site.file.span(node) == edit.span for x in exact]
     finite = [x[x.isfinite()] for x in operand if isinstance(x, Tensor)]
-    least = min((float(x.min()) for x in finite if x.numel()), default=begin)
-    return f"float64 too has {least:.3g} there" if least < begin - MOST_BY_GUARD else ""
+    ends = [float(end) for x in finite if x.numel() for end in x.aminmax()]
+    least, largest = domain[0] - MOST_BY_GUARD, domain[1] + MOST_BY_GUARD
+    outside = next((end for end in ends if not least <= end <= largest), None)
+    return "" if outside is None else f"float64 too has {outside:.3g} there"
 
 
 def _changed(file: SourceFile, proposal: Proposal) -> Span:

@@ -120,15 +120,35 @@ def test_an_operand_on_two_lines_gets_a_name() -> None:
 
 
 class Squashed(nn.Module):
+    """Scales an action before its Jacobian."""
+
     def forward(self, x: Tensor) -> Tensor:
         return torch.log(1 - (2 * torch.tanh(x)) ** 2)
 
 
-def test_a_guard_far_outside_the_domain_is_no_cure() -> None:
-    """An action was scaled before its Jacobian: a clamp would hide that."""
-    finding = failed(Squashed(), torch.tensor([0.1, 3.0]))
+class Angle(nn.Module):
+    """Takes the angle of a vector that is not normalised."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.acos((x * x).sum(-1, keepdim=True))
+
+
+class Hyperbolic(nn.Module):
+    """Takes the distance from the origin of the ball of points that may lie outside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        square = x * x
+        return torch.acosh(1 + 2 * square / (1 - square))
+
+
+@pytest.mark.parametrize(
+    ("module", "operand"), [(Squashed(), "-2.96"), (Angle(), "9.01"), (Hyperbolic(), "-1.25")]
+)
+def test_a_guard_far_outside_the_domain_is_no_cure(module: nn.Module, operand: str) -> None:
+    """A clamp would hide what made the operand."""
+    finding = failed(module, torch.tensor([0.1, 3.0]))
     assert not finding.cures
-    assert any("float64 too has -2.96 there" in remark for remark in finding.remarks)
+    assert any(f"float64 too has {operand} there" in remark for remark in finding.remarks)
 
 
 class Unit(nn.Module):
