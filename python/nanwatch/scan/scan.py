@@ -76,12 +76,14 @@ def scan(
         if not others:
             why = "; ".join(fault.text for fault in faults) or "it has no tensor"
             raise ValueError(f"{against} cannot be compared with: {why}")
-        changes = [Change(str(against), str(against), "not compared", fault.text) for fault in faults]
+        for fault in faults:
+            names = fault.tensors or (str(against),)
+            changes += (Change(name, name, "not compared", fault.text) for name in names)
         changes += compare(members, others, tell)
     tensors = tuple(tensor for _, tensor in members)
     problems = sorted([*problems, *_problems(tensors)], key=lambda problem: not problem.is_fault)
-    names = tuple(map(str, paths)), None if against is None else str(against)
-    return Scan(*names, tensors, tuple(problems), tuple(changes))
+    files = tuple(map(str, paths)), None if against is None else str(against)
+    return Scan(*files, tensors, tuple(problems), tuple(changes))
 
 
 def _read_all(
