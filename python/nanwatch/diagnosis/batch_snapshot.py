@@ -177,10 +177,7 @@ class BatchSnapshot:
                     # A forked child has none of the threads that a collective of gloo needs.
                     if num_processes() > 1 or isolation.is_child():
                         modes.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
-                    # It would tell the other ranks that a batch has begun.
-                    replicas: Any = nn.parallel.DistributedDataParallel
-                    modes.callback(setattr, replicas, "forward", replicas.forward)
-                    replicas.forward = _call_replica
+                    modes.enter_context(_replicas_alone())
                 self.rng.restore()
                 if isolation.current is not None:
                     modes.enter_context(isolation.current.running())
@@ -332,8 +329,25 @@ class _NoCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _call_replica(replicas: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return replicas.module(*args, **kwargs)  # type: ignore[operator]
+@contextmanager
+def _replicas_alone() -> Iterator[None]:
+    """Let this thread call replicas in the block without DistributedDataParallel.
+
+    It would tell the other ranks that a batch has begun, as the replicas of other threads have to.
+    """
+    replicas: Any = nn.parallel.DistributedDataParallel
+    forward, owner, is_over = replicas.forward, threading.get_ident(), threading.Event()
+
+    def call(replica: Any, *args: Any, **kwargs: Any) -> Any:
+        is_alone = threading.get_ident() == owner and not is_over.is_set()
+        return replica.module(*args, **kwargs) if is_alone else forward(replica, *args, **kwargs)
+
+    replicas.forward = call
+    try:
+        yield
+    finally:
+        is_over.set()  # two threads may end their blocks in any order
+        replicas.forward = forward
 
 
 class _NoCheckpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -80,6 +81,22 @@ def test_the_backward_of_a_replica_runs_again_alone(four_ranks: None) -> None:
     assert finding.operation == "LogBackward0"
     assert len(reductions) == 1
     assert "found by running line" in " ".join(finding.remarks)
+
+
+def test_replicas_of_other_threads_take_part(four_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one thread runs a batch again, the batches of others go on."""
+    calls: list[int] = []
+    replicas = nn.parallel.DistributedDataParallel
+    monkeypatch.setattr(replicas, "forward", lambda _, x: calls.append(threading.get_ident()) or x)
+    model = replicas(Gathers(False))
+    thread = threading.Thread(target=model, args=(torch.ones(2),))
+    with snapshot_of(nn.Identity(), (torch.ones(2),), {}).again():
+        model(torch.ones(2))
+        thread.start()
+        thread.join()
+        assert calls == [thread.ident]
+    model(torch.ones(2))
+    assert calls == [thread.ident, threading.get_ident()]
 
 
 class Root(nn.Module):
