@@ -74,12 +74,14 @@ def sdpa_logits(
     given = (query, key) if attn_mask is None else (query, key, attn_mask)
     if not all(map(_is_readable, given)) or not 2 <= query.ndim <= 4:
         return None
+    mask = None if attn_mask is None else attn_mask.detach()
+    mask = _four_dims(mask) if mask is not None and mask.ndim == query.ndim else mask
     query, key = _four_dims(query.detach()), _four_dims(key.detach())
     batch = max(len(query), len(key))  # one of them may be broadcast
     query, key = (x.expand(batch, -1, -1, -1) for x in (query, key))
     heads, num_rows, width = query.shape[1:]
     num_columns = key.shape[2]
-    mask = None if attn_mask is None else attn_mask.detach().expand(batch, heads, num_rows, num_columns)
+    mask = None if mask is None else mask.expand(batch, heads, num_rows, num_columns)
     kind, rounded = query.device.type, query.dtype
     dtype = torch.float64 if rounded is torch.float64 else torch.float32
     if torch.is_autocast_enabled(kind) and dtype is torch.float32:

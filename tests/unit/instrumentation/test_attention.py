@@ -93,6 +93,15 @@ def test_largest_is_that_of_the_matrix(case: str, dtype: torch.dtype) -> None:
     assert torch.allclose(largest.double(), expected, rtol=3e-6, atol=1e-6)
 
 
+def test_a_mask_of_three_dimensions_has_the_batch_first() -> None:
+    """As queries of three dimensions have."""
+    (q, k), mask = inputs((3, 5, 8), (3, 7, 8)), 5 * inputs((3, 5, 7), (1,))[0]
+    largest = sdpa_logits("", q, k, None, mask)
+    assert largest is not None
+    expected = (q.double() @ k.double().mT * 8**-0.5 + mask.double()).amax().reshape(1)
+    assert torch.allclose(largest.double(), expected, rtol=3e-6)
+
+
 @pytest.mark.usefixtures("each_recorder")
 def test_logits_are_rows_of_the_module_that_calls_attention() -> None:
     """In every n-th batch; a module called afterwards has none."""
