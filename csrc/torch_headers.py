@@ -52,13 +52,13 @@ def torch_in(folder: Path) -> Torch:
 
 def installed_torch() -> Torch:
     """Return the torch that this Python would import; BuildError where there is none."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
         raise BuildError(
             "torch is not there at build time; install it first, then build with --no-build-isolation, which lets "
             "the build see it"
         )
-    return torch_in(Path(found.origin).parent)
+    return torch_in(Path(torch.origin).parent)
 
 
 def published_torch(minor: str) -> Torch:

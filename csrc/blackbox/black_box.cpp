@@ -245,10 +245,10 @@ void catch_signals() {
     struct sigaction& then = before[number];
     if (sigaction(number, nullptr, &then) != 0) continue;
     if ((then.sa_flags & SA_SIGINFO) == 0 && then.sa_handler == SIG_IGN) continue;
-    struct sigaction own = then;
-    own.sa_sigaction = &on_signal;
-    own.sa_flags = (then.sa_flags & ~SA_RESETHAND) | SA_SIGINFO | SA_ONSTACK;
-    sigaction(number, &own, nullptr);
+    struct sigaction action = then;
+    action.sa_sigaction = &on_signal;
+    action.sa_flags = (then.sa_flags & ~SA_RESETHAND) | SA_SIGINFO | SA_ONSTACK;
+    sigaction(number, &action, nullptr);
   }
 }
 

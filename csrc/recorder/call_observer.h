@@ -47,7 +47,7 @@ struct Counters {
 struct Options {
   explicit Options(pybind11::handle settings)
 #define NANWATCH_READ(type, name) name(settings.attr(#name).cast<type>()),
-      : NANWATCH_SETTINGS(NANWATCH_READ) waits_for_calls(settings.attr("check").cast<std::string>() == "module") {
+      : NANWATCH_SETTINGS(NANWATCH_READ) waits_for_calls(settings.attr("act_at").cast<std::string>() == "module") {
   }
 #undef NANWATCH_READ
 #define NANWATCH_MEMBER(type, name) type name;

@@ -94,7 +94,7 @@ PyObject* get(PyObject*, PyObject* module, PyObject*) {
   const auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
   if (!attributes) return nullptr;
   // The callable that `module.compile()` has set.
-  if (PyObject* own = PyDict_GetItemWithError(attributes.ptr(), name)) return Py_NewRef(own);
+  if (PyObject* compiled = PyDict_GetItemWithError(attributes.ptr(), name)) return Py_NewRef(compiled);
   if (PyErr_Occurred() != nullptr) return nullptr;
   if (!slots->default_call.is_none()) return PyMethod_New(slots->default_call.ptr(), module);
   Py_RETURN_NONE;

@@ -83,7 +83,7 @@ bool CallObserver::each_own(Node& node, const Attributes& module, Role role, con
       slot.name = py::reinterpret_borrow<py::object>(name);
       slot.label = labels_.of_text(to_utf8(name));
     }
-    const py::object held = py::reinterpret_borrow<py::object>(value);
+    const py::object keep = py::reinterpret_borrow<py::object>(value);
     if (!action(value, slot)) return false;
   }
   return true;

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..records.record import Frame
 
 PeakName: TypeAlias = tuple[str, str, str]  # module, label, dtype
-Check: TypeAlias = Literal["auto", "module", "batch"]
+ActAt: TypeAlias = Literal["auto", "module", "batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Settings:
     fingerprints: bool = False  # every record has the hash of its tensor's bits
     sketches: int = 0  # in every batch of this many, Python projects the outputs; 0: in none
     black_box: bool = False  # write calls into the file of the process, if it has one
-    check: Check = "auto"
+    act_at: ActAt = "auto"
 
 
 class Event(IntEnum):  # not IntFlag, whose `&` takes 1 µs

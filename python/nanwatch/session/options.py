@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.wrapped_names import for_names
-from ..recording.events import Check, Settings
+from ..recording.events import ActAt, Settings
 from ..recording.masks import Excuses, excuses
 from ..report.report import Report
 from ..sinks.sink import Sink
@@ -353,7 +353,7 @@ class Options:
 
     # Settings of the environment and of a trainer
     enabled: bool = True
-    act_at: Check = "auto"
+    act_at: ActAt = "auto"
     peer_timeout: float = 30.0
     stall_timeout: float | None = None
     rerun_in: str = "child"
@@ -394,7 +394,7 @@ class Options:
             traced=tuple(self.trace_batches),
             gradients=self.gradients,
             black_box=bool(self.black_box),
-            check=self.act_at,
+            act_at=self.act_at,
             **{part: part in self.read for part in PARTS},
         )
         return replace(settings, **more)
