@@ -8,6 +8,8 @@ namespace py = pybind11;
 namespace nanwatch {
 namespace {
 
+// As NOT_READ_YET of python/nanwatch/records/note.py.
+constexpr const char* kNotReadYet = "not read yet";
 // A weight that nothing has changed since is read again after so many batches.
 constexpr uint32_t kAge = 64;
 
@@ -251,6 +253,22 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
   if (!record_from_python(source.object, label, role, node, frame)) return false;
   if (content.has_value() && frame->records.back().python != nullptr) remember_mask(x, *content, frame->records.back());
   return true;
+}
+
+// The record as a Python object.
+py::object CallObserver::to_python(const FrameData& frame, const RecordData& record) const {
+  if (record.python != nullptr) return py::reinterpret_borrow<py::object>(record.python);
+  RecordItems items = items_without_range(labels_.text(record.label), record.role);
+  if (record.note == NoteKind::none) {
+    items[record_item::shape] = shape_of(frame, record);
+    items[record_item::dtype] = py::str(dtype_name(record));
+    items[record_item::abs_min] = py::float_(record.range.abs_min);
+    items[record_item::abs_max] = py::float_(record.range.abs_max);
+    items[record_item::isfinite] = py::bool_(record.range.isfinite);
+  } else {
+    items[record_item::note] = make_note(record.note, record.note == NoteKind::not_checked ? kNotReadYet : "");
+  }
+  return make_record(std::move(items));
 }
 
 // ---- masks ----------------------------------------------------------------------------------------------------------

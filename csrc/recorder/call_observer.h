@@ -148,6 +148,7 @@ class CallObserver {
   PendingRowPtr enqueue_read(const at::Tensor& x);
   // Gives the pending records of a frame their place in it. A record that has not completed is not read.
   bool resolve(const Node& node, OpenFrame* frame);
+  pybind11::object to_python(const FrameData& frame, const RecordData& record) const;
 
   void forget_weights() { ++epoch_; }
   // A step has written these, perhaps past the version counter. False if none of them is known.

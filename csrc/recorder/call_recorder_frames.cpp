@@ -6,12 +6,6 @@
 namespace py = pybind11;
 
 namespace nanwatch {
-namespace {
-
-// As NOT_READ_YET of python/nanwatch/records/note.py.
-constexpr const char* kNotReadYet = "not read yet";
-
-}  // namespace
 
 // Keeps a frame whose ranges are known, and reports it. `is_over`: its call and its batch have ended.
 bool CallRecorder::tell(const Thread& thread, OpenFrame& frame, int32_t caller, bool is_over) {
@@ -94,23 +88,7 @@ py::tuple CallRecorder::taken(PeakMagnitudes& peaks) {
 py::object CallRecorder::to_python(const FrameData& frame) const {
   const Node& node = *nodes_[size_t(frame.node)];
   py::list records;
-  for (const RecordData& record : frame.records) {
-    if (record.python != nullptr) {
-      records.append(py::handle(record.python));
-      continue;
-    }
-    RecordItems items = items_without_range(observer_.labels().text(record.label), record.role);
-    if (record.note == NoteKind::none) {
-      items[record_item::shape] = shape_of(frame, record);
-      items[record_item::dtype] = py::str(dtype_name(record));
-      items[record_item::abs_min] = py::float_(record.range.abs_min);
-      items[record_item::abs_max] = py::float_(record.range.abs_max);
-      items[record_item::isfinite] = py::bool_(record.range.isfinite);
-    } else {
-      items[record_item::note] = make_note(record.note, record.note == NoteKind::not_checked ? kNotReadYet : "");
-    }
-    records.append(make_record(std::move(items)));
-  }
+  for (const RecordData& record : frame.records) records.append(observer_.to_python(frame, record));
   return frame_type_(frame.batch, node.name, node.class_name, py::tuple(records), kPhases[int(frame.phase)],
                      frame.recomputed);
 }
