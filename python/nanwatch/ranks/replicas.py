@@ -15,7 +15,7 @@ import os
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,14 +36,6 @@ from .exchange import MOST_RANKS, Exchange, Ranks, Side, Verdict
 _MOST_NAMES = 100
 
 
-class Held(NamedTuple):
-    """Weight that the ranks `ranks` hold alike, and this rank's part of it."""
-
-    name: str
-    tensor: Tensor
-    ranks: Ranks
-
-
 class Replicas:
     """The replicated weights of one model. Keeps none of them alive."""
 
@@ -51,23 +43,23 @@ class Replicas:
         self._model = weakref.ref(model)
         self._parallel: list[weakref.ref[DistributedDataParallel]] | None = None
 
-    def held(self) -> list[Held]:
-        """Return the weights that other ranks hold too, in a fixed order."""
+    def weights(self) -> dict[Ranks, dict[str, Tensor]]:
+        """Return this rank's part of the weights that other ranks hold too, by those ranks and by name."""
         model = self._model()
         if model is None:
-            return []
+            return {}
         groups = self._plain_groups()
         weights: dict[int, tuple[str, Tensor]] = {}
         for module_name, _, module in named_modules(model):
             for key, x in list(module._parameters.items()):
                 if x is not None:
                     weights.setdefault(id(x), (f"{module_name}.{key}" if module_name else key, x))
-        replicated: list[Held] = []
+        replicated: dict[Ranks, dict[str, Tensor]] = {}
         for name, weight in weights.values():
             shard = local_shard(weight)
             for ranks in dict.fromkeys((_mesh_ranks(weight), groups.get(id(weight), ()))):
                 if len(ranks) > 1 and not unreadable(weight):
-                    replicated.append(Held(name, weight if shard is None else shard, ranks))
+                    replicated.setdefault(ranks, {})[name] = weight if shard is None else shard
         return replicated
 
     def _wrappers(self) -> Iterator[DistributedDataParallel]:
@@ -109,14 +101,11 @@ def _mesh_ranks(x: Any) -> Ranks:
     return tuple(sorted(x.device_mesh.mesh[index].flatten().tolist()))
 
 
-def fingerprints(weights: list[Held]) -> dict[Ranks, dict[str, int]]:
-    """Return the fingerprints of weights, by their ranks and names. Waits for a GPU."""
+def fingerprints(weights: dict[str, Tensor]) -> dict[str, int]:
+    """Return the fingerprints of weights, by name. Waits for a GPU."""
     with torch.no_grad(), only_our_dispatch():
-        prints = [fingerprint(weight.tensor.detach()) for weight in weights]
-    values: dict[Ranks, dict[str, int]] = {}
-    for weight, print_ in zip(weights, prints, strict=True):
-        values.setdefault(weight.ranks, {})[weight.name] = int(print_) % 2**64
-    return values
+        prints = [fingerprint(weight.detach()) for weight in weights.values()]
+    return {name: int(value) % 2**64 for name, value in zip(weights, prints, strict=True)}
 
 
 def judge(sides: list[Side]) -> Verdict:
@@ -208,7 +197,7 @@ class ReplicaWatch:
 
     def _check(self) -> None:
         is_job = torch.distributed.is_available() and torch.distributed.is_initialized()
-        weights = self._replicas.held() if is_job else []
+        weights = self._replicas.weights() if is_job else {}
         if not weights:
             why = "torch.distributed is not initialized in this process"
             if is_job:
@@ -222,8 +211,8 @@ class ReplicaWatch:
         if self._comparison is None or (self._comparison.is_over and self._comparison.error is None):
             self._comparison = Exchange("replicas", judge, self._timeout)
         number = self._step // self._every
-        for ranks, values in fingerprints(weights).items():
-            self._comparison.post(ranks, number, values, {})
+        for ranks, named in weights.items():
+            self._comparison.post(ranks, number, fingerprints(named), {})
         if self._comparison.error is not None:
             raise self._comparison.error
 

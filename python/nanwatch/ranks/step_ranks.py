@@ -163,7 +163,7 @@ class StepRanks:
             return
         self._number += 1
         self._steps[self._number] = step
-        owners = {weight.name: weight.ranks for weight in self._replicas.held()}
+        owners = {name: ranks for ranks, held in self._replicas.weights().items() for name in held}
         world, groups = tuple(range(size)), dict[Ranks, list[StepWeight]]()
         for weight in weights:
             ranks = owners.get(weight.name, world if local_shard(weight.tensor) is None else ())

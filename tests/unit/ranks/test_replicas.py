@@ -29,8 +29,9 @@ def rank_two_of_four() -> Iterator[None]:
 
 def ranks_of(model: nn.Module) -> dict[str, list[tuple[int, ...]]]:
     ranks: dict[str, list[tuple[int, ...]]] = {}
-    for held in Replicas(model).held():
-        ranks.setdefault(held.name, []).append(held.ranks)
+    for held_by, weights in Replicas(model).weights().items():
+        for name in weights:
+            ranks.setdefault(name, []).append(held_by)
     return ranks
 
 
