@@ -27,7 +27,7 @@ from .watch import Watch, watch_starts
 _CALL = nn.Module.__call__.__code__
 _PACKAGE = f"{__name__.partition('.')[0]}."
 # Limit for a program that makes its model again and again, as a search for hyperparameters does.
-MAX_MODELS = 16
+MAX_MODELS = 32
 
 
 def topmost(module: nn.Module, alive: Iterable[nn.Module]) -> nn.Module:
