@@ -153,6 +153,6 @@ def _outside_domain(operation: Operation, given: Mapping[str, Any]) -> Iterator[
     else:
         return
     yield (
-        f"{below.numel() or above.numel():,} of {x.numel():,} elements of its operand are {words}: right only if"
+        f"{below.numel() or above.numel():,} of {x.numel():,} elements of its operand are {words}: a guard fits only if"
         " rounding took them there"
     )

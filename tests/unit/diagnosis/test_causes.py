@@ -46,9 +46,9 @@ def distance(self: Adapter, x: Tensor, labels: Any, teacher_logps: Tensor) -> Te
          "its operand is -inf everywhere along dimension 1 in 1 of 4 rows, the first at [0]: a row in which everything"
          " is masked leaves softmax nothing to choose from"),
         (lambda _, x, *__: (3 - x).log(), (ROWS,),
-         "29 of 32 elements of its operand are below 0, the least -29: right only if rounding took them there"),
+         "29 of 32 elements of its operand are below 0, the least -29: a guard fits only if rounding took them there"),
         (lambda _, x, *__: x.acos(), (ROWS,),
-         "31 of 32 elements of its operand are above 1, the largest 32: right only if rounding took them there"),
+         "31 of 32 elements of its operand are above 1, the largest 32: a guard fits only if rounding took them there"),
         (distance, (ROWS, None, ABSENT), "`teacher_logps` came in with 8 -inf: 1 of 4 rows, row 1"),
     ],
 )  # fmt: skip
