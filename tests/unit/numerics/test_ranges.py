@@ -132,6 +132,18 @@ def test_threads(implementation: Implementation, dtype: torch.dtype, threads: in
         torch.set_num_threads(before)
 
 
+def test_a_thread_that_begins_within_a_row(implementation: Implementation) -> None:
+    """Of rows with gaps between them each element is counted once."""
+    x = torch.ones(3, 40003)[:, :40000]
+    x[2, 7] = 0
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        check(implementation, x)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_flush_denormal_mode(implementation: Implementation) -> None:
     """Native code sees subnormals as they are, whatever the floating-point mode: it compares bits."""
     if not implementation.is_native:
