@@ -300,8 +300,8 @@ def test_what_matches_nothing_ends_the_run_at_the_first_call(tmp_path, capsys, o
         ("torch.jit.trace(net, x)(x)\n", "3 batches of Sequential: all that was read is finite"),
         ("torch.jit.script(net)(x)\n", "RecursiveScriptModule is not watched: "),
         (
-            "nets = [nn.Linear(2, 2) for _ in range(17)]\nfor one in nets: one(x)\n",
-            "16 models were found; those",
+            "nets = [nn.Linear(2, 2) for _ in range(33)]\nfor one in nets: one(x)\n",
+            "32 models were found; those",
         ),
     ],
 )
