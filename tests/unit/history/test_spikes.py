@@ -12,9 +12,9 @@ from torch import nn
 
 import nanwatch
 from nanwatch.history.spikes import cause_of
-from nanwatch.recording.recorder import PythonRecorder
 from nanwatch.report.spike import Departure, SpikeReport
 from support import watching
+from support.recorders import RECORDERS, watched
 
 AT, STEPS = 60, 64
 
@@ -142,14 +142,11 @@ def test_nothing_of_the_graph_is_kept() -> None:
         assert [reference() for reference in kept] == [None, None, None]
 
 
-@pytest.mark.parametrize("implementation", ["native", "python"])
-def test_a_recorder_gathers_the_gradients(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_a_recorder_gathers_the_gradients(recorder: str) -> None:
     """The oracle is autograd: the largest magnitude of each weight's gradient since it was last taken."""
-    if implementation == "python":
-        monkeypatch.setattr("nanwatch.numerics._extension.C", None)
     net, expected = model(), dict[str, float]()
-    with watching.watch(net, gradients=True) as watch:
-        assert isinstance(watch._recorder, PythonRecorder) is (implementation == "python")
+    with watched(net, recorder, gradients=True) as watch:
         watch._recorder.gathers_gradient_peaks = True
         for seed in (0, 1):
             net.zero_grad()
