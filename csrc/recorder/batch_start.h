@@ -144,8 +144,8 @@ struct CallOrigin {
   uint32_t box = box::kUnnamed;                  // the number of the module in the black box
 };
 
-// What the start of a batch asks of the process. Python is asked for its part of the start where a small buffer was
-// written to or replaced since it was asked last, or while a name that somebody watches is true.
+// State of the process that the start of a batch depends on. The recorder asks Python for its part of the start after a
+// small buffer was written to or replaced, and while a name that somebody watches is true.
 class StartSignals {
  public:
   void watch_name(pybind11::dict names, const std::string& name) {

@@ -61,7 +61,7 @@ for code in (35, 209, 222, 223):
 library.cuda_host_fail_next(700)
 assert "CUDA error 700" in message(RuntimeError, _extension.abs_range, x)
 
-# What the recorder asks of CUDA: a wait, but not in a capture, which that would end; and which error is for good.
+# The recorder waits for CUDA, but not in a capture, which a wait would end; and some errors are for good.
 from support.stand_in_device import Backend
 
 library.ops_host_backend.restype = ctypes.c_void_p

@@ -90,7 +90,7 @@ def test_the_most_negative_integer_has_its_magnitude(capsys: pytest.CaptureFixtu
 
 
 def of_both(run: Callable[[Any], Any]) -> list[Any]:
-    """What comes of the oracle's class, and of the drop-in."""
+    """Return the outcome of the oracle's class and that of the drop-in."""
     return [run(kind) for kind in (oracle.DebugUnderflowOverflow, DebugUnderflowOverflow)]
 
 

@@ -421,7 +421,7 @@ class LossStatements(nn.Module):
             with suppress(ValueError):  # of a name that its outer function has deleted
                 mentioned += chain(*(x.values() for x in inspect.getclosurevars(function)[:2]))
         owned = [y for x in reads.values() for y in (x, *getattr(x, "__dict__", {}).values())]
-        # So that a re-run puts back the state of all modules that the statements call, and no watch sees its calls.
+        # A re-run puts back the state of all modules that the statements call, and no watch sees their calls.
         self.modules_read = nn.ModuleList(x for x in (*owned, *mentioned) if isinstance(x, nn.Module))
         self._generators = [x for x in (*owned, *mentioned) if isinstance(x, torch.Generator)]
         # `self` is the module in a call of it.

@@ -115,7 +115,7 @@ class _Rerun:
         finding, value = incident.finding, None if loss is None else loss_value(loss)
         diagnosis, start = self._search(self._starts(snapshot, loss, remarks, whole=not finding.is_of_loss))
         if diagnosis.step is not None and any(x.grad_fn is not None for x in diagnosis.step.strangers):
-            # As an auxiliary loss, which the loss reads from an attribute of a module.
+            # The loss reads an auxiliary loss from an attribute of a module.
             whole = self._search(self._starts(snapshot, loss, [], whole=True))
             diagnosis, start = (diagnosis, start) if whole[0].step is None else whole
         if diagnosis.step is None or start is None:
@@ -174,7 +174,7 @@ class _Rerun:
         cures, remarks = try_patches(snapshot, finding, model, diagnosis, conditions=conditions, at=at)
         is_due = is_backward or may_be_narrow(snapshot, finding) or not any(x.works for x in cures)
         if is_due and not self._incident.finding.is_of_loss:
-            # A gradient stays one, also where the loss fails too.
+            # The cure is judged at the gradient, also where the loss fails.
             formats = try_formats(snapshot, self._incident.finding, model, conditions=conditions)
             cures, remarks = (*cures, *formats[0]), (*remarks, *formats[1])
         self._incident.learn(cures=working_first(cures))

@@ -265,7 +265,7 @@ def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, al
         remark = _NOTHING if error is None else f"the backward could not be examined: {spell(error)}"
         return Diagnosis(remarks=(remark, *snapshot.doubts()))
     if guilty is None and step.module is not None and not step.in_backward:
-        # The loss read it from an attribute of the module, as an auxiliary loss: no gradient came out of that yet.
+        # The loss read this auxiliary loss from an attribute, and the module has no bad gradient yet.
         remark = f"it was made in the forward of {f'`{step.module}`' if step.module else 'the model'}"
         return Diagnosis(step, remarks=(*step.remarks, remark))
     is_inside = step.module is None or (guilty is not None and is_in(step.module, guilty))

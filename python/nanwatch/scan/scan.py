@@ -126,7 +126,7 @@ def _read_batch(batch: Sequence[Stored], fingerprints: bool) -> list[TensorScan]
 def _read(stored: Stored, fingerprints: bool) -> TensorScan:
     facts: dict[str, Any] = {}  # those that are known before an error stay
     try:
-        # Of tensors that are not mapped one at a time is in memory.
+        # One tensor at a time is in memory where the file is not mapped.
         with nullcontext() if stored.regions else _loading:
             _read_values(stored, stored.load(), fingerprints, facts)
     except ImportError:
@@ -175,7 +175,7 @@ def _dead_rows(stored: Stored, x: Tensor, zeros: int) -> dict[str, Any]:
     step = max(PART // width, 1)
     for first in range(0, len(x), step):
         band = matrix[first : first + step]
-        # PyTorch does not ask numbers of 8 bits.
+        # `any` refuses formats of 8 bits.
         live[first : first + step] = (band.float() if band.element_size() == 1 else band).any(1)
         stored.release()
     num_dead = len(live) - int(live.count_nonzero())

@@ -128,7 +128,7 @@ class OptimizerSteps:
         self._hooks = Handles(self, hooks)
 
     def _hook(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        # Otherwise torch.compile compiles the method with the step, function by function.
+        # torch.compile would compile the method with the step, function by function.
         steps, uncompiled = weakref.ref(self), _disable_dynamo(method)
 
         def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,7 +162,7 @@ class OptimizerSteps:
         numbers = Numbers(loss) if loss.device.type == "cuda" else None
         is_nan = loss.device.type == "cpu" and isnan(read(loss, "output", "output").abs_max or 0.0)
 
-        def ended() -> None:  # when the host waits for the gradients of a GPU anyway
+        def ended() -> None:  # the host waits for the gradients of a GPU here anyway
             if is_nan or (numbers is not None and any(map(isnan, numbers.wait()))):
                 self._loss_is_nan(loss, batch)
 

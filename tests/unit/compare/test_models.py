@@ -387,7 +387,7 @@ class Counting(nn.Linear):
 
 
 def test_a_buffer_that_a_run_wrote_is_no_difference() -> None:
-    """Of a model without a run in another precision, before which the buffers are as they were."""
+    """A model that cannot be copied has no run in another precision, and its buffers are put back."""
     a, b = Counting(), Counting()
     b.load_state_dict(a.state_dict())
     found = nanwatch.compare(a, b, X)

@@ -54,7 +54,7 @@ class Probe:
 
 
 def _branch(function: FunctionType, code: CodeType) -> Callable[..., Any]:
-    """Return what calls the function with that code in this thread, and as it is now in all others."""
+    """Return a function that runs this code in this thread, and the present code in all others."""
     owner = threading.get_ident()
     before, edited = _copy_of(function, function.__code__), _copy_of(function, code)
 
