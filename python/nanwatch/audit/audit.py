@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.global_hooks import Handles, after_steps, before_steps, with_check_after_closure
@@ -55,18 +53,14 @@ _MISSING = {"absorbed": 0.25, "zero-gradient": 0.25}
 
 
 def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
-    """Let an exception of the method end the audit of a step, and the third the whole audit, but not the user's run.
-
-    torch.compile does not follow what a compiled step's hook calls. Without it in use, it is not imported.
-    """
-    disabled: Callable[..., _T] = _disable_dynamo(method)
+    """Let an exception of the method end the audit of a step, and the third the whole audit, but not the user's run."""
 
     @functools.wraps(method)
     def safe(self: UpdateAudit, *args: Any) -> _T | None:
         if self.is_over:
             return None
         try:
-            return (disabled if "torch._dynamo" in sys.modules else method)(self, *args)
+            return method(self, *args)
         except Exception as error:
             suppressed("a step could not be audited")
             self._num_errors += 1
@@ -191,13 +185,11 @@ class UpdateAudit:
         reference = weakref.ref(self)
 
         def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if (audit := reference()) is None or audit.is_over:
-                return None
-            return (audit._before_compiled if is_compiling() else audit._before)(optimizer, args, kwargs)
+            return None if (audit := reference()) is None else audit._before(optimizer, args, kwargs)
 
         def after(optimizer: Optimizer, *_: Any) -> None:
-            if (audit := reference()) is not None and not audit.is_over:
-                (audit._after_compiled if is_compiling() else audit._after)(optimizer)
+            if (audit := reference()) is not None:
+                audit._after(optimizer)
 
         self._hooks = Handles(self, [before_steps.add(before), after_steps.add(after)])
 
@@ -282,8 +274,6 @@ class UpdateAudit:
             self._begin(optimizer, track)
         return changed
 
-    _before_compiled = _disable_dynamo(_before)
-
     @_harmless
     def _tell_of_ranks(self) -> None:
         faults = [] if self._ranks is None else self._ranks.faults()
@@ -341,8 +331,6 @@ class UpdateAudit:
             self._window.renew(optimizer)
         else:
             self._window.close()
-
-    _after_compiled = _disable_dynamo(_after)
 
     def _add(self, step: int, suspect: Suspect, count: int, place: Place | None) -> None:
         key = suspect[:3]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import (
@@ -48,7 +49,8 @@ class GlobalHooks:
 
     `register` adds a hook to PyTorch's, over which functions with the codes `callers` iterate. Without it nanwatch
     makes the `call`. If a hook returns other arguments, the next one gets these behind the first argument, and the last
-    are the result. torch.compile follows the hooks, unless they are not `traced`: then it finds none.
+    are the result. torch.compile compiles no hook. Compiled code breaks its graph to call them, unless the hooks are
+    not `traced`: then it finds none.
     """
 
     def __init__(
@@ -91,13 +93,21 @@ class GlobalHooks:
 
     def call(self, subject: Any, *rest: Any) -> Any:
         """Call the hooks, as PyTorch does. Return the changed arguments, or None."""
-        if not self._traced and is_compiling():
+        if is_compiling() and not self._traced:
             return None
+        # Dynamo compiles also what eager code calls between two graphs. Without it in use, it is not imported.
+        if is_compiling() or "torch._dynamo" in sys.modules:
+            return self._call_uncompiled(subject, *rest)
+        return self._call(subject, *rest)
+
+    def _call(self, subject: Any, *rest: Any) -> Any:
         changed = None
         for hook in self._hooks.copy().values():
             arguments = hook(subject, *(rest if changed is None else changed))
             changed = changed if arguments is None else arguments
         return changed
+
+    _call_uncompiled = _disable_dynamo(_call)
 
 
 class GlobalHook(NamedTuple):

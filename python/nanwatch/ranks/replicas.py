@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
@@ -165,7 +164,6 @@ class ReplicaWatch:
 
         self._hooks = Handles(self, [after_steps.add(after)])
 
-    @_disable_dynamo
     def _stepped(self, optimizer: Optimizer) -> None:
         if optimizer not in self._optimizers:
             model = self._model()

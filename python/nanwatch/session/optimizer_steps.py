@@ -8,7 +8,6 @@ gradients are gone.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -19,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
 
 from ..blackbox.process import process_box
@@ -128,16 +125,8 @@ class OptimizerSteps:
         self._hooks = Handles(self, hooks)
 
     def _hook(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        # torch.compile would compile the method with the step, function by function.
-        steps, uncompiled = weakref.ref(self), _disable_dynamo(method)
-
-        def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if (live := steps()) is None:
-                return None
-            is_compiled = is_compiling() or "torch._dynamo" in sys.modules
-            return (uncompiled if is_compiled else method)(live, optimizer, args, kwargs)
-
-        return hook
+        steps = weakref.ref(self)
+        return lambda *args: None if (live := steps()) is None else method(live, *args)
 
     def remove(self) -> None:
         """Look at no more backwards and steps."""
