@@ -1,10 +1,10 @@
-"""Module calls of a run with copies of their tensors, the pairs that two runs have in common, and their distance."""
+"""Module calls of a run with copies of their tensors, pairs of calls, and how far two tensors are apart."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -35,9 +35,100 @@ def most_common(dtypes: Iterable[torch.dtype], otherwise: torch.dtype) -> torch.
     return next((dtype for dtype, _ in Counter(dtypes).most_common() if dtype in FLOATS), otherwise)
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """Return the tensor as rows, its last dimension."""
-    return x.reshape(-1, x.shape[-1] if x.ndim else 1)
+@dataclass(eq=False)
+class ModuleCall:
+    """Call of a module, with copies of its tensors.
+
+    `module` is None for a call of a trace. `start` and `end` count the starts and ends of all calls. `parent` is the
+    call around it. `shapes` are those of the module's own parameters. `parts` are the calls that `joined` made one.
+    """
+
+    key: Key
+    class_name: str
+    module: nn.Module | None
+    parent: ModuleCall | None
+    start: int
+    end: int = 0
+    is_leaf: bool = True
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    shapes: tuple[tuple[int, ...], ...] = ()
+    parts: tuple[ModuleCall, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """The name of the module, or of all parts."""
+        return self.key[0]
+
+    def holds(self, call: ModuleCall) -> bool:
+        """Return True if the call happened during this one."""
+        return self.start < call.start and call.end < self.end
+
+    def time(self, kind: str) -> int:
+        """Return when the "inputs" or "outputs" were there."""
+        return self.start if kind == "inputs" else self.end
+
+    def values(self, kind: str) -> list[Tensor]:
+        """Return the "inputs" or "outputs" that are compared."""
+        kept: list[Tensor] = getattr(self, kind)
+        return kept[:MOST_VALUES]
+
+    def value(self, kind: str, index: int) -> Tensor | None:
+        """Return one of the values, or the SUM of the first two, which may be `hidden` and `residual`."""
+        kept = self.values(kind)
+        if index != SUM:
+            return kept[index] if index < len(kept) else None
+        has_sum = len(kept) > 1 and kept[0].shape == kept[1].shape and kept[0].is_floating_point()
+        return kept[0] + kept[1] if has_sum else None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters and buffers of the module itself, those of parts side by side."""
+        sides = [own_tensors(part.module) for part in self.parts or (self,) if part.module is not None]
+        if len(sides) < 2:
+            return sides[0] if sides else {}
+        return {
+            name: torch.cat([torch.atleast_1d(side[name]).cpu() for side in sides])
+            for name in sides[0]
+            if all(name in side for side in sides) and len({side[name].shape[1:] for side in sides}) == 1
+        }
+
+    def in_run(self, run: Run) -> ModuleCall | None:
+        """Return the same call of another run, or None."""
+        parts = self.parts or (self,)
+        return joined([run[part.key] for part in parts]) if all(part.key in run for part in parts) else None
+
+
+# Calls of one run, by their keys.
+Run = dict[Key, ModuleCall]
+
+
+def joined(parts: Sequence[ModuleCall]) -> ModuleCall:
+    """Return calls of projections with one input as one call, with their outputs side by side, as a fused one has."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    columns = zip(*(part.outputs for part in parts), strict=False)
+    outputs = [torch.cat(side, -1) for side in columns if len({x.shape[:-1] for x in side}) == 1]
+    key = ", ".join(part.path for part in parts), first.key[1]
+    start, end = min(part.start for part in parts), max(part.end for part in parts)
+    return replace(first, key=key, start=start, end=end, outputs=outputs, parts=(*parts,))
+
+
+class CallPair(NamedTuple):
+    """Call of A and call of B that compute the same. One of them may be several beside a fused one, joined."""
+
+    a: ModuleCall
+    b: ModuleCall
+
+    @property
+    def name(self) -> str:
+        """The names of both sides in words."""
+        return " | ".join(dict.fromkeys(module_name(call.path) for call in self))
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether neither call holds another."""
+        return self.a.is_leaf and self.b.is_leaf
 
 
 class Tokens:
@@ -47,10 +138,10 @@ class Tokens:
         self._mask = None if mask is None else mask.detach().to("cpu", torch.bool)
 
     def rows(self, x: Tensor) -> Tensor:
-        """Return the rows of the tokens that count. A tensor without padding has no others."""
-        mask, lead = self._mask, x.shape[:-1]
+        """Return the rows, by the last dimension, of the tokens that count. A tensor without padding has no others."""
+        mask, lead, rows = self._mask, x.shape[:-1], x.reshape(-1, x.shape[-1] if x.ndim else 1)
         if mask is None:
-            return rows_of(x)
+            return rows
         if lead[:2] == mask.shape:
             chosen = mask.reshape(*mask.shape, *(1,) * (len(lead) - 2)).expand(lead)
         elif len(lead) == 3 and (lead[0], lead[2]) == mask.shape:  # heads before tokens
@@ -58,11 +149,13 @@ class Tokens:
         elif lead == (mask.numel(),):
             chosen = mask
         else:
-            return rows_of(x)
-        return rows_of(x)[chosen.reshape(-1)]
+            return rows
+        return rows[chosen.reshape(-1)]
 
-    def pair(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+    def pair(self, a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Return the rows of both in the same layout, or None where the shapes do not go together."""
+        if a is None or b is None:
+            return None
         if a.ndim == b.ndim == 4 and a.shape != b.shape == a.transpose(1, 2).shape:
             b = b.transpose(1, 2)  # heads before tokens on one side, after them on the other
         rows_a, rows_b = self.rows(a), self.rows(b)
@@ -73,12 +166,18 @@ class Tokens:
 
 
 class Errors(NamedTuple):
-    """Distance of two tensors: relative error of all and of each row, cosine, and largest difference of an element."""
+    """Distance of two tensors: relative error of all and of each row, cosine, and largest difference of an element.
+
+    Between two models also the noise floor, how many times the floor the error is, and which values were compared.
+    """
 
     total: float
     rows: Tensor
     cosine: float
     largest_difference: float
+    floor: float = 0.0
+    ratio: float = 0.0
+    values: tuple[int, int] = (0, 0)
 
     @property
     def worst_row(self) -> float:
@@ -103,95 +202,6 @@ def errors_between(a: Tensor, b: Tensor) -> Errors:
         float((a * b).sum()) / both if both else 1.0,
         float("inf") if bool(apart.any()) else float(difference.abs().max()) if difference.numel() else 0.0,
     )
-
-
-@dataclass(eq=False)
-class ModuleCall:
-    """Call of a module, with copies of its tensors.
-
-    `module` is None for a call of a trace. `start` and `end` count the starts and ends of all calls. `parent` is the
-    call around it. `weight_shape` is that of the module's weight, or () where it has none.
-    """
-
-    key: Key
-    class_name: str
-    module: nn.Module | None
-    parent: ModuleCall | None
-    start: int
-    end: int = 0
-    is_leaf: bool = True
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-    weight_shape: tuple[int, ...] = ()
-
-    @property
-    def path(self) -> str:
-        """The name of the module."""
-        return self.key[0]
-
-    def holds(self, call: ModuleCall) -> bool:
-        """Return True if the call happened during this one."""
-        return self.start < call.start and call.end < self.end
-
-
-# Calls of one run, by their keys.
-Run = dict[Key, ModuleCall]
-
-
-@dataclass(frozen=True)
-class CallPair:
-    """Calls that compute the same: one on each side, or several beside a fused one, in the order of its columns."""
-
-    a: tuple[ModuleCall, ...]
-    b: tuple[ModuleCall, ...]
-
-    @property
-    def sides(self) -> tuple[tuple[ModuleCall, ...], tuple[ModuleCall, ...]]:
-        """The calls of A and those of B."""
-        return self.a, self.b
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """The paths of A's modules and of B's."""
-        a, b = (", ".join(call.path for call in side) for side in self.sides)
-        return a, b
-
-    @property
-    def name(self) -> str:
-        """The names of both sides in words."""
-        return " | ".join(dict.fromkeys(map(module_name, self.names)))
-
-    @property
-    def modules(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The modules of both sides."""
-        a, b = ([call.module for call in side if call.module is not None] for side in self.sides)
-        return a, b
-
-    @property
-    def is_leaf(self) -> bool:
-        """Whether no call holds another."""
-        return all(call.is_leaf for side in self.sides for call in side)
-
-    def time(self, kind: str, side: int) -> int:
-        """Return when the "inputs" or "outputs" were there, on side 0 or 1."""
-        calls = self.sides[side]
-        return calls[0].start if kind == "inputs" else calls[-1].end
-
-
-def value(calls: Sequence[ModuleCall], kind: str, index: int) -> Tensor | None:
-    """Return a value of the call, or the SUM of two; those of several calls, which had one input, side by side."""
-    values = []
-    for call in calls if kind == "outputs" else calls[:1]:
-        kept: list[Tensor] = getattr(call, kind)[:MOST_VALUES]
-        if index == SUM and len(kept) > 1 and kept[0].shape == kept[1].shape and kept[0].is_floating_point():
-            values.append(kept[0] + kept[1])  # perhaps `hidden` and `residual`
-        elif 0 <= index < len(kept):
-            values.append(kept[index])
-        else:
-            return None
-    if len(values) > 1 and len({x.shape[:-1] for x in values}) == 1:
-        return torch.cat(values, -1)
-    return values[0] if len(values) == 1 else None
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:

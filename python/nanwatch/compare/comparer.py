@@ -15,17 +15,7 @@ from torch import Tensor
 from ..numerics.readable import dtype_name
 from ..trace.result import Comparison, Place, plural
 from ..util.visible import module_name
-from .calls import (
-    MOST_VALUES,
-    SUM,
-    CallPair,
-    Errors,
-    ModuleCall,
-    Run,
-    Tokens,
-    errors_between,
-    value,
-)
+from .calls import SUM, CallPair, Errors, ModuleCall, Run, Tokens, errors_between
 from .words import module_differences, shape_of_difference
 
 # A difference that is this many times larger than what is left of it after the module is one of convention.
@@ -40,21 +30,23 @@ _ROUNDED = 3.0
 _MOST_REMARKS = 5
 # Kind of values, and of which calls.
 Event = tuple[str, CallPair]
+# Side, and two runs of its model between which the error is noise.
+NoiseRuns = Sequence[tuple[int, Run, Run]]
 
 
 class Noise(NamedTuple):
     """How the noise floor was measured.
 
-    `coarse` is the precision that both sides have at least, and `narrowest` that of their weights too. `runs` are
-    (side, run in low precision, run in high precision), and `words` say so. `shaken` are (side, run, run with weights
-    as far away as rounding may have put them).
+    `coarse` is the precision that both sides have at least, and `narrowest` that of their weights too. `runs` are in
+    low precision and in high precision, and `words` say so. `shaken` are runs without and with weights as far away as
+    rounding may have put them.
     """
 
     coarse: torch.dtype
     narrowest: torch.dtype
-    runs: Sequence[tuple[int, Run, Run]]
+    runs: NoiseRuns
     words: str
-    shaken: Sequence[tuple[int, Run, Run]] = ()
+    shaken: NoiseRuns = ()
 
     def floor(self, errors: list[float], shaken: list[float], factor: float) -> float:
         """Return the floor by the rounding errors of the less noisy side, and by what shaken weights make of both."""
@@ -63,15 +55,6 @@ class Noise(NamedTuple):
         scale = eps / torch.finfo(torch.float32).eps if self.coarse is torch.float64 else 1.0
         least = max(eps / 4, scale * min(errors)) if errors else 4 * eps
         return least + _ROUNDED / factor * hypot(*shaken)
-
-
-class EventErrors(NamedTuple):
-    """Errors of an event, the floor, how many times the floor the error is, and which values were compared."""
-
-    errors: Errors
-    floor: float
-    ratio: float
-    values: tuple[int, int]
 
 
 class Verdict(NamedTuple):
@@ -89,10 +72,6 @@ class Verdict(NamedTuple):
     why: str = ""
     remarks: Sequence[str] = ()
     hidden_by: str = ""
-
-    def result(self) -> Comparison:
-        """Return the verdict for users."""
-        return self.comparer.result(self)
 
 
 class Comparer:
@@ -112,22 +91,21 @@ class Comparer:
         remarks: Sequence[str] = (),
     ) -> None:
         self.pairs = pairs
-        self.remarks = [*remarks]
+        self._remarks = [*remarks]
         self._calls = calls
         self._tokens = tokens
         self._factor = factor
         self._noise = noise
         self._conventions = conventions
-        events = [(kind, pair) for pair in self.pairs for kind in _KINDS]
-        self._events = {event: self._compare(event) for event in events}
+        self._events = {(kind, pair): self._compare(kind, pair) for pair in pairs for kind in _KINDS}
 
     def compare(self) -> Verdict:
         """Search for the first module that differs."""
-        verdict = self._verdict()
-        return verdict._replace(remarks=[*dict.fromkeys(self.remarks)][:_MOST_REMARKS])
+        verdict = self._search()
+        return verdict._replace(remarks=[*dict.fromkeys(self._remarks)][:_MOST_REMARKS])
 
     def result(self, verdict: Verdict) -> Comparison:
-        """Return a verdict with the errors of all modules."""
+        """Return a verdict for users, with the errors of all modules."""
         first, facts = verdict.first, list[tuple[str, str]]()
         headline = (
             "Equal within the noise floor" if verdict.equal else f"No module can be named: {verdict.why}"
@@ -140,71 +118,70 @@ class Comparer:
                 side = "above" if first.error > first.limit else "within"
                 size += f", {side} {self._factor:g} x the floor of {first.limit / self._factor:.2g}"
             facts = [("Input", _spell_error(first.input_error)), ("Output", size), ("Where", verdict.where)]
-        facts += [("Looks like", words) for words in verdict.likely]
-        facts = [(head, words) for head, words in (*facts, ("Noise", self._noise.words)) if words]
+        facts += [*(("Looks like", words) for words in verdict.likely), ("Noise", self._noise.words)]
+        facts = [(head, words) for head, words in facts if words]
         places = tuple(place for pair in self.pairs if (place := self.place(pair)).error is not None)
         calls_a, calls_b = (len(calls) for calls in self._calls)
         compared = f"{plural(len(places), 'pair')} of module calls (A made {calls_a:,} calls, B {calls_b:,})"
-        remarks = tuple(verdict.remarks)
-        return Comparison(verdict.equal, headline, first, tuple(facts), compared, remarks, places)
-
-    def differs(self, event: Event) -> bool:
-        """Return whether an event is above the noise."""
-        compared = self._events[event]
-        return compared is not None and compared.ratio > self._factor
+        return Comparison(
+            verdict.equal, headline, first, tuple(facts), compared, tuple(verdict.remarks), places
+        )
 
     def agrees(self, pair: CallPair) -> bool:
         """Return whether neither inputs nor outputs of the pair are above the noise."""
-        return not any(self.differs((kind, pair)) for kind in _KINDS)
+        return not any(self._differs((kind, pair)) for kind in _KINDS)
 
     def spreads(self) -> bool:
         """Return whether the input of a leaf is above the noise."""
-        return any(self.differs(("inputs", pair)) for pair in self.pairs if pair.is_leaf)
+        return any(self._differs(("inputs", pair)) for pair in self.pairs if pair.is_leaf)
 
     def place(self, pair: CallPair) -> Place:
         """Return the errors of a pair, which need not be one of those that were matched."""
-        before, after = (self._events.get((kind, pair)) or self._compare((kind, pair)) for kind in _KINDS)
-        place = Place(*pair.names, pair.a[0].class_name, pair.b[0].class_name)
-        if before is not None:
-            place = place._replace(input_error=before.errors.total)
+        a, b = pair
+        before, after = (self._events.get((kind, pair)) or self._compare(kind, pair) for kind in _KINDS)
+        place = Place(a.path, b.path, a.class_name, b.class_name, input_error=before and before.total)
         if after is None:
             return place
-        total, _, cosine, largest_difference = after.errors
         return place._replace(
-            error=total,
+            error=after.total,
             limit=self._factor * after.floor,
-            cosine=cosine,
-            largest_difference=largest_difference,
+            cosine=after.cosine,
+            largest_difference=after.largest_difference,
         )
 
     # The search.
 
-    def _verdict(self) -> Verdict:
+    def _differs(self, event: Event) -> bool:
+        """Return whether an event is above the noise."""
+        errors = self._events[event]
+        return errors is not None and errors.ratio > self._factor
+
+    def _search(self) -> Verdict:
         """Go through the events in the order of A until one differs."""
-        root = next((pair for pair in self.pairs if pair.a[0].parent is None), None)
+        root = next((pair for pair in self.pairs if pair.a.parent is None), None)
         result = None if root is None else self._events["outputs", root]
         if root is None or result is None:
             return Verdict(
                 self, None, why="the outputs of the two models have shapes that do not go together"
             )
-        if self.differs(("inputs", root)):
+        if self._differs(("inputs", root)):
             words = "; ".join(self._looks_like(("inputs", root), root))
             return Verdict(
                 self, None, why=f"the models were not given the same inputs{words and f' ({words})'}"
             )
         last, largest = None, 0.0
-        for event in sorted(self._events, key=lambda event: event[1].time(event[0], 0)):
-            compared = self._events[event]
-            if compared is None:
+        for event in sorted(self._events, key=lambda event: event[1].a.time(event[0])):
+            errors = self._events[event]
+            if errors is None:
                 continue
-            size = compared.errors.total
-            if not self.differs(event):
+            if not self._differs(event):
                 last = event
-            elif words := self._convention(event):
-                self.remarks.append(words)
-            elif not self._noise.runs and size <= self._factor * largest:
-                grown = f"the error grows from {largest:.2g} to {size:.2g} at {event[1].name} without a jump"
-                return Verdict(self, None, why=f"{grown}, as rounding does, and the floor is not known")
+            elif words := self._convention(event, errors):
+                self._remarks.append(words)
+            elif not self._noise.runs and errors.total <= self._factor * largest:
+                grown = f"from {largest:.2g} to {errors.total:.2g} at {event[1].name} without a jump"
+                why = f"the error grows {grown}, as rounding does, and the floor is not known"
+                return Verdict(self, None, why=why)
             elif last is None:
                 return Verdict(
                     self, False, why=f"nothing could be compared before {_spell(event)}, which differs"
@@ -212,28 +189,28 @@ class Comparer:
             else:
                 pair, where = self._blame(event, last)
                 return Verdict(self, False, self.place(pair), where, self._looks_like(event, pair))
-            largest = max(largest, size)
+            largest = max(largest, errors.total)
         # The runs that the noise was measured in may have the fault too.
         narrowest = torch.finfo(self._noise.narrowest)
         units = _UNITS if narrowest.bits > 16 else _UNITS_OF_16_BITS
-        if (size := result.errors.total) > units * narrowest.eps:
-            apart = f"{size:.2g} apart, more than {units} units of {dtype_name(self._noise.narrowest)}"
+        if result.total > units * narrowest.eps:
+            apart = (
+                f"{result.total:.2g} apart, more than {units} units of {dtype_name(self._noise.narrowest)}"
+            )
             why = f"the outputs are {apart}, and what measured the noise is as far off"
             return Verdict(self, False, why=why)
         return Verdict(self, True)
 
-    def _convention(self, event: Event) -> str:
+    def _convention(self, event: Event, errors: Errors) -> str:
         """Return in words where the difference is gone: at the output of the module or of one around it."""
         kind, pair = event
-        key = (kind, *(tuple(call.key for call in side) for side in pair.sides))
-        compared = self._events[event]
+        key = (kind, *(call.key for call in pair))
         for outer in reversed(self.pairs):
-            is_same = outer is pair and kind == "inputs"
-            is_around = outer.a[0].holds(pair.a[0]) and not self.differs(("inputs", outer))
+            is_around = outer.a.holds(pair.a) and not self._differs(("inputs", outer))
             after = self._events["outputs", outer]
-            if compared is None or after is None or not (is_same or is_around):
+            if after is None or not (is_around or (outer is pair and kind == "inputs")):
                 continue
-            if after.ratio <= self._factor and compared.errors.total > _VANISHED * after.errors.total:
+            if after.ratio <= self._factor and errors.total > _VANISHED * after.total:
                 gone = _spell(("outputs", outer))
                 self._conventions[key] = f"{_spell(event)} differs, which is gone at {gone}"
                 break
@@ -242,86 +219,82 @@ class Comparer:
     def _blame(self, event: Event, last: Event) -> tuple[CallPair, str]:
         """Return the innermost calls with the last event that agrees and the first that does not, and where in them."""
         kind, pair = event
-        is_fed = self._events["inputs", pair] is not None or not (pair.a[0].inputs and pair.b[0].inputs)
-        if kind == "outputs" and pair.a[0].is_leaf and is_fed:
+        is_fed = self._events["inputs", pair] is not None or not (pair.a.inputs and pair.b.inputs)
+        if kind == "outputs" and pair.a.is_leaf and is_fed:
             return pair, ""
         where = f"in its own code, between {_spell(last)}, which agrees, and {_spell(event)}, which does not"
-        times = [sorted((last[1].time(last[0], side), pair.time(kind, side))) for side in (0, 1)]
+        times = [
+            sorted((before.time(last[0]), after.time(kind)))
+            for before, after in zip(last[1], pair, strict=True)
+        ]
         a, b = (
             [call for call in calls if call.start <= start and call.end >= end][-1]  # the innermost
             for calls, (start, end) in zip(self._calls, times, strict=True)
         )
-        return CallPair((a,), (b,)), where
+        return CallPair(a, b), where
 
     def _looks_like(self, event: Event, pair: CallPair) -> list[str]:
         """Return in words what may make the difference of an event, for which a pair of calls is blamed."""
-        words, compared = list[str](), self._events[event]
-        if event != ("inputs", pair) and all(len(modules) == 1 for modules in pair.modules):
-            words = module_differences(pair)
-        if compared is not None and (rows := self._values(event, compared.values)) is not None:
-            parts = max(pair.sides, key=len)
-            words += _part_of_difference(parts, *rows, self._factor * compared.floor)
-            first = value(event[1].a, event[0], compared.values[0])
-            shape = () if first is None else first.shape
-            words += shape_of_difference(*rows, compared.errors, shape, compared.floor)
+        (kind, calls), errors, parts = event, self._events[event], pair.a.parts or pair.b.parts
+        words = [] if parts or event == ("inputs", pair) else module_differences(pair)
+        if errors is not None and (rows := self._rows(kind, calls, errors.values)) is not None:
+            words += _part_of_difference(parts, *rows, self._factor * errors.floor)
+            first = calls.a.value(kind, errors.values[0])
+            words += shape_of_difference(*rows, errors, () if first is None else first.shape)
         return words
 
     # The errors of an event.
 
-    def _compare(self, event: Event) -> EventErrors | None:
+    def _compare(self, kind: str, pair: CallPair) -> Errors | None:
         """Compare the inputs or the outputs of a pair, or return None where they do not go together."""
-        kind, pair = event
-        count_a, count_b = (min(len(getattr(side[0], kind)), MOST_VALUES) for side in pair.sides)
+        count_a, count_b = (len(call.values(kind)) for call in pair)
         if kind == "outputs" and count_a == count_b > 1:
-            each = [errors for i in range(count_a) if (errors := self._compare_values(event, (i, i)))]
+            each = [errors for i in range(count_a) if (errors := self._compare_values(kind, pair, (i, i)))]
             if len(each) == count_a:
                 return max(each, key=lambda errors: errors.ratio)
         tried = sorted(((i, j) for i in range(count_a) for j in range(count_b)), key=sum)
-        main = (errors for values in tried if (errors := self._compare_values(event, values)))
+        main = (errors for values in tried if (errors := self._compare_values(kind, pair, values)))
         # One side may pass hidden and residual apart, the other their sum.
-        sums = (self._compare_values(event, values) for values in ((SUM, 0), (0, SUM)))
+        sums = (self._compare_values(kind, pair, values) for values in ((SUM, 0), (0, SUM)))
         candidates = [errors for errors in (next(main, None), *sums) if errors is not None]
-        return min(candidates, key=lambda errors: errors.errors.total, default=None)
+        return min(candidates, key=lambda errors: errors.total, default=None)
 
-    def _compare_values(self, event: Event, values: tuple[int, int]) -> EventErrors | None:
-        rows = self._values(event, values)
+    def _compare_values(self, kind: str, pair: CallPair, values: tuple[int, int]) -> Errors | None:
+        rows = self._rows(kind, pair, values)
         if rows is None:
             return None
         errors = errors_between(*rows)
         noise, shaken = (
-            self._noise_of(runs, event, values) for runs in (self._noise.runs, self._noise.shaken)
+            self._errors_of(runs, kind, pair, values) for runs in (self._noise.runs, self._noise.shaken)
         )
         whole, worst = (
             self._noise.floor([getattr(x, of) for x in noise], [getattr(x, of) for x in shaken], self._factor)
             for of in ("total", "worst_row")
         )
         ratio = max(errors.total / whole, errors.worst_row / worst)
-        return EventErrors(errors, whole, ratio, values)
+        return errors._replace(floor=whole, ratio=ratio, values=values)
 
-    def _noise_of(
-        self, between: Sequence[tuple[int, Run, Run]], event: Event, values: tuple[int, int]
-    ) -> list[Errors]:
+    def _errors_of(self, runs: NoiseRuns, kind: str, pair: CallPair, values: tuple[int, int]) -> list[Errors]:
         """Return the errors between the two runs of each side."""
-        kind, pair = event
         noise = []
-        for side, *runs in between:
-            keys = [call.key for call in pair.sides[side]]
-            if all(key in run for key in keys for run in runs):
-                low, high = (value([run[key] for key in keys], kind, values[side]) for run in runs)
-                rows = None if low is None or high is None else self._tokens.pair(high, low)
+        for side, low_run, high_run in runs:
+            low, high = pair[side].in_run(low_run), pair[side].in_run(high_run)
+            if low is not None and high is not None:
+                rows = self._rows(kind, (high, low), (values[side],) * 2)
                 noise += [] if rows is None else [errors_between(*rows)]
         return [errors for errors in noise if isfinite(errors.total)]  # a low run may overflow
 
-    def _values(self, event: Event, values: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-        """Return the rows of both sides."""
-        kind, pair = event
-        a, b = (value(side, kind, index) for side, index in zip(pair.sides, values, strict=True))
-        return None if a is None or b is None else self._tokens.pair(a, b)
+    def _rows(
+        self, kind: str, calls: tuple[ModuleCall, ModuleCall], values: tuple[int, int]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the rows of two values of two calls."""
+        a, b = (call.value(kind, index) for call, index in zip(calls, values, strict=True))
+        return self._tokens.pair(a, b)
 
 
 def _part_of_difference(parts: Sequence[ModuleCall], a: Tensor, b: Tensor, limit: float) -> list[str]:
     """Return in words which of the calls beside a fused one differ, unless all do."""
-    widths = [call.outputs[0].shape[-1] for call in parts if call.outputs] if len(parts) > 1 else []
+    widths = [call.outputs[0].shape[-1] for call in parts if call.outputs]
     if sum(widths) != a.shape[-1]:
         return []
     both = zip(a.split(widths, -1), b.split(widths, -1), strict=True)

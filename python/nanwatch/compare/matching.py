@@ -1,8 +1,8 @@
 """Search for the calls of two runs that compute the same.
 
 Names come first, then weights (equal in both, or side by side in a fused projection). The aligner of traces matches the
-rest between these, in the order of execution: by class, by the shape of a norm's weight, by name, and by values.
-Containers match by what they hold.
+rest between these, in the order of execution: by class, by the shape of a norm's parameters, by the last part of the
+name, and by values. Containers match by what they hold.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..trace.align import align_calls
 from ..util.visible import without_wrappers
-from .calls import SUM, CallPair, ModuleCall, Tokens, errors_between, own_tensors, value
+from .calls import SUM, CallPair, ModuleCall, Tokens, errors_between, joined, own_tensors
 
 _PROJECTIONS = 8
 # Weights in bfloat16 are within 0.4 % of those in float32.
@@ -27,126 +27,118 @@ _LEAST_SHARE = 0.5
 # Values that close are those of one tensor, with a fault or without.
 _NEAR = 0.1
 _Calls = Sequence[ModuleCall]
-_Level = Callable[[ModuleCall], object]
 
 
 def match_calls(a: _Calls, b: _Calls, tokens: Tokens) -> list[CallPair]:
     """Return the pairs of calls that compute the same, in the order of A."""
-    matcher = _Matcher((a, b), tokens)
-    inner_a, inner_b = ([call for call in side if call.parent is not None] for side in (a, b))
-    matcher.align(inner_a, inner_b, [lambda call: without_wrappers(call.path)])
-    matcher.match_weights(inner_a, inner_b)
-    matcher.match_in_order(*([call for call in side if call.is_leaf] for side in (inner_a, inner_b)))
-    matcher.match_containers(inner_a, inner_b)
+    matcher = _Matcher(a, b, tokens)
+    matcher.align([lambda call: without_wrappers(call.path)], lambda call: True)
+    matcher.match_weights()
+    matcher.match_leaves_in_order()
+    matcher.match_containers()
     roots = [call for side in (a, b) for call in side if call.parent is None]
     if len(roots) == 2:
-        matcher.pairs.append(CallPair((roots[0],), (roots[1],)))
-    return sorted(matcher.pairs, key=lambda pair: pair.a[0].start)
+        matcher.pairs.append(CallPair(*roots))
+    return sorted(matcher.pairs, key=lambda pair: pair.a.start)
 
 
 class _Matcher:
-    """The pairs found so far, and the calls that have none."""
+    """The pairs of the calls below the two models, and the calls that have none yet."""
 
-    def __init__(self, sides: tuple[_Calls, _Calls], tokens: Tokens) -> None:
+    def __init__(self, a: _Calls, b: _Calls, tokens: Tokens) -> None:
         self.pairs: list[CallPair] = []
         self._tokens = tokens
-        self._free = {*sides[0], *sides[1]}
+        self._sides = [[call for call in side if call.parent is not None] for side in (a, b)]
+        self._free = {call for side in self._sides for call in side}
         self._sizes = {call: {tokens.rows(x).numel() for x in call.outputs} for call in self._free}
 
-    def _add(self, a: tuple[ModuleCall, ...], b: tuple[ModuleCall, ...]) -> None:
-        self.pairs.append(CallPair(a, b))
-        self._free.difference_update(a, b)
+    def _add(self, *pair: ModuleCall) -> None:
+        self.pairs.append(CallPair(*pair))
+        for call in pair:
+            self._free.difference_update(call.parts or (call,))
 
     def _fit(self, a: ModuleCall, b: ModuleCall) -> bool:
         return {a, b} <= self._free and not self._sizes[a].isdisjoint(self._sizes[b])
 
     def align(
         self,
-        a: _Calls,
-        b: _Calls,
-        levels: Sequence[_Level],
-        fits: Callable[[ModuleCall, ModuleCall], bool] | None = None,
+        levels: Sequence[Callable[[ModuleCall], object]],
+        counts: Callable[[ModuleCall], bool],
+        are_alike: Callable[[ModuleCall, ModuleCall], bool] | None = None,
     ) -> None:
-        """Match calls in their order by keys, the strictest first, and then those that `fits` accepts."""
+        """Match the calls that count in their order by keys, the strictest first, and then those that are alike."""
+        a, b = ([call for call in side if counts(call)] for side in self._sides)
         keys = [([key(call) for call in a], [key(call) for call in b]) for key in levels]
-        is_pair = None if fits is None else (lambda i, j: fits(a[i], b[j]))
-        for i, j in align_calls(keys, is_pair):
+        for i, j in align_calls(keys, are_alike and (lambda i, j: are_alike(a[i], b[j]))):
             if self._fit(a[i], b[j]):
-                self._add((a[i],), (b[j],))
+                self._add(a[i], b[j])
 
-    def match_weights(self, *sides: _Calls) -> None:
-        """Match each call to the first one with the same weight, then to several that make up its weight."""
-        rows = [
-            {call: rows for call in side if call in self._free and (rows := _row_marks(call)) is not None}
-            for side in sides
-        ]
-        for call_a, part in rows[0].items():
-            alike = (b for b, whole in rows[1].items() if _are_alike(part, whole) and self._fit(call_a, b))
-            if (call_b := next(alike, None)) is not None:
-                self._add((call_a,), (call_b,))
-        for number in (0, 1):
+    def match_weights(self) -> None:
+        """Match calls with the same weight, and a fused call to those whose weights it has side by side."""
+        marks_a, marks_b = (
+            {call: marks for call in side if call in self._free and (marks := _row_marks(call)) is not None}
+            for side in self._sides
+        )
+        for apart, fused, step in ((marks_a, marks_b, 1), (marks_b, marks_a, -1)):
             groups: dict[int, list[ModuleCall]] = defaultdict(list)
-            for call in rows[number]:
-                if call.inputs:
-                    groups[id(call.inputs[0])].append(call)
-            for whole, marks in rows[1 - number].items():
+            for call in apart:
+                groups[id(call.inputs[0] if call.inputs else call)].append(call)
+            for whole, rows in fused.items():
                 for group in groups.values() if whole in self._free else ():
                     parts = [call for call in group if call in self._free]
-                    order = _order([rows[number][call] for call in parts], marks)
-                    if len(order) > 1:
-                        ordered = tuple(parts[i] for i in order)
-                        self._add(*((ordered, (whole,)) if number == 0 else ((whole,), ordered)))
+                    order = _order([apart[call] for call in parts], rows)
+                    if len(order) > 1 or (order and self._fit(parts[order[0]], whole)):
+                        self._add(*[joined([parts[i] for i in order]), whole][::step])
                         break
 
-    def match_in_order(self, a: _Calls, b: _Calls) -> None:
+    def match_leaves_in_order(self) -> None:
         """Match leaves between those that are matched."""
         # Unmatched calls have no equal on the first level, so matched ones stay where they are.
         anchors: dict[ModuleCall, object] = {}
         for number, pair in enumerate(self.pairs):
-            anchors |= dict.fromkeys((*pair.a[:1], *pair.b[:1]), number)
+            anchors |= dict.fromkeys(((*call.parts, call)[0] for call in pair), number)
 
-        def new_norm(call: ModuleCall) -> object:
+        def norm(call: ModuleCall) -> object:
             # Matrices that are one would have been matched.
-            return (call.weight_shape, *sorted(self._sizes[call])) if len(call.weight_shape) == 1 else call
+            is_norm = call.shapes and all(len(shape) == 1 for shape in call.shapes)
+            return (call.shapes, *sorted(self._sizes[call])) if is_norm else call
 
-        levels: list[_Level] = [
+        levels: list[Callable[[ModuleCall], object]] = [
             lambda call: anchors.get(call, call),
             lambda call: (call.class_name, *sorted(self._sizes[call])),
-            new_norm,
+            norm,
             lambda call: (call.path.rpartition(".")[2], *sorted(self._sizes[call])),
         ]
-        self.align(a, b, levels, self._are_near)
+        self.align(levels, lambda call: call.is_leaf, self._are_near)
 
     def _are_near(self, a: ModuleCall, b: ModuleCall) -> bool:
         """Return whether the first outputs are nearly the same."""
         if any(call.module is not None and call.module._modules for call in (a, b)):
             return False  # compiled containers, whose parts make no calls
-        values = [[value((call,), "outputs", index) for index in (0, SUM)] for call in (a, b)]
-        pairs = (
-            self._tokens.pair(x, y) for x in values[0] for y in values[1] if x is not None and y is not None
-        )
+        values = [[call.value("outputs", index) for index in (0, SUM)] for call in (a, b)]
+        pairs = (self._tokens.pair(x, y) for x in values[0] for y in values[1])
         return any(rows is not None and errors_between(*rows).total < _NEAR for rows in pairs)
 
-    def match_containers(self, *sides: _Calls) -> None:
+    def match_containers(self) -> None:
         """Match each container to the free one with the largest share of matched calls inside in common."""
         leaves = [pair for pair in self.pairs if pair.is_leaf]
-        inside = [
+        inside_a, inside_b = (
             {
-                call: {i for i, pair in enumerate(leaves) if call.holds(pair.sides[number][0])}
+                call: {i for i, pair in enumerate(leaves) if call.holds(pair[number])}
                 for call in side
                 if call in self._free and not call.is_leaf
             }
-            for number, side in enumerate(sides)
-        ]
-        for call_a, parts in inside[0].items():
+            for number, side in enumerate(self._sides)
+        )
+        for call_a, parts in inside_a.items():
             shares = {
                 call: len(parts & others) / len(parts | others)
-                for call, others in inside[1].items()
+                for call, others in inside_b.items()
                 if parts | others and self._fit(call_a, call)
             }
             call_b = max(shares, key=lambda call: shares[call], default=None)
             if call_b is not None and shares[call_b] >= _LEAST_SHARE:
-                self._add((call_a,), (call_b,))
+                self._add(call_a, call_b)
 
 
 def _row_marks(call: ModuleCall) -> Tensor | None:

@@ -43,41 +43,37 @@ class Snapshot:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        spaces = [vars(module) for model in models for _, module in each_module(model)]
-        self._spaces = [
-            (space, {name: x for name, x in space.items() if name not in _LEFT_ALONE}) for space in spaces
-        ]
-        self._containers: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[Tensor, Tensor, Tensor | None]] = []  # with value and gradient
-        self._generators: list[tuple[Callable[[Any], object], Any]] = []  # functions that write these states
-        values = [x for _, attributes in self._spaces for x in attributes.values()]
+        self._writes: list[Callable[[], object]] = [RngState.capture(others=True).restore]
+        self._tensors: list[Tensor] = []
+        values: list[Any] = []
+        for space in [vars(module) for model in models for _, module in each_module(model)]:
+            attributes = {name: x for name, x in space.items() if name not in _LEFT_ALONE}
+            self._writes.append(partial(_write_attributes, space, attributes))
+            values += attributes.values()
         known: set[int] = set()
         for x in values:  # grows by what is in containers, and by gradients
             if id(x) in known:
                 continue
             known.add(id(x))
-            if isinstance(x, dict):
-                self._containers.append((x, dict(x)))
-                values += x.values()
-            elif isinstance(x, list | set):
-                self._containers.append((x, list(x)))
-                values += x
+            if isinstance(x, dict | list | set):
+                self._writes.append(partial(_write_container, x, dict(x) if isinstance(x, dict) else list(x)))
+                values += x.values() if isinstance(x, dict) else x
             elif isinstance(x, Tensor) and not nn.parameter.is_lazy(x):
                 if without_repeats(x)[1] > 1:
                     continue  # expanded: PyTorch refuses to write to it
                 gradient = x.grad if x.is_leaf else None
-                self._tensors.append((x, x.detach().clone(), gradient))
+                self._writes.append(partial(_write_tensor, x, x.detach().clone(), gradient))
+                self._tensors.append(x)
                 values.append(gradient)
             elif isinstance(x, torch.Generator):
-                self._generators.append((x.set_state, x.get_state()))
+                self._writes.append(partial(x.set_state, x.get_state()))
             elif isinstance(x, random.Random):
-                self._generators.append((x.setstate, x.getstate()))
-        self._rng = RngState.capture(others=True)
+                self._writes.append(partial(x.setstate, x.getstate()))
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Restore at the end of the block, with the version counters of the tensors as they were."""
-        tensors = tuple(x for x, *_ in self._tensors if not x.is_inference())
+        tensors = tuple(x for x in self._tensors if not x.is_inference())
         versions = tuple(x._version for x in tensors)
         try:
             yield
@@ -88,34 +84,42 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back."""
-        for space, attributes in self._spaces:
-            for name in space.keys() - attributes.keys() - _LEFT_ALONE:
-                del space[name]
-            space.update(attributes)
-        for container, content in self._containers:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
-        for x, value, gradient in self._tensors:
-            with torch.inference_mode(x.is_inference()):
-                x.detach().copy_(value)
-            if x.is_leaf and (x.requires_grad or x.grad is not None):
-                x.grad = gradient
-        for write, state in self._generators:
-            write(state)
-        self._rng.restore()
+        for write in self._writes:
+            write()
+
+
+def _write_attributes(space: dict[str, Any], attributes: dict[str, Any]) -> None:
+    for name in space.keys() - attributes.keys() - _LEFT_ALONE:
+        del space[name]
+    space.update(attributes)
+
+
+def _write_container(container: Any, content: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def _write_tensor(x: Tensor, value: Tensor, gradient: Tensor | None) -> None:
+    with torch.inference_mode(x.is_inference()):
+        x.detach().copy_(value)
+    if x.is_leaf and (x.requires_grad or x.grad is not None):
+        x.grad = gradient
 
 
 class ModelRuns:
-    """A model and its runs. `dtype` is that of most outputs of its own run, `stored` that of most parameters."""
+    """A model and its runs.
+
+    `modules` are by their paths, without what torch.compile has put around them, and `compiled` are the paths of
+    those that it has. `calls` are those of its own run, `dtype` that of most outputs there, `stored` that of most
+    parameters.
+    """
 
     def __init__(
         self, model: nn.Module, call: Caller | None, inputs: Any, snapshot: Snapshot, most_bytes: int
     ) -> None:
-        # A compiled module is behind its path, the module that it was made of is the last there.
-        self._modules: dict[str, list[nn.Module]] = {}
-        for path, module in each_module(model):
-            self._modules.setdefault(_plain_path(path), []).append(module)
-        self._plain = self._modules[""][-1]
+        # A compiled module comes before the one that it was made of.
+        self.modules = {_plain_path(path): module for path, module in each_module(model)}
+        self.compiled = {_plain_path(path) for path, module in each_module(model) if _is_compiled(module)}
         self._call = call
         self._inputs = inputs
         self._snapshot = snapshot
@@ -125,38 +129,31 @@ class ModelRuns:
         self.calls = list(run.values())
         self.dtype = dtype_of(self.calls)
         self.stored = most_common((x.dtype for x in each_parameter(model)), self.dtype)
-        self._runs = {(self.dtype, self.stored): run}
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether any of its modules is."""
-        return any(map(self.is_compiled_at, self._modules))
-
-    def is_compiled_at(self, path: str) -> bool:
-        """Return whether the module of this path is compiled."""
-        return any(map(_is_compiled, self._modules.get(path, ())))
-
-    def module(self, path: str) -> nn.Module:
-        """Return the module of this path, behind what torch.compile has put around it."""
-        return self._modules[path][-1]
+        self._runs: dict[Any, Run] = {(self.dtype, self.stored, ()): run}
 
     def tensors(self) -> dict[TensorKey, Tensor]:
         """Return parameters and buffers of floating-point dtypes by module and name."""
         return {
-            (path, name): x for path in self._modules for name, x in own_tensors(self.module(path)).items()
+            (path, name): x
+            for path, module in self.modules.items()
+            for name, x in own_tensors(module).items()
         }
 
-    def run_in(self, dtype: torch.dtype, stored: torch.dtype | None = None) -> Run:
-        """Return the calls in `dtype` with weights rounded to `stored`: of a copy, unless the model is like this."""
-        key = dtype, coarsest(stored or self.stored, self.stored)
+    def run_in(
+        self, dtype: torch.dtype, stored: torch.dtype | None = None, shaken: Sequence[TensorKey] = ()
+    ) -> Run:
+        """Return the calls in `dtype` with weights rounded to `stored`: of a copy, unless the model is like this.
+
+        The tensors that are `shaken` are as far from their values as rounding may have put them.
+        """
+        key = dtype, coarsest(stored or self.stored, self.stored), tuple(shaken)
         if key not in self._runs:
-            self._runs[key] = self.run_copy(*key)
+            self._runs[key] = self._run_copy(*key)
         return self._runs[key]
 
-    def run_copy(self, dtype: torch.dtype, stored: torch.dtype, shaken: Sequence[TensorKey] = ()) -> Run:
-        """Return the calls of a copy, with these tensors as far from their values as rounding may have put them."""
+    def _run_copy(self, dtype: torch.dtype, stored: torch.dtype, shaken: Sequence[TensorKey]) -> Run:
         self._snapshot.restore()  # before the copy, as the last run may have written buffers
-        model = copy.deepcopy(self._plain)
+        model = copy.deepcopy(self.modules[""])
         for _, module in each_module(model):
             for name, child in module._modules.items():
                 if child is not None and _COMPILED in child._modules:
@@ -177,7 +174,7 @@ class ModelRuns:
             model.forward = torch.autocast(device, enabled=False)(model.forward)
         run = self._run(model, dtype)
         for call in run.values():
-            call.module = self.module(call.path)  # so that the copy is freed
+            call.module = self.modules[call.path]  # so that the copy is freed
         return run
 
     def _run(self, model: nn.Module, dtype: torch.dtype | None) -> Run:
@@ -188,17 +185,18 @@ class ModelRuns:
             return x.detach().clone().to(device, dtype if x.is_floating_point() else None)
 
         inputs = _pytree.tree_map_only(Tensor, moved, self._inputs)
-        with torch.no_grad(), _recorded(model, self._most_bytes) as calls:
+        log = _CallLog(self._most_bytes)
+        with torch.no_grad(), attached(log.wrappers(model)):
             if self._call is not None:
                 self._call(model, inputs)
             elif isinstance(inputs, Mapping):
                 model(**inputs)
             else:
                 model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
-        root = next((call for call in reversed(calls) if call.parent is None), None)
+        root = next((call for call in reversed(log.calls) if call.parent is None), None)
         if root is None:
             raise ValueError(f"no module of the {type(model).__name__} was called: see call_a and call_b")
-        inside = [call for call in calls if call is root or root.holds(call)]  # a warm-up comes before
+        inside = [call for call in log.calls if call is root or root.holds(call)]  # a warm-up comes before
         return {call.key: call for call in sorted(inside, key=lambda call: call.start)}
 
 
@@ -207,10 +205,9 @@ def dtype_of(calls: Iterable[ModuleCall]) -> torch.dtype:
     return most_common((x.dtype for call in calls for x in call.outputs), torch.float32)
 
 
-def _compiled_in_place(module: nn.Module) -> dict[str, Any]:
-    """Return the compiled functions that `module.compile()`, or an assignment, has put into a module."""
-    space = vars(module)
-    return {name: space[name] for name in _IN_PLACE if hasattr(space.get(name), "_torchdynamo_orig_callable")}
+def _compiled_in_place(module: nn.Module) -> list[str]:
+    """Return the attributes in which `module.compile()`, or an assignment, has put a compiled function."""
+    return [name for name in _IN_PLACE if hasattr(vars(module).get(name), "_torchdynamo_orig_callable")]
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -223,39 +220,54 @@ def _plain_path(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != _COMPILED)
 
 
-@contextmanager
-def _recorded(model: nn.Module, most_bytes: int) -> Iterator[list[ModuleCall]]:
-    """Record the calls that this thread makes of the model and its parts, in the order in which they end.
-
-    Compiled modules are left as they are: only calls of the compiled module itself are recorded. Raise ValueError where
-    the copies of tensors need more memory.
-    """
-    log = _CallLog(most_bytes)
-    compiled: list[str] = []
-    wrappers = []
-    for path, module in each_module(model):
-        if any(is_in(path, outer) for outer in compiled):
-            continue
-        if _is_compiled(module):
-            compiled.append(path)
-        wrappers.append(TemporaryWrapper(module, partial(_record, log, _plain_path(path))))
-    with attached(wrappers):
-        yield log.calls
-
-
 class _CallLog:
-    """Calls of one run, and copies of their tensors."""
+    """Calls that this thread makes of a model and its parts, in the order in which they end.
+
+    Raises ValueError in a call where the copies of the tensors need more memory.
+    """
 
     def __init__(self, most_bytes: int) -> None:
         self.calls: list[ModuleCall] = []
-        self.inside: list[ModuleCall] = []
-        self.thread = threading.get_ident()
-        self.clock = itertools.count()
-        self.occurrences: Counter[str] = Counter()
+        self._inside: list[ModuleCall] = []
+        self._thread = threading.get_ident()
+        self._clock = itertools.count()
+        self._occurrences: Counter[str] = Counter()
         self._most_bytes = self._left = most_bytes
         self._copies: WeakIdentityDict[tuple[int, Tensor]] = WeakIdentityDict()
 
-    def kept(self, values: list[Leaf]) -> list[Tensor]:
+    def wrappers(self, model: nn.Module) -> Iterator[TemporaryWrapper]:
+        """Yield the wrappers that record. Compiled modules are left as they are: their parts have none."""
+        compiled: list[str] = []
+        for path, module in each_module(model):
+            if any(is_in(path, outer) for outer in compiled):
+                continue
+            if _is_compiled(module):
+                compiled.append(path)
+            yield TemporaryWrapper(module, partial(self._record, _plain_path(path)))
+
+    def _record(self, path: str, wrapper: TemporaryWrapper, args: Any, kwargs: Any) -> Any:
+        """Make and record a call of the wrapper's module."""
+        if is_compiling() or threading.get_ident() != self._thread:
+            return wrapper.run_inner(args, kwargs)
+        module, parent = wrapper.module, self._inside[-1] if self._inside else None
+        if parent is not None:
+            parent.is_leaf = False
+        key = (path, self._occurrences[path])
+        self._occurrences[path] += 1
+        call = ModuleCall(key, type(module).__name__, module, parent, next(self._clock))
+        call.inputs = self._copied(call_leaves(args, kwargs))
+        self._inside.append(call)
+        try:
+            result = wrapper.run_inner(args, kwargs)
+        finally:
+            self._inside.pop()
+        call.end = next(self._clock)
+        call.shapes = tuple(tuple(x.shape) for x in module._parameters.values() if x is not None)
+        call.outputs = [x for x in self._copied(leaves(result, "output")) if x.is_floating_point()]
+        self.calls.append(call)
+        return result
+
+    def _copied(self, values: list[Leaf]) -> list[Tensor]:
         """Return copies of the tensors among the values; that of a tensor, unchanged since, is one object."""
         copies = []
         for _, x in values:
@@ -276,27 +288,3 @@ class _CallLog:
                 )
             copies.append(known[1])
         return copies
-
-
-def _record(log: _CallLog, path: str, wrapper: TemporaryWrapper, args: Any, kwargs: Any) -> Any:
-    """Make and record a call of the wrapper's module."""
-    if is_compiling() or threading.get_ident() != log.thread:
-        return wrapper.run_inner(args, kwargs)
-    module, parent = wrapper.module, log.inside[-1] if log.inside else None
-    if parent is not None:
-        parent.is_leaf = False
-    key = (path, log.occurrences[path])
-    log.occurrences[path] += 1
-    call = ModuleCall(key, type(module).__name__, module, parent, next(log.clock))
-    call.inputs = log.kept(call_leaves(args, kwargs))
-    weight = module._parameters.get("weight")
-    call.weight_shape = () if weight is None else tuple(weight.shape)
-    log.inside.append(call)
-    try:
-        result = wrapper.run_inner(args, kwargs)
-    finally:
-        log.inside.pop()
-    call.end = next(log.clock)
-    call.outputs = [x for x in log.kept(leaves(result, "output")) if x.is_floating_point()]
-    log.calls.append(call)
-    return result

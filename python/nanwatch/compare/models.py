@@ -12,11 +12,11 @@ from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
 from ..trace.result import Comparison
 from ..util.visible import module_name, spell, without_wrappers
-from .calls import FLOATS, CallPair, ModuleCall, Run, Tokens, coarsest, own_tensors
-from .comparer import Comparer, Noise, Verdict
+from .calls import FLOATS, CallPair, ModuleCall, Tokens, coarsest
+from .comparer import Comparer, Noise, NoiseRuns, Verdict
 from .matching import match_calls
-from .model_runs import Caller, ModelRuns, Snapshot, TensorKey, dtype_of
-from .words import are_of_a_kind, gap_between, gaps, parameter_differences
+from .model_runs import Caller, ModelRuns, Snapshot, dtype_of
+from .words import gap_between, gaps, parameter_differences
 
 # A buffer is unlike another one where this share of its elements is further apart than rounding makes them.
 _UNLIKE = 0.25
@@ -78,7 +78,8 @@ def compare(
             ModelRuns(model, call, inputs, snapshot, most_bytes)
             for model, call in ((model_a, call_a), (model_b, call_b))
         ]
-        return _compared(models, Tokens(tokens), factor).result()
+        verdict = _compared(models, Tokens(tokens), factor)
+        return verdict.comparer.result(verdict)
 
 
 def check_factor(factor: float) -> None:
@@ -94,7 +95,7 @@ def _compared(models: list[ModelRuns], tokens: Tokens, factor: float) -> Verdict
     noise = _measured(models, [model.dtype for model in models], None, remarks)
     precise = None
     # Copies of a compiled model are not compiled, so they say nothing about it.
-    if torch.finfo(noise.coarse).bits <= 16 and not any(model.is_compiled for model in models):
+    if torch.finfo(noise.coarse).bits <= 16 and not any(model.compiled for model in models):
         stored = coarsest(*(model.stored for model in models))
         copies = _copies(models, stored, remarks)
         if len(copies) == 2:
@@ -107,14 +108,14 @@ def _compared(models: list[ModelRuns], tokens: Tokens, factor: float) -> Verdict
             precise = Comparer(copies, pairs, tokens, factor, in_float32, conventions, remarks).compare()
     calls = [model.calls for model in models]
     pairs = match_calls(calls[0], calls[1], tokens)
-    comparer = Comparer(calls, pairs, tokens, factor, noise, conventions, remarks)
-    verdict = comparer.compare()
+    verdict = Comparer(calls, pairs, tokens, factor, noise, conventions, remarks).compare()
+    comparer = verdict.comparer
     if precise is not None and verdict.equal is not None:
         verdict = _with_copies(verdict, precise, dtype_name(noise.coarse))
     verdict = _with_parameters(comparer, verdict)
     names = () if verdict.first is None else (verdict.first.module_a, verdict.first.module_b)
     for side, model, path in zip("AB", models, names, strict=False):
-        if model.is_compiled_at(path):
+        if path in model.compiled:
             graph = f"{module_name(path)} of {side} is compiled, and the modules inside a graph make no calls"
             how = "compile its parts one by one in place of it, and compare again to name one"
             verdict = verdict._replace(remarks=(*verdict.remarks, f"{graph}: {how}"))
@@ -129,8 +130,8 @@ def _measured(
     low = torch.float32 if coarse is torch.float64 else coarse
     high = torch.float64 if low is torch.float32 else torch.float32
     runs = []
-    for side, (model, dtype) in enumerate(zip(models, dtypes, strict=True)):
-        if FLOATS.index(dtype) > FLOATS.index(dtypes[1 - side]):
+    for side, model in enumerate(models):
+        if FLOATS.index(dtypes[side]) > FLOATS.index(dtypes[1 - side]):
             continue  # its weights are rounded already
         try:
             runs.append((side, model.run_in(low, stored), model.run_in(high, stored)))
@@ -160,40 +161,37 @@ def _copies(models: list[ModelRuns], stored: torch.dtype, remarks: list[str]) ->
 
 def _shaken(
     pairs: list[CallPair], models: list[ModelRuns], stored: torch.dtype, remarks: list[str]
-) -> list[tuple[int, Run, Run]]:
+) -> NoiseRuns:
     """Run each model that alone holds a tensor in this way with that tensor shaken, as a cast may have rounded it.
 
     Such are a buffer of frequencies that the other side computes, and a weight into which a factor went. A buffer that
     is further from all of its name on the other side than rounding makes it is a difference of its own.
     """
-    prints = [{key: fingerprint(x.to(stored)) for key, x in model.tensors().items()} for model in models]
-    known: set[TensorKey] = set()
+    shared = set[tuple[str, str]]()
     for pair in pairs:
-        tensors = [{*own_tensors(module)} for modules in pair.modules for module in modules]
-        is_one_kind = are_of_a_kind(pair)
-        unlike = {gap.name for gap in gaps(pair) if not (is_one_kind and gap.is_buffer and gap.beyond)}
-        shared = set.intersection(*tensors) - unlike
-        known |= {(call.path, name) for side in pair.sides for call in side for name in shared}
+        alike = pair.a.tensors().keys() & pair.b.tensors().keys() - gaps(pair).keys()
+        shared |= {(part.path, name) for call in pair for part in call.parts or (call,) for name in alike}
+    tensors = [model.tensors() for model in models]
+    prints = [{key: fingerprint(x.to(stored)) for key, x in held.items()} for held in tensors]
     runs = []
     for side, model in enumerate(models):
-        tensors_here, tensors_there = model.tensors(), models[1 - side].tensors()
-        numbers_there = {*prints[1 - side].values()}
-        keys = []
-        for key, number in prints[side].items():
-            if key in known or number in numbers_there:
+        keys, prints_there = [], {*prints[1 - side].values()}
+        for key, x in tensors[side].items():
+            if key in shared or prints[side][key] in prints_there:
                 continue
-            (path, name), x = key, tensors_here[key]
-            namesakes = [y for (_, same_name), y in tensors_there.items() if same_name == name]
-            namesakes = [y for y in namesakes if y.shape == x.shape and name in model.module(path)._buffers]
-            gaps_to = [gap_between(name, x.cpu(), y.cpu(), is_buffer=True) for y in namesakes]
+            path, name = key
+            is_buffer = name in model.modules[path]._buffers
+            there = [y for (_, same), y in tensors[1 - side].items() if same == name and y.shape == x.shape]
+            gaps_to = [gap_between(name, x, y, is_buffer=True) for y in there if is_buffer]
             if gaps_to and all(gap is not None and gap.beyond > _UNLIKE for gap in gaps_to):
                 where = f"{name} of {module_name(path)} of {'AB'[side]}"
                 remarks.append(f"{where} is further from each {name} of {'BA'[side]} than rounding makes it")
             else:
                 keys.append(key)
         if keys:
-            in_float32 = torch.float32, coarsest(stored, model.stored)
-            runs.append((side, model.run_in(*in_float32), model.run_copy(*in_float32, keys)))
+            runs.append(
+                (side, model.run_in(torch.float32, stored), model.run_in(torch.float32, stored, keys))
+            )
     return runs
 
 
@@ -215,7 +213,7 @@ def _with_copies(result: Verdict, precise: Verdict, name: str) -> Verdict:
 
 def _with_parameters(comparer: Comparer, result: Verdict) -> Verdict:
     """Return the result with what modules keep apart: one with another own tensor or eps is never equal."""
-    pairs = {pair.names: pair for pair in reversed(comparer.pairs)}.values()
+    pairs = {(pair.a.path, pair.b.path): pair for pair in reversed(comparer.pairs)}.values()
     unlike = [(pair, words) for pair in pairs if (words := parameter_differences(pair))]
     # What makes up for another weight is another weight, or code: then all that follows agrees.
     is_lost = len(unlike) == 1 and comparer.spreads()
@@ -227,9 +225,9 @@ def _with_parameters(comparer: Comparer, result: Verdict) -> Verdict:
         )
         result = result._replace(equal=False, first=comparer.place(pair), where=where, likely=words)
     if result.equal is False and result.first is None:
-        same_names = [pair for pair in list(pairs)[::-1] if len({*map(without_wrappers, pair.names)}) == 1]
-        stored = next(((pair, gap.words) for pair in same_names for gap in gaps(pair)), None)
-        if stored is not None:
-            first = comparer.place(stored[0])
-            return result._replace(first=first, where=result.why, why="", likely=(stored[1],))
+        same_names = [pair for pair in pairs if len({without_wrappers(call.path) for call in pair}) == 1]
+        for pair in same_names[::-1]:
+            for gap in gaps(pair).values():
+                first = comparer.place(pair)
+                return result._replace(first=first, where=result.why, why="", likely=(gap.words,))
     return result

@@ -17,7 +17,7 @@ from ..records.fields import sizes
 from ..trace.result import Comparison
 from ..trace.trace_file import Trace, in_order, sketches
 from ..util.modules import is_in
-from .calls import FLOATS, ModuleCall, Tokens, coarsest, most_common
+from .calls import ModuleCall, Tokens, coarsest, most_common
 from .comparer import Comparer, Noise
 from .matching import match_calls
 from .models import check_factor
@@ -77,14 +77,14 @@ def compare_traces(
         high, _ = _calls_of(reference, batches[0])
         runs.append((0, {call.key: call for call in calls_a}, {call.key: call for call in high}))
         words = f"rounding error of A, against {reference.path}"
-    noise = Noise(coarse, coarse, runs, words)
     tokens = Tokens(None)
     pairs = match_calls(calls_a, calls_b, tokens)
+    noise = Noise(coarse, coarse, runs, words)
     verdict = Comparer((calls_a, calls_b), pairs, tokens, factor, noise, {}).compare()
     if verdict.first is not None and not verdict.where:
         where = "in it, or in the code that makes its input, of which a trace has the range alone"
         verdict = verdict._replace(where=where)
-    result = verdict.result()
+    result = verdict.comparer.result(verdict)
     return replace(result, headline=f"{result.headline} (batch {batches[0]})")
 
 
@@ -118,9 +118,9 @@ def _calls_of(trace: Trace, batch: int) -> tuple[list[ModuleCall], torch.dtype]:
                 rows = torch.tensor(sketches(row["sketch"]))
                 is_whole = len(rows) == prod(shape[:-1])  # and not the first rows alone
                 call.outputs.append(rows.reshape(*shape[:-1], -1) if is_whole else rows)
-                dtypes.append(getattr(torch, row["dtype"] or "", None))
-            elif row["label"] == "weight":
-                call.weight_shape = shape
+                dtypes.append(getattr(torch, row["dtype"] or "", torch.bool))
+            elif row["role"] == "weight":
+                call.shapes += (shape,)
         calls.append(call)
         outermost.append(call)
     if len(outermost) > 1:  # the whole model was not watched
@@ -128,6 +128,4 @@ def _calls_of(trace: Trace, batch: int) -> tuple[list[ModuleCall], torch.dtype]:
         for call in outermost:
             call.parent = root
         calls.append(root)
-    return sorted(calls, key=lambda call: call.start), most_common(
-        (x for x in dtypes if x in FLOATS), torch.float32
-    )
+    return sorted(calls, key=lambda call: call.start), most_common(dtypes, torch.float32)

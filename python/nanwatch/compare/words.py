@@ -11,14 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics.readable import dtype_name
-from .calls import CallPair, Errors, coarsest, errors_between, own_tensors
+from .calls import CallPair, Errors, coarsest, errors_between
 
 
-def shape_of_difference(
-    a: Tensor, b: Tensor, errors: Errors, shape: Sequence[int], floor: float
-) -> list[str]:
+def shape_of_difference(a: Tensor, b: Tensor, errors: Errors, shape: Sequence[int]) -> list[str]:
     """Return in words what the difference between the rows `a` and `b` of tensors of this shape looks like."""
-    difference, distance = b - a, errors.total
+    difference, distance, floor = b - a, errors.total, errors.floor
     if not (0 < distance < float("inf")):
         return ["non-finite numbers on one side only"] if distance else []
     noise = max(0.05 * distance, 4 * floor)
@@ -37,16 +35,16 @@ def shape_of_difference(
     places = off.nonzero().flatten().tolist()
     if 0 < len(places) <= len(columns) / 2:
         words.append(f"{len(places)} of {len(columns)} columns only, from {places[0]} to {places[-1]}")
-    return words + _token_words(errors.rows, shape, floor)
+    return words + _token_words(errors, shape)
 
 
-def _token_words(rows: Tensor, shape: Sequence[int], floor: float) -> list[str]:
+def _token_words(errors: Errors, shape: Sequence[int]) -> list[str]:
     """Return in words at which positions of the sequence a tensor of shape (batch, length, ...) differs."""
-    if len(shape) < 3 or shape[1] < 2 or len(rows) != prod(shape[:-1]):
+    if len(shape) < 3 or shape[1] < 2 or len(errors.rows) != prod(shape[:-1]):
         return []
-    errors = rows.reshape(shape[0], shape[1], -1).amax((0, 2)).to(torch.float64)
-    count = len(errors)
-    off = (errors > max(1e-3 * float(errors.max()), 8 * floor)).nonzero().flatten().tolist()
+    by_token = errors.rows.reshape(shape[0], shape[1], -1).amax((0, 2)).to(torch.float64)
+    count = len(by_token)
+    off = (by_token > max(1e-3 * float(by_token.max()), 8 * errors.floor)).nonzero().flatten().tolist()
     if len(off) == 1:
         return [f"token {off[0]} of {count} only"]
     if off and off[0] > 0 and len(off) == count - off[0]:
@@ -57,42 +55,29 @@ def _token_words(rows: Tensor, shape: Sequence[int], floor: float) -> list[str]:
 
 
 class Gap(NamedTuple):
-    """A parameter or buffer that two modules do not have alike.
+    """Difference of a parameter or buffer, in words, and the share of its elements that rounding does not explain."""
 
-    `beyond` is the share of its elements that are further apart than rounding may put them.
-    """
-
-    name: str
     words: str
-    is_buffer: bool
     beyond: float
 
 
-def gaps(pair: CallPair) -> list[Gap]:
-    """Return the parameters and buffers that all modules of a pair have, and do not have alike.
-
-    Parameters are compared in the coarser of their dtypes. Those of the parts of a fused module are laid side by side.
-    """
-    sides = [[own_tensors(module) for module in modules] for modules in pair.modules]
-    names = sides[0][0] if sides[0] and sides[1] else ()
-    apart = []
-    for name in names:
-        if not all(name in tensors for side in sides for tensors in side):
-            continue
-        parts = [[tensors[name].cpu() for tensors in side] for side in sides]
-        if any(len({x.shape[1:] for x in side}) > 1 for side in parts):
-            continue
-        x, y = (side[0] if len(side) == 1 else torch.cat([*map(torch.atleast_1d, side)]) for side in parts)
-        is_buffer = name in pair.modules[0][0]._buffers
-        if x.shape == y.shape and (gap := gap_between(name, x, y, is_buffer=is_buffer)) is not None:
-            apart.append(gap)
-    return apart
+def gaps(pair: CallPair) -> dict[str, Gap]:
+    """Return the parameters and buffers that both modules of a pair have, and do not have alike."""
+    a, b = pair.a.tensors(), pair.b.tensors()
+    shared = {name: (x, b[name]) for name, x in a.items() if name in b and x.shape == b[name].shape}
+    buffers = () if pair.a.module is None else pair.a.module._buffers
+    apart = {name: gap_between(name, *both, is_buffer=name in buffers) for name, both in shared.items()}
+    return {name: gap for name, gap in apart.items() if gap is not None}
 
 
 def gap_between(name: str, x: Tensor, y: Tensor, *, is_buffer: bool) -> Gap | None:
-    """Return how far two tensors of one shape are apart, or None where they are equal."""
+    """Return how far two tensors of one shape are apart, or None where they are equal.
+
+    Parameters are equal in the coarser of their dtypes or not at all.
+    """
     dtypes = "" if x.dtype is y.dtype else f", {dtype_name(x.dtype)} in A and {dtype_name(y.dtype)} in B"
     coarse = coarsest(x.dtype, y.dtype)
+    x, y = x.cpu(), y.cpu()
     if not is_buffer:
         x, y = x.to(coarse), y.to(coarse)
     if torch.equal(x, y):
@@ -102,27 +87,19 @@ def gap_between(name: str, x: Tensor, y: Tensor, *, is_buffer: bool) -> Gap | No
     # A non-finite element is close to its equal alone, and to what the cast makes so, as the least float32 in a mask.
     is_close = partial(torch.isclose, rtol=torch.finfo(coarse).eps, atol=0.0, equal_nan=True)
     is_rounding = is_close(x, y) | is_close(y, x) | (x.to(coarse) == y.to(coarse))
-    beyond = 1.0 - float(is_rounding.double().mean())
+    beyond = 1.0 - float(is_rounding.double().mean()) if is_buffer else 1.0
     is_turned = x.ndim == 2 and x.shape[0] == x.shape[1] and torch.equal(x.t(), y)
     words = "is transposed" if is_turned else f"is {error:.2g} apart{dtypes}"
-    return Gap(name, f"its {name} {words}", is_buffer, beyond) if error else None
-
-
-def are_of_a_kind(pair: CallPair) -> bool:
-    """Return True if modules are of one class, or the parts of a fused one."""
-    names = {type(module).__name__ for modules in pair.modules for module in modules}
-    return len(pair.a) != len(pair.b) or len(names) == 1 or names == {"Conv1D", "Linear"}
+    return Gap(f"its {name} {words}", beyond) if error else None
 
 
 def module_differences(pair: CallPair) -> list[str]:
     """Return in words which settings and own parameters the two modules of a pair do not have alike."""
     settings = _settings_apart(pair)
     training = [settings.pop("training")] if "training" in settings else []
-    words = list(settings.values())
-    if pair.is_leaf:
-        has_bias = [side[0]._parameters.get("bias") is not None for side in pair.modules]
-        words += [f"only {'A' if has_bias[0] else 'B'} has a bias"] if len({*has_bias}) > 1 else []
-    return [*words, *(gap.words for gap in gaps(pair)), *training]
+    has_bias = [call.module is not None and call.module._parameters.get("bias") is not None for call in pair]
+    bias = [f"only {'A' if has_bias[0] else 'B'} has a bias"] if pair.is_leaf and len({*has_bias}) > 1 else []
+    return [*settings.values(), *bias, *(gap.words for gap in gaps(pair).values()), *training]
 
 
 def parameter_differences(pair: CallPair) -> list[str]:
@@ -131,22 +108,25 @@ def parameter_differences(pair: CallPair) -> list[str]:
     Modules of two kinds or settings may keep a weight in two ways, and a buffer may have been rounded.
     """
     settings = _settings_apart(pair)
-    words = [text for name, text in settings.items() if name == "eps" and pair.is_leaf]
-    if are_of_a_kind(pair) and not settings.keys() - {"eps", "training"}:
-        words += [gap.words for gap in gaps(pair) if gap.beyond or not gap.is_buffer]
+    words = [settings["eps"]] if "eps" in settings and pair.is_leaf else []
+    kinds = {type(call.module).__name__ for call in pair}
+    is_one_kind = pair.a.parts or pair.b.parts or len(kinds) == 1 or kinds == {"Conv1D", "Linear"}
+    if is_one_kind and not settings.keys() - {"eps", "training"}:
+        words += [gap.words for gap in gaps(pair).values() if gap.beyond]
     return words
 
 
 def _settings_apart(pair: CallPair) -> dict[str, str]:
     """Return in words, by name, the numbers and words that both modules keep and do not have alike."""
-    if any(len(modules) != 1 for modules in pair.modules):
+    if pair.a.parts or pair.b.parts:
         return {}
-    a, b = (_settings(modules[0]) for modules in pair.modules)
+    a, b = (_settings(call.module) for call in pair)
     apart = [name for name in a if name in b and a[name] != b[name]]
     return {name: f"{name} is {a[name]} in A and {b[name]} in B" for name in apart}
 
 
-def _settings(module: nn.Module) -> dict[str, object]:
+def _settings(module: nn.Module | None) -> dict[str, object]:
     """Return the numbers and words that a module keeps, by name; any name with eps is eps."""
-    kept = {name: x for name, x in vars(module).items() if isinstance(x, bool | int | float | str)}
-    return {"eps" if "eps" in name else name: x for name, x in kept.items()}
+    kept = {} if module is None else vars(module)
+    numbers = {name: x for name, x in kept.items() if isinstance(x, bool | int | float | str)}
+    return {"eps" if "eps" in name else name: x for name, x in numbers.items()}
