@@ -19,7 +19,7 @@ from ..precision.precision import run_in_fp32
 from ..recording.walk import call_leaves
 from ..records.headroom import least_bits
 from ..records.record import Record
-from ..report.finding import Cure, Finding, working_first
+from ..report.finding import Cure, Finding
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, is_narrow, no_second_run
 from .diagnosis import Diagnosis
@@ -56,13 +56,13 @@ def try_patches(
     `at` finds the function that runs a line. Raises nothing of its own: what goes wrong is a remark.
     """
     trials = Trials(snapshot, finding, model, conditions)
-    try:
+
+    def search() -> None:
         _try_option(trials)
-        if not trials.cures and diagnosis.step is not None and diagnosis.place is not None:
+        if not trials.cures and diagnosis.step is not None:
             Rounds(trials, at).go(diagnosis.step)
-    except Exception as error:
-        trials.remarks.append(f"the search for a change of the source ended early: {spell(error)}")
-    return tuple(trials.cures), tuple(trials.remarks)
+
+    return trials.searched(search, "a change of the source")
 
 
 def _try_option(trials: Trials) -> None:
@@ -76,14 +76,11 @@ def _try_option(trials: Trials) -> None:
 
     @contextmanager
     def hold() -> Iterator[None]:
-        before = [getattr(module, option) for module in modules]
-        try:
+        with ExitStack() as stack:
             for module in modules:
+                stack.callback(setattr, module, option, getattr(module, option))
                 setattr(module, option, value)
             yield
-        finally:
-            for module, old in zip(modules, before, strict=True):
-                setattr(module, option, old)
 
     if guilty in modules and trials.is_finite(experiment := trials.run(hold)):
         is_close, effect = trials.agreement(experiment)
@@ -115,54 +112,41 @@ def try_formats(
         return (), (_NOT_BACK,)
     if reason := no_second_run(snapshot.module):
         return (), (f"no cure was tried: {reason}",)
-    trials = Trials(snapshot, finding, model, conditions)
-    formats = _Formats(trials)
-    try:
-        if finding.phase == "backward":
-            formats.of_backward()
-        else:
-            formats.of_forward()
-    except _Done:
-        pass
-    except Exception as error:
-        trials.remarks.append(f"the search for cures ended early: {spell(error)}")
-    return working_first(trials.cures), tuple(trials.remarks)
+    formats = _Formats(snapshot, finding, model, conditions)
+    search = formats.of_backward if finding.phase == "backward" else formats.of_forward
+    return formats.searched(search, "cures")
 
 
-class _Done(Exception):  # noqa: N818
-    """Enough cures are found, or all runs are used."""
-
-
-class _Formats:
+class _Formats(Trials):
     """The trials of other formats, the smallest change first."""
 
-    def __init__(self, trials: Trials) -> None:
-        self._trials = trials
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._modules = {
-            named.name: named.module for named in named_modules(trials.model, remove_duplicate=False)
+            named.name: named.module for named in named_modules(self.model, remove_duplicate=False)
         }
-        self._root = trials.names.get(unwrapped(trials.snapshot.module), "")
-        self._guilty = self._root if trials.guilty is None else trials.guilty
+        self._root = self.names.get(unwrapped(self.snapshot.module), "")
+        self._at = self._root if self.guilty is None else self.guilty
         # How the batch ran with nothing changed, or with nothing but the guilty module: what came before is the same.
         self._seen = Experiment()
-        self._is_backward = trials.finding.phase == "backward"
+        self._is_backward = self.finding.phase == "backward"
+        self._is_half = any(p.dtype is torch.float16 for p in self.snapshot.module.parameters())
 
     def of_forward(self) -> None:
         """Try float32 for the guilty module, bfloat16, larger modules, and the ends of float16."""
-        trials = self._trials
         self._seen = self._run()
         error = self._seen.error
-        if trials.finding.transient is None and not any(x.is_fault for x in self._failing(self._seen)):
+        if self.finding.transient is None and not any(x.is_fault for x in self._failing(self._seen)):
             raised = error and f"no cure was tried: the batch, run again, raised {spell(error)}"
-            trials.remarks.append(raised or _NOT_BACK)
+            self.remarks.append(raised or _NOT_BACK)
             return
         if not self._is_narrow():
             return
-        works = self._in_float32(self._guilty, is_expected=True)
+        works = self._in_float32(self._at, is_expected=True)
         is_wide_enough = self._bfloat16()
         larger = [name for name in self._around() if name != self._root]
         works = works or any(map(self._in_float32, larger))
-        if not (works or is_wide_enough or self._guilty == self._root):
+        if not (works or is_wide_enough or self._at == self._root):
             self._in_float32(self._root)
         if not is_wide_enough:
             self._clamp()
@@ -172,31 +156,22 @@ class _Formats:
         self._seen = self._run()
         if not self._seen.has_bad_gradients:
             return
-        if (cure := self._smaller_scale()) is not None:
-            self._trials.cures.append(cure)
+        self._smaller_scale()
         if any(record.dtype in ("float16", "bfloat16") for record in self._seen.gradients):
-            for name in [self._guilty, *self._around()][:_MOST_MODULES]:
-                if self._in_float32(name):
-                    return
+            any(map(self._in_float32, [self._at, *self._around()][:_MOST_MODULES]))
 
     def _in_float32(self, name: str, *, is_expected: bool = False) -> bool:
-        experiment = self._run(lambda: run_in_fp32(self._modules[name]))
-        if self._seen.error is not None and experiment.error is None:
-            self._seen = (
-                experiment  # a check of the program's own ended the first run before the guilty call did
-            )
-        what = (
-            f"run {module_words(name)} in float32, nanwatch.run_in_fp32({code_of(self._trials.model, name)})"
-        )
-        return self._judge(what, experiment, changed=name, is_expected=is_expected)
+        code = f"nanwatch.run_in_fp32({code_of(self.model, name)})"
+        words = f"run {module_words(name)} in float32, {code}"
+        hold = partial(run_in_fp32, self._modules[name])
+        return self._try(words, hold, changed=name, is_expected=is_expected)
 
     def _bfloat16(self) -> bool:
         """Try bfloat16, which has the range of float32, for all float16. Return whether it works."""
-        snapshot = self._trials.snapshot
-        weights = any(p.dtype is torch.float16 for p in snapshot.module.parameters())
+        snapshot = self.snapshot
         tensors = [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]
-        given = any(x.dtype is torch.float16 for x in tensors)
-        if weights and given and self._root:
+        is_given = any(x.dtype is torch.float16 for x in tensors)
+        if self._is_half and is_given and self._root:
             # The batch is a call of a part. The code that hands float16 to it was not seen, so no run here shows
             # whether that code hands on bfloat16 once the model is in bfloat16.
             return False
@@ -205,44 +180,39 @@ class _Formats:
         if any(call.autocast is torch.float16 for call in self._seen.calls):
             kind = next((mode.device_type for mode in snapshot.autocast if mode.enabled), "cuda")
             words.append(f'use bfloat16 in autocast, torch.autocast("{kind}", dtype=torch.bfloat16)')
-        if weights:
-            inputs = ", and give it bfloat16 inputs" if given else ""
+        if self._is_half:
+            inputs = ", and give it bfloat16 inputs" if is_given else ""
             words.append(f"load the weights in bfloat16, model.to(torch.bfloat16){inputs}")
             called_with = snapshot.args, dict(snapshot.kwargs)
             args, kwargs = cast(called_with, (torch.float16,), torch.bfloat16)
             hold = partial(loaded, snapshot.module, torch.bfloat16)
             snapshot = replace(snapshot, args=args, kwargs=kwargs)
-        if not words:
-            return False
-        return self._judge(" and ".join(words), self._run(hold, _under_bfloat16, snapshot))
+        return bool(words) and self._try(" and ".join(words), hold, _under_bfloat16, snapshot)
 
     def _clamp(self) -> None:
         """Try to clamp the value that leaves float16 to its ends, where bfloat16 is not to be had."""
-        finding, records = self._trials.finding, self._failing(self._seen)
+        finding, records = self.finding, self._failing(self._seen)
         ends = next((x.ends for x in records if x.is_fault and x.dtype.endswith("float16")), None)
-        if ends is None or any(call.name == self._guilty and call.autocast for call in self._seen.calls):
+        if ends is None or any(call.name == self._at and call.autocast for call in self._seen.calls):
             return
         module, side = self._modules.get(finding.module), finding.label.partition("[")[0]
         if module is not None and side in ("input", "output"):
             words = f"clamp the {side} of {module_words(finding.module)} to ±{ends.largest:g}"
-            experiment = self._run(make=_clamping(module, side, ends.largest))
-            self._judge(words, experiment, needs_room=False)
+            self._try(words, make=_clamping(module, side, ends.largest), needs_room=False)
 
-    def _smaller_scale(self) -> Cure | None:
-        """Return the largest loss scale below the present one with which all gradients of the backward are finite.
+    def _smaller_scale(self) -> None:
+        """Find the largest loss scale below the present one with which all gradients of the backward are finite.
 
-        A backward is in proportion to what it is given. None where no float16 takes part, whose range is the reason to
-        scale, or where nothing was shown; a cure that does not work where the scale is known and a scale of 1 does not
-        help either.
+        A backward is in proportion to what it is given. There is no cure where no float16 takes part, whose range is
+        the reason to scale, and one that does not work where the scale is known and a scale of 1 does not help either.
         """
-        scale = self._trials.conditions.loss_scale
-        given = self._seen.given
+        scale, given = self.conditions.loss_scale, self._seen.given
         if not any(record.dtype == "float16" for record in (*given, *self._seen.gradients)):
-            return None
+            return
 
         @cache
         def room(divisor: float) -> float:
-            made = self._run(divisor=divisor).gradients
+            made = self.run(divisor=divisor).gradients
             if any(record.isfinite is False for record in made):
                 return -inf
             bits = least_bits(record for record in made if record.dtype == "float16")
@@ -250,90 +220,78 @@ class _Formats:
 
         most = min(_LARGEST_DIVISOR if scale is None else scale, _largest_divisor(given))
         if most <= 1:
-            return None
-        divisor, words = most, "a loss scale that is {:g} times smaller"
-        if room(most) >= _LEAST_ROOM:
-            divisors = [*(2.0**i for i in range(1, ceil(log2(most)))), most]
-            divisor = divisors[bisect_left(divisors, True, key=lambda x: room(x) >= _LEAST_ROOM)]
+            return
+        divisors = [*(2.0**i for i in range(1, ceil(log2(most)))), most]
+        divisor = divisors[bisect_left(divisors[:-1], True, key=lambda x: room(x) >= _LEAST_ROOM)]
         bits = room(divisor)
         if bits == -inf and divisor != scale:
-            return None
+            return
+        words = f"a loss scale that is {divisor:g} times smaller"
         if scale is not None:
             words = f"a loss scale of {scale / divisor:g} in place of {scale:g}"
-        return Cure(words.format(divisor), bits >= _LEAST_ROOM, bits if isfinite(bits) else None)
+        self.cures.append(Cure(words, bits >= _LEAST_ROOM, bits if isfinite(bits) else None))
 
-    # One trial and what it means
+    def _run(self, *changes: Any) -> Experiment:
+        # Gradients of float16 weights have no scaler: a loss that grows with the square of the outputs has to fit.
+        return self.run(*changes, squares=self._is_half and not self._is_backward)
 
-    def _run(
+    def _try(
         self,
+        what: str,
         hold: Hold = nullcontext,
         make: MakeCall = make_call,
         snapshot: BatchSnapshot | None = None,
-        divisor: float = 1.0,
-    ) -> Experiment:
-        trials = self._trials
-        is_enough = sum(cure.works for cure in trials.cures) >= _ENOUGH
-        if not self._is_backward and (trials.runs >= MAX_RUNS or is_enough):
-            raise _Done
-        # Gradients of float16 weights have no scaler: a loss that grows with the square of the outputs has to fit.
-        is_half = any(p.dtype is torch.float16 for p in trials.snapshot.module.parameters())
-        is_changed = hold is not nullcontext or make is not make_call
-        squares = is_half and is_changed and not self._is_backward
-        return trials.run(hold, make, snapshot, squares=squares, divisor=divisor)
-
-    def _judge(
-        self,
-        what: str,
-        experiment: Experiment,
         *,
         changed: str | None = None,
         is_expected: bool = False,
         needs_room: bool = True,
     ) -> bool:
-        """Keep it as a cure if it works, or if a user would expect it to. Return whether it works.
+        """Keep a change as a cure if it works, or if a user would expect it to. Return whether it works.
 
         `changed` is the module that runs in float32 and gives its results back in the format around it.
         """
-        remarks = self._trials.remarks
-        if experiment.error is not None:
-            remarks.append(f"could not try to {what}: {spell(experiment.error)}")
+        is_enough = sum(cure.works for cure in self.cures) >= _ENOUGH
+        if not self._is_backward and (self.runs >= MAX_RUNS or is_enough):
             return False
-        works, room = self._trials.is_finite(experiment), None
+        experiment = self._run(hold, make, snapshot)
+        if experiment.error is not None:
+            self.remarks.append(f"could not try to {what}: {spell(experiment.error)}")
+            return False
+        if self._seen.error is not None:
+            self._seen = (
+                experiment  # a check of the program's own ended the first run before the guilty call did
+            )
+        works, room = self.is_finite(experiment), None
         if works and needs_room:
             narrow = [x for x in experiment.gradients if x.dtype in ("float16", "bfloat16")]
             outputs = [x for x in experiment.records(changed) if x.role == "output"]
             room = least_bits(narrow if self._is_backward else [*self._failing(experiment), *outputs])
             works = room is None or room >= _LEAST_ROOM
         if works:
-            works, effect = self._trials.agreement(experiment)
+            works, effect = self.agreement(experiment)
             if not works:
-                remarks.append(f"with a change the batch is finite, but {effect}: {what}")
+                self.remarks.append(f"with a change the batch is finite, but {effect}: {what}")
         if works or is_expected:
-            self._trials.cures.append(Cure(what, works, room))
+            self.cures.append(Cure(what, works, room))
         return works
 
     def _failing(self, experiment: Experiment) -> list[Record]:
         """Return the records of the value of the finding."""
-        finding = self._trials.finding
-        return [x for x in experiment.records(finding.module) if x.label == finding.label]
+        return [x for x in experiment.records(self.finding.module) if x.label == self.finding.label]
 
     def _is_narrow(self) -> bool:
         """Return whether a narrow format takes part in the guilty call, or in the record that was not finite."""
-        finding = self._trials.finding
-        calls = [call for call in self._seen.calls if call.name in (self._guilty, finding.module)]
-        weights = self._modules[self._guilty].parameters() if self._guilty in self._modules else ()
-        records = [*finding.operands, *(record for call in calls for record in call.records)]
-        dtypes = [*(record.dtype for record in records), *(str(x.dtype) for x in weights)]
-        return any(call.autocast is not None for call in calls) or any(map(is_narrow, dtypes))
+        calls = [call for call in self._seen.calls if call.name in (self._at, self.finding.module)]
+        records = [*self.finding.operands, *(record for call in calls for record in call.records)]
+        return any(call.autocast for call in calls) or any(is_narrow(record.dtype) for record in records)
 
     def _around(self) -> Iterator[str]:
-        """Return the modules around the guilty one that this batch called, the nearest first."""
-        called = {call.name for call in self._seen.calls}
-        name = self._guilty
+        """Yield the modules around the guilty one that this batch called, the nearest first."""
+        called, name = {call.name for call in self._seen.calls}, self._at
         while name and name != self._root:
             name = name.rpartition(".")[0]
-            if name in self._modules and self._trials.names[self._modules[name]] in called:
-                yield self._trials.names[self._modules[name]]
+            if name in self._modules and (watched := self.names[self._modules[name]]) in called:
+                yield watched
 
 
 def _under_bfloat16(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,23 +17,17 @@ from ..instrumentation.execution_context import RngState
 from ..instrumentation.wrapped_names import module_names
 from ..numerics._reference import _to_arithmetic
 from ..precision.casting import cast, first_float
-from ..report.finding import Cure, Finding
-from ..util.visible import suppressed
+from ..report.finding import Cure, Finding, working_first
+from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
 from .experiment import (
     Allows,
     Experiment,
     MakeCall,
-    leaves_below,
     make_call,
-    mean_gradients,
     nothing_allowed,
     run,
-    run_backward,
-    with_graph,
-    with_leaves,
 )
-from .operation import tensors_in
 
 # A working change moves the results by at most 1 % of their norm. More would make another model.
 _MOST_CHANGE = 0.01
@@ -44,7 +38,7 @@ _LARGEST = torch.finfo(torch.float32).max
 _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
 # A tensor of 512 MiB in float64.
 _MOST_ELEMENTS = 1 << 26
-_NOTHING = torch.empty(0), torch.empty(0), torch.empty(0)
+_NOTHING = (torch.empty(0),) * 3
 # Methods of a tensor that make it narrower.
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})
 Hold = Callable[[], AbstractContextManager[Any]]
@@ -92,6 +86,14 @@ class Trials:
         with hold():
             return run(snapshot or self.snapshot, self.names, make, self.conditions.allows, **options)
 
+    def searched(self, search: Callable[[], None], words: str) -> tuple[tuple[Cure, ...], tuple[str, ...]]:
+        """Run a search. Return the cures that it kept and the remarks; what it raises is a remark."""
+        try:
+            search()
+        except Exception as error:
+            self.remarks.append(f"the search for {words} ended early: {spell(error)}")
+        return working_first(self.cures), tuple(self.remarks)
+
     def is_finite(self, experiment: Experiment) -> bool:
         """Return whether all is finite. Bad data stays bad: then the outputs and the gradients have to be."""
         is_given = self.finding.origin in ("data", "buffer")
@@ -100,22 +102,19 @@ class Trials:
 
     def in_float64(self, around: Hold = nullcontext, *, backward: bool = False) -> bool:
         """Run the batch in float64, under a change that only looks. Return whether all gradients are finite there."""
-        snapshot, experiment = self.snapshot, Experiment()
-        args, kwargs = cast((snapshot.args, dict(snapshot.kwargs)), _NARROWER, torch.float64)
+        snapshot = replace(self.snapshot, grad=backward)
         mode = Float64(first_float((snapshot.args, dict(snapshot.kwargs))) or torch.float32)
-        wide = replace(snapshot, args=args, kwargs=kwargs)
-        again = with_leaves(wide) if backward else wide
-        results: list[Tensor] | None = None
-        try:
-            with again.again() as call, loaded(snapshot.module, torch.float64), around():
-                with torch.enable_grad() if backward else nullcontext(), mode:
-                    output = call()
-                if ends := [x for _, x in with_graph(output) if backward]:
-                    run_backward(ends, leaves_below(ends), mean_gradients(ends), experiment.keep_gradients)
-            results = [x.detach() for x in tensors_in(output)]
-        except Exception:
-            suppressed("a batch could not be run in float64")
-        self._exact.append(results)
+
+        def make(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if module is not snapshot.module:
+                return make_call(module, args, kwargs)
+            args, kwargs = cast((args, kwargs), _NARROWER, torch.float64)
+            with loaded(module, torch.float64), mode:
+                return make_call(module, args, kwargs)
+
+        with around():
+            experiment = run(snapshot, self.names, make, self.conditions.allows)
+        self._exact.append(experiment.results if experiment.error is None else None)
         return not experiment.has_bad_gradients
 
     def agreement(
@@ -141,28 +140,23 @@ def compared(values: Sequence[Tensor], truth: Sequence[Tensor] | None) -> tuple[
     """Compare results with those of float64, at the elements that float64 gives as finite, and float32 can hold."""
     if truth is None or [x.shape for x in values] != [x.shape for x in truth]:
         return True, "not compared with float64"
-    failing = 0
-    largest = error = 0.0
-    is_close = is_near = True
-    is_known = False
-    for value, exact in zip(values, truth, strict=True):
-        if not (value.is_floating_point() or value.is_complex()):
-            continue
-        right, _, distance = _known(value, exact, _LARGEST)
-        failing += exact.numel() - right.numel()
-        if right.numel():
-            is_known, farthest = True, float(distance.max())
-            largest, error = max(largest, float(right.abs().max())), max(error, farthest)
-            near = float(distance.norm()) <= _MOST_CHANGE * float(right.norm())
-            is_near &= near
-            is_close &= near or farthest <= MOST_BY_GUARD
-    if not is_known:
+    pairs = [(x, y) for x, y in zip(values, truth, strict=True) if x.is_floating_point() or x.is_complex()]
+    known = [_known(x, y, _LARGEST) for x, y in pairs]
+    failing = sum(y.numel() for _, y in pairs) - sum(right.numel() for right, _, _ in known)
+    known = [x for x in known if x[0].numel()]
+    if not known:
         return True, "as it is, it fails in float64 too"
-    if not is_close:
-        return False, f"the result is {error:.3g} away from that of float64, of values up to {largest:.3g}"
-    words = f"agrees with float64, to {error / (largest or 1):.1e} of the largest value"
-    if not is_near:
-        words = f"moves the result by {error:.1e} from that of float64"
+    largest = max(float(right.abs().max()) for right, _, _ in known)
+    errors = [float(distance.max()) for _, _, distance in known]
+    is_near = [float(distance.norm()) <= _MOST_CHANGE * float(right.norm()) for right, _, distance in known]
+    if not all(near or error <= MOST_BY_GUARD for near, error in zip(is_near, errors, strict=True)):
+        return (
+            False,
+            f"the result is {max(errors):.3g} away from that of float64, of values up to {largest:.3g}",
+        )
+    words = f"moves the result by {max(errors):.1e} from that of float64"
+    if all(is_near):
+        words = f"agrees with float64, to {max(errors) / (largest or 1):.1e} of the largest value"
     return True, words + (f"; as it is, it fails in float64 at {failing:,} elements too" if failing else "")
 
 
@@ -170,10 +164,8 @@ def _moved(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[float, st
     """Return how far a guard moves the values of its expression from those of float64, and in words; "" for none."""
     pairs = zip(values, truth, strict=False)
     known = [_known(x, y, inf) for x, y in pairs if x.shape == y.shape and x.is_floating_point()]
-    right, new, distance = (torch.cat(parts) for parts in zip(*known, strict=True)) if known else _NOTHING
-    if not right.numel():
-        return 0.0, ""
-    is_off = distance > _MOST_CHANGE * right.abs() + 1e-6 * right.abs().max()
+    right, new, distance = map(torch.cat, zip(*known, strict=True)) if known else _NOTHING
+    is_off = distance > _MOST_CHANGE * right.abs() + 1e-6 * right.abs().max() if right.numel() else right
     if not is_off.any():
         return 0.0, ""
     i = int(distance.argmax())

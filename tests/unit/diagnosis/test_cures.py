@@ -38,7 +38,7 @@ def test_the_cures_are_true(name: str) -> None:
     with mock.patch.object(trials, "run", wraps=trials.run) as runs:
         wrong = wrong_cures(name)
     assert not wrong, wrong
-    assert runs.call_count <= MAX_RUNS
+    assert runs.call_count <= MAX_RUNS + 1  # one in float64
 
 
 def test_no_float32_for_what_is_float32() -> None:
