@@ -61,10 +61,6 @@ class Incident:
         """Add these remarks to the finding."""
         self.learn(remarks=(*self.finding.remarks, *remarks))
 
-    def let_go(self) -> None:
-        """Keep nothing of the batch but the report."""
-        self.raised = None
-
 
 def attempt(what: str, step: Callable[[], _T], remark: Callable[[str], object]) -> _T | None:
     """Return the result of the step, or None with a remark where it raised."""
@@ -79,90 +75,89 @@ def write_failure(
     incident: Incident, diagnosis: Diagnosis | None, snapshot: BatchSnapshot | None, output_dir: Path
 ) -> None:
     """Write the report of a failure in its forms, a capsule and a patch, and note the files in the report."""
-    finding = incident.finding
-    folder = _Folder(output_dir, f"batch-{finding.batch}", incident.report.rank)
-    call = None if diagnosis is None else diagnosis.call
-    if call is None or snapshot is None:
-        unseen = "no call was seen to make the value a second time"
-        why = unseen if finding.phase == "forward" else "a capsule replays a forward"
-        folder.remarks.append(f"no capsule was written: {why}")
-    else:
-        folder.capsule(call, snapshot, finding)
-    if patch := next((cure.patch for cure in finding.cures if cure.works and cure.patch), ""):
-        folder.write(PATCH_FILE, lambda path: _write_whole(path / PATCH_FILE, patch))
+    finding, call = incident.finding, None if diagnosis is None else diagnosis.call
+    is_forward = finding.phase == "forward"
+    why = "no call was seen to make the value a second time" if is_forward else "a capsule replays a forward"
+    patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
 
-    def report() -> Report:
-        incident.learn(files=tuple(folder.files), remarks=(*finding.remarks, *folder.remarks))
+    def complete(files: list[str], remarks: list[str]) -> Report:
+        incident.learn(files=tuple(files), remarks=(*finding.remarks, *remarks))
         return incident.report
 
-    folder.forms(report)
+    folder = output_dir / f"batch-{finding.batch}"
+    _write_folder(folder, incident.report.rank, complete, call, snapshot, why, finding, patch)
 
 
 def write_spike(
     report: SpikeReport, start: BatchSnapshot | None, model: nn.Module | None, output_dir: Path
 ) -> SpikeReport:
     """Write the report and a capsule of its batch, as far as that can be done. Return it with files and remarks."""
-    folder = _Folder(output_dir, f"spike-batch-{report.batch}", report.rank)
     name = None if start is None or model is None else module_names(model).get(start.module)
-    if start is None or name is None:
-        folder.remarks.append("no capsule was written: the start of the batch was not kept")
+    call = None if start is None or name is None else ModuleCall(name, start.module, start.args, start.kwargs)
+
+    def complete(files: list[str], remarks: list[str]) -> SpikeReport:
+        return replace(report, files=tuple(files), remarks=tuple(remarks))
+
+    folder, why = output_dir / f"spike-batch-{report.batch}", "the start of the batch was not kept"
+    return _write_folder(folder, report.rank, complete, call, start, why)
+
+
+def _write_folder(
+    path: Path,
+    rank: int,
+    complete: Callable[[list[str], list[str]], _AReport],
+    call: ModuleCall | None,
+    start: BatchSnapshot | None,
+    why: str,
+    finding: Finding | None = None,
+    patch: str = "",
+) -> _AReport:
+    """Write a report with a capsule of the call and a patch into a new folder. Return the report.
+
+    `complete` makes it of the files and of remarks on what could not be written. `why` says why there is no call.
+    """
+    files, remarks = list[str](), list[str]()
+    path = path.with_name(f"{path.name}-rank-{rank}") if rank else path
+    folder = attempt("making the folder", partial(_new_folder, path), remarks.append)
+    if folder is None:
+        return complete(files, remarks)
+
+    def write(name: str, make: Callable[[], Path]) -> None:
+        made = attempt(f"writing {name}", make, remarks.append)
+        files.extend([] if made is None else [str(made)])
+
+    if call is None or start is None:
+        remarks.append(f"no capsule was written: {why}")
     else:
-        folder.capsule(ModuleCall(name, start.module, start.args, start.kwargs), start, None)
-    return folder.forms(lambda: replace(report, files=tuple(folder.files), remarks=tuple(folder.remarks)))
+        modes: Any = {"rng": call.rng or start.rng, "autocast": call.autocast or start.autocast}
+        given = folder / "capsule", call.module, call.name, call.args, call.kwargs
+        write("the capsule", partial(write_capsule, *given, finding=finding, rank=rank, **modes))
+        if missing := [text.partition(": ")[0] for each in files for text in Capsule.open(each).left_out]:
+            remarks.append(f"the capsule leaves out {first_few(missing)}; its list left_out says why")
+    if patch:
+        write(PATCH_FILE, partial(_write_whole, folder / PATCH_FILE, patch))
+    # The page, which needs a package, comes first, so that the others do not name it where it is missing.
+    forms = sorted((form for form in FORMS.values() if form.in_folder), key=lambda form: form.name)
+    paths = [folder / f"report.{form.suffix}" for form in forms]
+    for i, form in enumerate(forms):
+        all_files: list[str] = files + [str(place) for place in paths[i:]]
+        report: _AReport = complete(all_files, remarks)
+        write(paths[i].name, partial(_write_form, report, form, folder))
+    return complete(files, remarks)
 
 
-class _Folder:
-    """A new folder below `output_dir`, the files that were written into it, and what could not be written."""
+def write_frames(report: Report, folder: Path) -> None:
+    """Write a report without a finding, as JSON and text, into the folder, which has a number where that is taken.
 
-    def __init__(self, output_dir: Path, name: str, rank: int) -> None:
-        self.files: list[str] = []
-        self.remarks: list[str] = []
-        self._rank = rank
-        path = output_dir / (name + (f"-rank-{rank}" if rank else ""))
-        self._path = attempt("making the folder", lambda: _new_folder(path), self.remarks.append)
+    No page: of thousands of ranks most have nothing to show. Raises what writing raises.
+    """
+    made = _new_folder(folder)
+    for name in ("json", "text"):
+        _write_form(report, FORMS[name], made)
 
-    def write(self, what: str, write: Callable[[Path], Path]) -> None:
-        """Write a file into the folder, and note its path. Without a folder do nothing."""
-        if (folder := self._path) is not None:
-            path = attempt(f"writing {what}", lambda: write(folder), self.remarks.append)
-            self.files += [] if path is None else [str(path)]
 
-    def capsule(self, call: ModuleCall, snapshot: BatchSnapshot, finding: Finding | None) -> None:
-        """Write a capsule of the call."""
-        rng, autocast = call.rng or snapshot.rng, call.autocast or snapshot.autocast
-        facts: dict[str, Any] = {"finding": finding, "rank": self._rank, "rng": rng, "autocast": autocast}
-        given = call.module, call.name, call.args, call.kwargs
-
-        def write(folder: Path) -> Path:
-            path = write_capsule(folder / "capsule", *given, **facts)
-            if missing := [text.partition(": ")[0] for text in Capsule.open(path).left_out]:
-                self.remarks.append(
-                    f"the capsule leaves out {first_few(missing)}; its list left_out says why"
-                )
-            return path
-
-        self.write("the capsule", write)
-
-    def forms(self, report: Callable[[], _AReport]) -> _AReport:
-        """Write the forms of what `report` returns, each of which names all files.
-
-        The page, which needs a package, comes first, so that the others do not name it where it is missing.
-        """
-        if (folder := self._path) is None:
-            del self.remarks[1:]  # nothing else was tried
-            return report()
-        before = self.files
-        forms = sorted((form for form in FORMS.values() if form.in_folder), key=lambda form: form.name)
-        names = [f"report.{form.suffix}" for form in forms]
-        missing: set[str] = set()
-        for name, form in zip(names, forms, strict=True):
-            self.files = before + [str(folder / each) for each in names if each not in missing]
-            complete = report()
-            write = partial(_write_form, complete, form, folder)
-            if attempt(f"writing {name}", write, self.remarks.append) is None:
-                missing.add(name)
-        self.files = before + [str(folder / each) for each in names if each not in missing]
-        return report() if missing else complete
+def _new_folder(folder: Path) -> Path:
+    return make_numbered(folder, lambda path: path.mkdir(parents=True))
 
 
 def _write_form(report: AnyReport, form: Form, folder: Path) -> Path:
@@ -178,18 +173,3 @@ def _write_whole(path: Path, text: str) -> Path:
     except OSError:
         under_way.unlink(missing_ok=True)
         raise
-
-
-def write_frames(report: Report, folder: Path) -> Path:
-    """Write a report without a finding, as JSON and text; the folder, which has a number where that is taken.
-
-    No page: of thousands of ranks most have nothing to show. Raises what writing raises.
-    """
-    made = _new_folder(folder)
-    for name in ("json", "text"):
-        _write_form(report, FORMS[name], made)
-    return made
-
-
-def _new_folder(folder: Path) -> Path:
-    return make_numbered(folder, lambda path: path.mkdir(parents=True))

@@ -222,7 +222,7 @@ class FailureHandler:
                     self._sinks.on_forecast(batch, forecast)
         finally:
             if (incident := self._under_way.pop(batch, None)) is not None:
-                incident.let_go()
+                incident.raised = None  # its traceback holds the batch
                 self._ended.append(batch)
             self._batch_ends.active = bool(self._under_way) or self.is_run_open
 

@@ -86,5 +86,5 @@ def test_a_spike_and_frames_of_other_ranks_have_folders(tmp_path: Path) -> None:
     written = write_spike(spike, None, None, tmp_path)
     assert {Path(one).parent.name for one in written.files} == {"spike-batch-410-rank-2"}
     assert "no capsule was written" in written.remarks[0]
-    made = write_frames(replace(growing(), finding=None), tmp_path / "frames")
-    assert sorted(one.suffix for one in made.iterdir()) == [".json", ".txt"]
+    write_frames(replace(growing(), finding=None), tmp_path / "frames")
+    assert sorted(one.suffix for one in (tmp_path / "frames").iterdir()) == [".json", ".txt"]
