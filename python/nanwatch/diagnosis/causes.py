@@ -60,39 +60,53 @@ def came_in(name: str, x: Tensor) -> str:
 
 def causes(
     operation: Operation,
-    given: Mapping[str, Any],
+    named: Mapping[str, Any],
     operands: Sequence[Tensor],
-    strangers: Sequence[Tensor],
+    strangers: Sequence[int],
     calls: Sequence[ModuleCall],
 ) -> Iterator[str]:
-    """Yield sentences on what the operation was `given`, and on the arguments and weights of the calls under way.
+    """Yield sentences on what the operation was given, by name, and on the arguments and weights of the open calls.
 
-    `strangers` are the operands that were non-finite before.
+    `strangers` are the numbers of the operands that were non-finite before.
     """
-    named = list(_named(calls))
+    arguments = [named_arguments(call.module, call.args, call.kwargs).values() for call in calls]
     # The program has written to these tensors, so they no longer hold what it was given.
-    written = [x for call in calls for _, x, version in call.versions if x._version != version]
-    for i, operand in enumerate(operands):
-        if any(operand is x for x in strangers) and not any(operand is x for x in written):
-            memory = _memory(operand)
-            names = (name for name, x in named if memory == _memory(x) and not bool(torch.isfinite(x).all()))
-            name = next(names, None)
+    written = {id(x) for call in calls for _, x, version in call.versions if x._version != version}
+    for i in strangers:
+        if id(operands[i]) in written:
+            continue
+        # The arguments of the innermost call first, then the weights inside it.
+        tensors = [pair for pairs in reversed(arguments) for pair in pairs]
+        tensors += _weights(calls[-1].module) if calls else ()
+        memory = _memory(operands[i])
+        names = (name for name, x in tensors if _memory(x) == memory and not bool(torch.isfinite(x).all()))
+        name = next(names, None)
+        yield (
+            f"operand[{i}] was not finite before, and no operation that was seen wrote it"
+            if name is None
+            else came_in(name, operands[i])
+        )
+    for i, x in enumerate(operands):
+        if not x.numel():
+            empty = (pair for pair in (arguments[0] if calls else ()) if not pair[1].numel())
+            name, given = next(empty, ("", x))
+            shape = list(given.shape)
             yield (
-                f"operand[{i}] was not finite before, and no operation that was seen wrote it"
-                if name is None
-                else came_in(name, operand)
+                f"the batch is empty: `{name}` has shape {shape}"
+                if name
+                else f"operand[{i}] is empty, of shape {shape}"
             )
-    yield from _empty(operands, calls)
-    yield from _ignored_labels(operation, given)
-    yield from _masked_rows(operation, given)
-    yield from _outside_domain(operation, given)
+            break
+    if operation.base.startswith("nll_loss"):
+        labels, ignored = named.get("target"), named.get("ignore_index", -100)
+        if isinstance(labels, Tensor) and labels.numel() and bool((labels == ignored).all()):
+            yield f"all {labels.numel():,} labels are ignore_index ({ignored}): the mean is that of nothing"
+    yield from _masked_rows(operation, named)
+    yield from _outside_domain(operation, named)
 
 
-def _named(calls: Sequence[ModuleCall]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the arguments of the calls, those of the innermost first, then the weights inside the innermost."""
-    for call in reversed(calls):
-        yield from named_arguments(call.module, call.args, call.kwargs).values()
-    for path, module in each_module(calls[-1].module) if calls else ():
+def _weights(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in each_module(root):
         for role, label, x in state_of(module):
             if role == "weight":
                 yield ".".join(filter(None, (path, label))), x
@@ -102,32 +116,12 @@ def _memory(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata) if is_plain(x) else id(x)
 
 
-def _empty(operands: Sequence[Tensor], calls: Sequence[ModuleCall]) -> Iterator[str]:
-    empty = [i for i, x in enumerate(operands) if not x.numel()]
-    for call in calls[:1] if empty else ():
-        for name, x in named_arguments(call.module, call.args, call.kwargs).values():
-            if not x.numel():
-                yield f"the batch is empty: `{name}` has shape {list(x.shape)}"
-                return
-    for i in empty[:1]:
-        yield f"operand[{i}] is empty, of shape {list(operands[i].shape)}"
-
-
-def _ignored_labels(operation: Operation, given: Mapping[str, Any]) -> Iterator[str]:
-    labels, ignored = given.get("target"), given.get("ignore_index", -100)
-    if not operation.base.startswith("nll_loss") or not isinstance(labels, Tensor) or not labels.numel():
-        return
-    if bool((labels == ignored).all()):
-        yield f"all {labels.numel():,} labels are ignore_index ({ignored}): the mean is that of nothing"
-
-
-def _masked_rows(operation: Operation, given: Mapping[str, Any]) -> Iterator[str]:
+def _masked_rows(operation: Operation, named: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence if a softmax had rows that are masked throughout."""
     if operation.base in ("_softmax", "_log_softmax"):
-        x, dim, what = given["self"], given["dim"], "its operand"
+        x, dim, what = named["self"], named["dim"], "its operand"
     else:
-        x, dim = next((given[name] for name in ("attn_mask", "attn_bias") if name in given), None), -1
-        what = "its mask"
+        x, dim, what = named.get("attn_mask", named.get("attn_bias")), -1, "its mask"
     if not isinstance(x, Tensor) or x.ndim == 0 or not x.dtype.is_floating_point:
         return
     empty = (x == -torch.inf).all(dim=dim)
@@ -139,20 +133,20 @@ def _masked_rows(operation: Operation, given: Mapping[str, Any]) -> Iterator[str
         )
 
 
-def _outside_domain(operation: Operation, given: Mapping[str, Any]) -> Iterator[str]:
+def _outside_domain(operation: Operation, named: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence if an operation was given values for which it is not defined."""
-    x, domain = given.get("self"), DOMAINS.get(operation.base)
-    if domain is None or not isinstance(x, Tensor) or not (is_plain(x) and x.dtype.is_floating_point):
+    x = named.get("self")
+    if operation.base not in DOMAINS or not isinstance(x, Tensor):
         return
-    least, largest = domain
-    below, above = x[x < least], x[x > largest]
-    if below.numel():
-        words = f"below {least}, the least {float(below.min()):.7g}"
-    elif above.numel():
-        words = f"above {largest}, the largest {float(above.max()):.7g}"
-    else:
+    if not is_plain(x) or not x.dtype.is_floating_point:
         return
-    yield (
-        f"{below.numel() or above.numel():,} of {x.numel():,} elements of its operand are {words}: a guard fits only if"
-        " rounding took them there"
-    )
+    least, largest = DOMAINS[operation.base]
+    ends = ("below", "least", least, x[x < least]), ("above", "largest", largest, x[x > largest])
+    for side, extreme, end, outside in ends:
+        if outside.numel():
+            value = float(outside.min() if side == "below" else outside.max())
+            yield (
+                f"{outside.numel():,} of {x.numel():,} elements of its operand are {side} {end}, the {extreme}"
+                f" {value:.7g}: a guard fits only if rounding took them there"
+            )
+            return

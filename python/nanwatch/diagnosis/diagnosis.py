@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isnan
 from types import CodeType
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..instrumentation.execution_context import Autocast, RngState
 from ..numerics import _reference
 from ..numerics.readable import local_shard, only_our_dispatch, unreadable
 from ..records.record import Frame, Record
-from ..report.finding import Finding, Place, Value, finding_of
+from ..report.finding import Finding, OriginKind, Place, Value, finding_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +60,17 @@ class Expression:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One operation of a re-run that left a value that is not finite.
+    """One operation of a re-run that left non-finite `values`, or memory that nobody was seen to write, with no values.
 
-    `origin` is the step that began its non-finite values, None when it began them itself; only then are `remarks`,
-    `call` (around the operation) and `strangers` (the operands that were non-finite before) filled. `meant`:
-    they are infinities that are there on purpose; only of them are the signs known. `unwritten` stands for memory that
-    was allocated and that nothing was seen to write. `turned`: it made nan of infinities. `in_backward`: an engine of
-    autograd ran it, in the backward of what module `module` did.
+    `origin` is the step that began its values, None when it began them itself; only then are `remarks`, `call` (around
+    the operation) and `strangers` (the operands that were non-finite before) filled. `meant`: they are infinities that
+    are there on purpose. `in_backward`: an engine of autograd ran it, in the backward of what module `module` did.
     """
 
     number: int
     operation: str
-    nan: bool = False
-    posinf: bool = False
-    neginf: bool = False
+    values: frozenset[Value] = frozenset()
     meant: bool = False
-    unwritten: bool = False
-    turned: bool = False
     in_backward: bool = False
     origin: Step | None = None
     place: Expression | None = None
@@ -86,17 +81,27 @@ class Step:
     strangers: tuple[Tensor, ...] = ()
 
     @property
-    def values(self) -> str:
-        """`nan`, `inf`, `-inf`, joined by `and`."""
-        shown = (("nan", self.nan), ("inf", self.posinf), ("-inf", self.neginf))
-        return " and ".join(word for word, present in shown if present)
+    def spelt(self) -> str:
+        """Its values in words: `nan`, `inf`, `-inf`, joined by `and`."""
+        return " and ".join(value for value in _VALUES if value in self.values)
 
     @property
     def made(self) -> Value | None:
         """The value that it made, None for memory that it left as it was."""
-        if self.unwritten:
-            return None
-        return "nan" if self.nan else "-inf" if self.neginf and not self.posinf else "inf"
+        return next((value for value in _VALUES if value in self.values), None)
+
+
+_VALUES: tuple[Value, ...] = ("nan", "inf", "-inf")
+
+
+def values_of(record: Record) -> frozenset[Value]:
+    """Return which of nan, inf and -inf a record holds; both infinities where nobody counted."""
+    if record.isfinite is not False:
+        return frozenset()
+    if (health := record.health) is None:
+        return frozenset(_VALUES[:1] if isnan(record.abs_max or 0.0) else _VALUES[1:])
+    counts = health.num_nan, health.num_posinf, health.num_neginf
+    return frozenset(value for value, count in zip(_VALUES, counts, strict=True) if count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +133,10 @@ class Diagnosis:
 
 def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
     """Return the finding with the facts of the diagnosis, and those of its own that the diagnosis has not."""
-    holder = diagnosis.holder
-    if holder is not None and (record := holder.fault) is not None:
-        state = finding_of(
-            holder, record, "weight" if record.role == "weight" else "buffer", None, finding.rank
-        )
-        finding = replace(state, sequence=finding.sequence, remarks=finding.remarks)
+    if (holder := diagnosis.holder) is not None and (record := holder.fault) is not None:
+        origin: OriginKind = "weight" if record.role == "weight" else "buffer"
+        state = finding_of(holder, record, origin, None, finding.rank, finding.sequence)
+        finding = replace(state, remarks=finding.remarks)
     made_in = diagnosis.made_in
     if made_in == finding.module:  # which wrote it into what it was given
         finding = replace(finding, origin="produced", source_module=None)

@@ -21,9 +21,8 @@ from ..recording.masks import Excuses, excuses
 from ..recording.observe import observe
 from ..recording.walk import call_leaves, leaves
 from ..records.record import Record
-from ..report.finding import value_of
 from .batch_snapshot import BatchSnapshot
-from .diagnosis import ModuleCall, Step
+from .diagnosis import ModuleCall, Step, values_of
 from .provenance import ProvenanceMode
 
 # `allows(name, module)` is True where infinities in this module are meant, or the judge of its values.
@@ -91,12 +90,10 @@ class Experiment:
         self.gradients.append(record)
         if not record.is_fault or self.bad_gradient is not None or self.provenance is None:
             return
-        value = value_of(record)
-        step = self.provenance.origin(x, nan="nan" in value)
+        step = self.provenance.origin(x, record)
         if step is None or step.meant:
             place, module = self.provenance.site_of(node)
-            is_nan, is_negative = "nan" in value, value == "-inf"
-            step = Step(0, node.name(), nan=is_nan, neginf=is_negative, place=place, module=module)
+            step = Step(0, node.name(), values_of(record), place=place, module=module)
         elif not step.in_backward and not any(observe(x, "", "output").is_fault for x in self.results):
             step.remarks += (_LEFT_OUT.format(step.operation, node.name()),)
         self.bad_gradient = step
@@ -106,7 +103,7 @@ class Experiment:
     def note_origin(self, x: Tensor, record: Record) -> None:
         """Note the operation that began the values of a bad tensor, the first for which one is known."""
         if self.provenance is not None and self.failure is None:
-            self.failure = self.provenance.origin(x, nan="nan" in value_of(record))
+            self.failure = self.provenance.origin(x, record)
 
 
 def run(

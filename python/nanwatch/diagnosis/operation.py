@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..numerics import _reference
 from ..numerics.ranges import tensor_health
 from ..numerics.readable import is_plain, local_shard
-from ..recording.observe import observe, read
+from ..recording.observe import observe
 from ..recording.walk import leaves
 from ..records.headroom import is_normal
 from ..records.record import Record
@@ -113,12 +113,11 @@ class Operands(NamedTuple):
         numbers: list[tuple[str, float]] = []
         for name, value in operation.given(args, kwargs):
             if isinstance(value, int | float) and not isinstance(value, bool):
-                if name in operation.values:
-                    numbers.append((name, value))
+                numbers += [(name, value)] if name in operation.values else []
             elif operation.base != "lift_fresh" and name not in operation.overwritten:
                 tensors += tensors_in(value)
         ranges = [
-            (read if is_known(x) else observe)(x, f"operand[{i}]", "input") for i, x in enumerate(tensors)
+            observe(x, f"operand[{i}]", "input", is_examined=not is_known(x)) for i, x in enumerate(tensors)
         ]
         return cls(tensors, ranges, numbers, operation.base in _LOGARITHMS and all(map(_is_choice, tensors)))
 
@@ -129,13 +128,11 @@ class Operands(NamedTuple):
         unless the tensor shares memory with what was `written` since.
         """
         gone = {x.untyped_storage()._cdata for x in written if is_plain(x)}
-        records = []
-        for x, record in zip(self.tensors, self.ranges, strict=True):
-            is_there = is_plain(x) and x.untyped_storage()._cdata not in gone
-            ends = record.ends if is_there and record.isfinite else None
-            if ends is not None and not is_normal(record.abs_min, ends):
-                record = record._replace(health=tensor_health(x))
-            records.append(record)
+        records = list(self.ranges)
+        for i, (x, record) in enumerate(zip(self.tensors, self.ranges, strict=True)):
+            is_there = record.isfinite and is_plain(x) and x.untyped_storage()._cdata not in gone
+            if is_there and (ends := record.ends) is not None and not is_normal(record.abs_min, ends):
+                records[i] = record._replace(health=tensor_health(x))
         return tuple(records)
 
 
@@ -189,22 +186,17 @@ class StorageWriteLog(Generic[T]):
             return
         storage = x.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        entry = self._storages.get(key)
-        if entry is None or x.numel() * x.itemsize == size:
+        is_whole = x.numel() * x.itemsize == size
+        if (entry := self._storages.get(key)) is None or is_whole:
             self._storages.pop(key, None)
             if write is None:
                 return
             if len(self._storages) >= _MANY:
                 self._storages = {k: v for k, v in self._storages.items() if not v.storage.expired()}
-            entry = self._storages[key] = _Writes(StorageWeakRef(storage), [write])
-            if x.numel() * x.itemsize != size <= _MOST_BYTES:
-                entry.latest = torch.zeros(size, dtype=torch.int32, device=x.device)
-                _bytes_of(x, entry.latest).fill_(1)
-            return
-        if entry.latest is None and size <= _MOST_BYTES:
+            entry = self._storages[key] = _Writes(StorageWeakRef(storage), [])
+        if entry.latest is None and not is_whole and size <= _MOST_BYTES:
             entry.latest = torch.full((size,), len(entry.writes), dtype=torch.int32, device=x.device)
-        if write is not None:
-            entry.writes.append(write)
+        entry.writes += [] if write is None else [write]
         if entry.latest is not None:
             _bytes_of(x, entry.latest).fill_(0 if write is None else len(entry.writes))
 
@@ -213,18 +205,18 @@ class StorageWriteLog(Generic[T]):
         if not isinstance(x, Tensor):
             return False
         x = _addressable(x)
-        return (
-            x.untyped_storage()._cdata in self._storages if is_plain(x) else self._others.get(x) is not None
-        )
+        if is_plain(x):
+            return x.untyped_storage()._cdata in self._storages
+        return self._others.get(x) is not None
 
     def find(self, x: Tensor) -> list[T]:
         """Return the last write to each non-finite element of `x`, the oldest write first."""
         x = _addressable(x)
-        if not is_plain(x):
-            return [write for write in (self._others.get(x),) if write is not None]
-        entry = self._storages.get(x.untyped_storage()._cdata)
-        if entry is None:
+        if x not in self:
             return []
+        if not is_plain(x):
+            return [self._others[x]]
+        entry = self._storages[x.untyped_storage()._cdata]
         if entry.latest is None:
             return entry.writes[-1:]
         latest, once = _bytes_of(x, entry.latest), x.detach().as_strided(*_once(x), x.storage_offset())
@@ -241,16 +233,12 @@ def _addressable(x: Tensor) -> Tensor:
 
 def _once(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return shape and strides of the tensor with one index for all of a dimension without a stride."""
-    shape = tuple(
-        1 if stride == 0 and size else size for size, stride in zip(x.shape, x.stride(), strict=True)
-    )
-    return shape, tuple(x.stride())
+    pairs = zip(x.shape, x.stride(), strict=True)
+    return tuple(1 if stride == 0 and size else size for size, stride in pairs), tuple(x.stride())
 
 
 def _bytes_of(x: Tensor, memory: Tensor) -> Tensor:
     """Return what `memory` has for the bytes of `x`, with the bytes of one element in the last dimension."""
-    size = x.itemsize
-    shape, strides = _once(x)
-    return memory.as_strided(
-        (*shape, size), (*(stride * size for stride in strides), 1), int(x.storage_offset()) * size
-    )
+    size, (shape, strides) = x.itemsize, _once(x)
+    strides = (*(stride * size for stride in strides), 1)
+    return memory.as_strided((*shape, size), strides, int(x.storage_offset()) * size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from itertools import islice
-from math import isinf, isnan
+from math import isinf
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
@@ -18,15 +18,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..numerics import _reference
-from ..numerics.ranges import tensor_health
 from ..numerics.readable import is_plain, only_our_dispatch
-from ..recording.observe import read
+from ..recording.observe import observe
 from ..records.note import Note
 from ..records.record import Record
 from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell
 from .causes import causes
-from .diagnosis import Expression, ModuleCall, Step
+from .diagnosis import Expression, ModuleCall, Step, values_of
 from .operation import Operands, Operation, StorageWriteLog, operation_of
 
 _MASK = Note("mask")
@@ -61,8 +60,8 @@ class ProvenanceMode(TorchDispatchMode):
         self.steps: list[Step] = []
         self.active = True
         self.trouble: str | None = None
-        self._outermost = outermost
         self.open_calls: list[ModuleCall] = []
+        self._outermost = outermost
         self._sequence = torch._C._autograd._get_sequence_nr()
         self._nodes: dict[int, Site] = {}  # by sequence number, where the forward made the node
         self._writes: StorageWriteLog[Step] = StorageWriteLog()
@@ -71,21 +70,19 @@ class ProvenanceMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what it wrote."""
         kwargs = kwargs or {}
-        if not self.active or not hasattr(func, "_schema"):
-            return func(*args, **kwargs)
-        operation = operation_of(func)
-        if not operation.written and not operation.fresh:
+        operation = operation_of(func) if self.active and hasattr(func, "_schema") else None
+        if operation is None or not (operation.written or operation.fresh):
             return func(*args, **kwargs)
         # An operation in place overwrites its operand, so the operands are read before it runs.
-        before = self._safely(self._given, operation, args, kwargs) if operation.written else None
+        before = self._safely(self._operands, operation, args, kwargs) if operation.written else None
         result = func(*args, **kwargs)
         self._safely(self._look, operation, args, kwargs, before, result)
         return result
 
-    def origin(self, x: Tensor, *, nan: bool) -> Step | None:
-        """Return the step that made the non-finite values of `x`, or its nans with `nan`; None if none was seen."""
+    def origin(self, x: Tensor, record: Record) -> Step | None:
+        """Return the step that made the non-finite values of `x`, or its nans, as its record has it; None if unseen."""
         with only_our_dispatch(), torch.no_grad():
-            return _origin(self._writes.find(x), nan)
+            return _origin(self._writes.find(x), "nan" in values_of(record))
 
     def last_write(self, x: Tensor) -> Step | None:
         """Return the last step that wrote to non-finite elements of `x`."""
@@ -104,7 +101,7 @@ class ProvenanceMode(TorchDispatchMode):
             self.trouble = f"{operation.name} could not be followed: {spell(error)}"
             return None
 
-    def _given(self, operation: Operation, args: Any, kwargs: Any) -> Operands:
+    def _operands(self, operation: Operation, args: Any, kwargs: Any) -> Operands:
         return Operands.of(operation, args, kwargs, self._writes.__contains__)
 
     def _look(
@@ -117,53 +114,55 @@ class ProvenanceMode(TorchDispatchMode):
             self._nodes[sequence - 1] = self._site()[0]
         targets = operation.targets(args, kwargs, result)
         if operation.allocates:
-            step = Step(self._number, operation.name, unwritten=True, remarks=(_UNWRITTEN,))
+            step = Step(self._number, operation.name, remarks=(_UNWRITTEN,))
             step.place, step.module = self._site()[0]
             for x in targets:
                 self._writes.put(x, step)
             return
-        ranges = [read(x, "", "output") for x in targets]
-        nonfinite = [x for x, record in zip(targets, ranges, strict=True) if record.isfinite is False]
-        step = Step(self._number, operation.name, nan=any(map(_holds_nan, ranges)))
-        if nonfinite:
-            given = before or self._given(operation, args, kwargs)
-            step.operands = tuple(given.ranges)
+        records = [observe(x, "", "output") for x in targets]
+        pairs = list(zip(targets, records, strict=True))
+        step = Step(self._number, operation.name, frozenset().union(*map(values_of, records)))
+        if step.values:
             (step.place, step.module), node = self._site()
             step.in_backward = torch._C._current_autograd_node() is not None
             step.operation = node or step.operation
-            if self._trace(step, operation, given, nonfinite) and not step.meant:
-                named = dict(operation.given(args, kwargs))
-                step.remarks += tuple(
-                    causes(operation, named, given.tensors, step.strangers, self.open_calls)
-                )
-            step.turned = step.nan and not any(map(_holds_nan, given.ranges))
+            given = before or self._operands(operation, args, kwargs)
+            bad = [x for x, record in pairs if record.isfinite is False]
+            self._explain(step, operation, given, bad, dict(operation.given(args, kwargs)))
             if len(self.steps) < _MOST_STEPS:
                 self.steps.append(step)
-        for x, record in zip(targets, ranges, strict=True):
+        for x, record in pairs:
             self._writes.put(x, step if record.isfinite is False else None)
 
-    def _trace(self, step: Step, operation: Operation, given: Operands, nonfinite: Sequence[Tensor]) -> bool:
-        """Fill in where the step's non-finite values come from; True when it began them."""
-        suspects = [i for i, record in enumerate(given.ranges) if record.isfinite is False]
-        writers = {i: self._writes.find(given.tensors[i]) for i in suspects}
-        causes = _causes(operation, given, suspects, nonfinite)
-        sources = [writer for i in causes for writer in writers[i]]
-        strangers = [i for i in causes if not writers[i] and given.ranges[i].note != _MASK]
+    def _explain(
+        self, step: Step, operation: Operation, given: Operands, bad: Sequence[Tensor], named: dict[str, Any]
+    ) -> None:
+        """Fill in where the step's values in the `bad` tensors come from, and what is so of its operands."""
+        step.operands = tuple(given.ranges)
+        writers = {
+            i: self._writes.find(x)
+            for i, (x, record) in enumerate(zip(given.tensors, given.ranges, strict=True))
+            if record.isfinite is False
+        }
+        guilty = _guilty(operation, given, list(writers), bad)
+        sources = [writer for i in guilty for writer in writers[i]]
+        strangers = [i for i in guilty if not writers[i] and given.ranges[i].note != _MASK]
         is_live = any(not source.meant for source in sources)
-        if not is_live and not strangers and not step.nan:
-            step.posinf, step.neginf = _signs(nonfinite)
-            step.meant = _is_meant(operation, given, step, nonfinite, causes, sources)
+        if not is_live and not strangers and "nan" not in step.values:
+            step.meant = _is_meant(operation, given, step, bad, guilty, sources)
         if is_live or (sources and step.meant):
-            step.origin = _origin(sources, step.nan)
-            return False
-        step.operands = given.details(nonfinite if operation.written else ())
+            step.origin = _origin(sources, "nan" in step.values)
+            return
+        step.operands = given.details(bad if operation.written else ())
         step.call = self.open_calls[-1] if self.open_calls else None
         step.strangers = tuple(given.tensors[i] for i in strangers)
-        step.remarks = (
-            *(f"{operation.name} was given the number {name} = {value!r}" for name, value in given.numbers),
-            *(_of_meant(i, _origin(writers[i], False)) for i in causes if i not in strangers),
-        )
-        return True
+        remarks = [
+            f"{operation.name} was given the number {name} = {value!r}" for name, value in given.numbers
+        ]
+        remarks += [_of_meant(i, _origin(writers[i], False)) for i in guilty if i not in strangers]
+        if not step.meant:
+            remarks += causes(operation, named, given.tensors, strangers, self.open_calls)
+        step.remarks = tuple(remarks)
 
     def _site(self) -> tuple[Site, str]:
         """Return the site of the operation under way, and the name of the node of the graph that runs it."""
@@ -177,10 +176,6 @@ class ProvenanceMode(TorchDispatchMode):
             return (None, module), ""
         code = frame.f_code
         return (Expression(code.co_filename, frame.f_lineno, _positions(frame), code), module), ""
-
-
-def _holds_nan(record: Record) -> bool:
-    return isnan(record.abs_max or 0.0)
 
 
 def _is_of_engine(innermost: FrameType | None) -> bool:
@@ -219,32 +214,18 @@ def _origin(steps: Sequence[Step], nan: bool) -> Step | None:
     """Return the first of the steps that these come from; of those that did it by accident, if any did."""
     steps = [step for step in steps if not step.meant] or list(steps)
     if nan:
-        steps = [step for step in steps if step.nan] or steps
+        steps = [step for step in steps if "nan" in step.values] or steps
     origins = [step.origin or step for step in steps]
     # Memory as it was found may be anything: it is to blame only where nothing else is.
-    origins = [step for step in origins if not step.unwritten] or origins
+    origins = [step for step in origins if step.values] or origins
     return min(origins, key=lambda step: step.number, default=None)
 
 
-def _signs(nonfinite: Sequence[Tensor]) -> tuple[bool, bool]:
-    """Return whether these tensors without nan hold both inf and -inf."""
-    posinf = neginf = False
-    for x in nonfinite:
-        try:
-            health = tensor_health(x)
-        except TypeError:
-            return True, True
-        posinf, neginf = posinf or health.num_posinf > 0, neginf or health.num_neginf > 0
-    return posinf, neginf
-
-
-def _causes(
-    operation: Operation, given: Operands, suspects: list[int], nonfinite: Sequence[Tensor]
-) -> list[int]:
+def _guilty(operation: Operation, given: Operands, suspects: list[int], bad: Sequence[Tensor]) -> list[int]:
     """Return the operands that made the result non-finite: of an elementwise one, those non-finite where it is."""
-    if not suspects or not _is_elementwise(operation, given, nonfinite):
+    if not suspects or not _is_elementwise(operation, given, bad):
         return suspects
-    hit = _nonfinite(nonfinite[0])
+    hit = _nonfinite(bad[0])
     where = [hit] * len(given.tensors)
     if operation.base == "where" and len(given.tensors) == 3:
         condition = given.tensors[0]
@@ -256,40 +237,39 @@ def _nonfinite(x: Tensor) -> Tensor:
     return ~torch.isfinite(_reference._to_arithmetic(x))
 
 
-def _is_elementwise(operation: Operation, given: Operands, nonfinite: Sequence[Tensor]) -> bool:
+def _is_elementwise(operation: Operation, given: Operands, bad: Sequence[Tensor]) -> bool:
     """Return whether result and operands can be compared, element by element."""
     # An operation in place has overwritten an operand.
-    is_comparable = operation.pointwise and not operation.written and len(nonfinite) == 1
-    return is_comparable and all(map(is_plain, (*nonfinite, *given.tensors)))
+    is_comparable = operation.pointwise and not operation.written and len(bad) == 1
+    return is_comparable and all(map(is_plain, (*bad, *given.tensors)))
 
 
 def _is_meant(
     operation: Operation,
     given: Operands,
     step: Step,
-    nonfinite: Sequence[Tensor],
-    causes: Sequence[int],
+    bad: Sequence[Tensor],
+    guilty: Sequence[int],
     sources: Sequence[Step],
 ) -> bool:
     """Return whether infinities are meant: written as constants, or passed on from such."""
     if operation.base == "lift_fresh" or any(isinf(value) for _, value in given.numbers):
         return True
-    masks = [i for i, record in enumerate(given.ranges) if record.note == _MASK]
-    if not causes:
+    is_masked = any(record.note == _MASK for record in given.ranges)
+    if not guilty:
         # The sum of two masks that hold the dtype's minimum; the logarithm of a mask of zeros and ones.
-        return not step.posinf and (bool(masks) or given.zero_one)
-    if _is_elementwise(operation, given, nonfinite):
-        made = _nonfinite(nonfinite[0])
-        for i in causes:
+        return "inf" not in step.values and (is_masked or given.zero_one)
+    if _is_elementwise(operation, given, bad):
+        made = _nonfinite(bad[0])
+        for i in guilty:
             made &= ~_nonfinite(given.tensors[i])
         return not bool(made.any())
-    posinf = any(source.posinf for source in sources)
-    neginf = bool(masks) or any(source.neginf for source in sources)
-    return posinf >= step.posinf and neginf >= step.neginf
+    meant = {value for source in sources for value in source.values}
+    return step.values <= (meant | {"-inf"} if is_masked else meant)
 
 
 def _of_meant(operand: int, origin: Step | None) -> str:
     if origin is None:
         return f"operand[{operand}] is an additive mask"
     at = f" at {origin.place}" if origin.place else ""
-    return f"operand[{operand}] holds {origin.values} that {origin.operation}{at} put there, on purpose as it seems"
+    return f"operand[{operand}] holds {origin.spelt} that {origin.operation}{at} put there, on purpose as it seems"

@@ -7,7 +7,7 @@ run has changed, and no gradient of the user's is touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +19,13 @@ from ..numerics.readable import inner_tensors, is_plain
 from ..recording.observe import observe, state_of
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..records.record import Frame, Record
-from ..report.finding import Finding, value_of
+from ..report.finding import Finding
 from ..util.modules import is_in
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, left_calls, no_second_run
 from .causes import came_in, named_arguments
-from .diagnosis import Diagnosis, ModuleCall, Step, describe
-from .experiment import Allows, make_call, nothing_allowed, run
+from .diagnosis import Diagnosis, ModuleCall, Step, describe, values_of
+from .experiment import Allows, Experiment, make_call, nothing_allowed, run
 from .isolation import RerunEndedError
 from .provenance import ProvenanceMode
 
@@ -67,17 +67,13 @@ def find_operation(
 def _of_tensor(x: Tensor, **facts: Any) -> Diagnosis:
     """Return the diagnosis with what is known of the non-finite tensor itself."""
     health = observe(x, "", "output").health
-    index = None if health is None else health.first_nonfinite
-    return Diagnosis(extent=describe(x), index=index, **facts)
+    return Diagnosis(extent=describe(x), index=None if health is None else health.first_nonfinite, **facts)
 
 
 def _of_data(snapshot: BatchSnapshot, finding: Finding) -> Diagnosis:
     arguments = named_arguments(snapshot.module, snapshot.args, snapshot.kwargs)
-    remarks = tuple(
-        came_in(name, x) + (f": {words}" if (words := describe(x)) else "")
-        for label, (name, x) in arguments.items()
-        if observe(x, label, "input").is_fault
-    )
+    bad = [pair for label, pair in arguments.items() if observe(pair[1], label, "input").is_fault]
+    remarks = tuple(": ".join(filter(None, (came_in(name, x), describe(x)))) for name, x in bad)
     if finding.label not in arguments:
         return Diagnosis(remarks=remarks)
     return _of_tensor(arguments[finding.label][1], remarks=remarks)
@@ -94,9 +90,13 @@ def _with_spread(diagnosis: Diagnosis, snapshot: BatchSnapshot) -> Diagnosis:
     provenance = ProvenanceMode(run.__code__)
     run(replace(snapshot, grad=False), {}, follows=provenance)
     steps = [step for step in provenance.steps if step.place is not None]
-    turned = [step for step in steps if step.turned]
+    turned = [step for step in steps if "nan" in step.values and not any(map(_holds_nan, step.operands))]
     products = [step for step in steps if step.operation.startswith("aten.mul.")]
     return replace(diagnosis, step=next(iter([*turned, *products, *steps]), None))
+
+
+def _holds_nan(record: Record) -> bool:
+    return "nan" in values_of(record)
 
 
 # A value that the re-run makes again.
@@ -108,139 +108,114 @@ def _names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _of_forward(snapshot: BatchSnapshot, finding: Finding, suspect: nn.Module, model: nn.Module) -> Diagnosis:
+    """Find what made the value of the finding in a call of the suspect, whose output or input it is."""
+    names = {suspect: finding.module, **_names(model)}
     # Without a graph it needs less memory. Where that raises, the forward may ask for one, as for a tensor's hook.
     for grad in (False, True) if snapshot.grad else (False,):
-        search = _ForwardSearch(finding, suspect, model)
-        error = search.run(replace(snapshot, grad=grad))
-        failure = "" if error is None else f"it raised {spell(error)}"
-        if isinstance(error, RerunEndedError):
-            failure = str(error)
-        if search.diagnosis is not None:
-            return search.diagnosis
-        if not failure:
+        diagnosis, experiment = _search(replace(snapshot, grad=grad), finding, suspect, names)
+        if diagnosis is not None:
+            return diagnosis
+        if experiment.error is None:
             break
-    doubts = snapshot.doubts()
-    if failure:
-        return Diagnosis(remarks=(f"the re-run of the batch ended: {failure}", *doubts))
-    if not search.was_called:
-        search.trouble.append(f"the re-run did not call {finding.module or 'the root module'}")
-    if doubts:
-        doubts.insert(0, "the re-run of the batch did not make the value again, which says little here")
-    remarks = (*search.trouble, *doubts)
-    return Diagnosis(transient=None if remarks else True, remarks=remarks)
+    remarks, doubts = list[str](), snapshot.doubts()
+    if (error := experiment.error) is not None:
+        why = str(error) if isinstance(error, RerunEndedError) else f"it raised {spell(error)}"
+        remarks.append(f"the re-run of the batch ended: {why}")
+    else:
+        if all(call.name != finding.module for call in experiment.calls):
+            remarks.append(f"the re-run did not call {finding.module or 'the root module'}")
+        if doubts:
+            remarks.append("the re-run of the batch did not make the value again, which says little here")
+    remarks += doubts
+    return Diagnosis(transient=None if remarks else True, remarks=tuple(remarks))
 
 
-class _ForwardSearch:
-    """A re-run of a batch whose operations are read, up to where the value of the finding shows.
+def _search(
+    snapshot: BatchSnapshot, finding: Finding, suspect: nn.Module, names: Mapping[nn.Module, str]
+) -> tuple[Diagnosis | None, Experiment]:
+    """Run the batch again, up to where the value of the finding shows. Return what made it, and the run."""
+    provenance = ProvenanceMode(run.__code__)
+    is_producer = finding.origin == "produced"
+    is_output = is_producer and not finding.label.startswith("input")
+    diagnosis: Diagnosis | None = None
 
-    The suspect is the module whose output or input the finding speaks of.
-    """
+    def look(given: Iterable[Leaf], guilty: ModuleCall) -> None:
+        nonlocal diagnosis
+        for label, x in given:
+            if diagnosis is None and label == finding.label and isinstance(x, Tensor):
+                record = observe(x, label, "output" if is_output else "input")
+                # Where infinities are allowed, earlier calls may have had some.
+                if record.is_fault and ("nan" not in finding.value or _holds_nan(record)):
+                    step = provenance.origin(x, record)
+                    if not is_output and is_producer and step is not None:
+                        # The re-run began with what the first run wrote there.
+                        was_there = any(x.data_ptr() == y.data_ptr() for y in step.strangers)
+                        step = (provenance.last_write(x) if was_there else None) or step
+                    provenance.active = False
+                    trouble = provenance.trouble
+                    diagnosis = _diagnosis(finding, names, x, step, guilty, trouble)
 
-    def __init__(self, finding: Finding, suspect: nn.Module, model: nn.Module) -> None:
-        self.finding = finding
-        self.names = {suspect: finding.module, **_names(model)}
-        self.diagnosis: Diagnosis | None = None
-        self.was_called = False
-        self.trouble: list[str] = []
-        self.provenance = ProvenanceMode(run.__code__)
-        self._suspect = suspect
-        self._is_producer = finding.origin == "produced"
-        self._is_output = self._is_producer and not finding.label.startswith("input")
-
-    def run(self, snapshot: BatchSnapshot) -> Exception | None:
-        """Make the outermost call of the batch again. Return the error that ended it, if one did."""
-        return run(snapshot, self.names, self._call, follows=self.provenance).error
-
-    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call of a module, and look at the output or the input of the finding."""
-        if self.diagnosis is not None or module not in self.names:
+    def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if diagnosis is not None or module is not suspect:
             return make_call(module, args, kwargs)
-        *callers, call = self.provenance.open_calls
-        is_suspect = module is self._suspect
+        *callers, here = provenance.open_calls
         # A receiver that nobody called was called by the batch.
-        guilty = call if self._is_producer or not callers else callers[-1]
-        self.was_called = self.was_called or is_suspect
-        if is_suspect and not self._is_producer:
-            self._look(call_leaves(args, kwargs), guilty)
+        guilty = here if is_producer or not callers else callers[-1]
+        if not is_producer:
+            look(call_leaves(args, kwargs), guilty)
         try:
             result = make_call(module, args, kwargs)
         except Exception as error:  # of a hook that looks for such values itself
-            left = [left.output for left in left_calls(error) if left.module is module]
-            if is_suspect and self._is_output and left:
-                self._look(leaves(left[-1], "output"), guilty)
+            for left in left_calls(error) if is_output else ():
+                if left.module is module:
+                    look(leaves(left.output, "output"), guilty)
             raise
-        if is_suspect:
-            # A record is made after the call, which may have written non-finite values into its own input.
-            self._look(leaves(result, "output") if self._is_output else call_leaves(args, kwargs), guilty)
+        # A record is made after the call, which may have written non-finite values into its own input.
+        look(leaves(result, "output") if is_output else call_leaves(args, kwargs), guilty)
         return result
 
-    def _look(self, given: Iterable[Leaf], guilty: ModuleCall) -> None:
-        """Look for the value of the finding, and where it is there, settle what made it."""
-        try:
-            for label, x in given if self.diagnosis is None else ():
-                if label != self.finding.label or not isinstance(x, Tensor):
-                    continue
-                record = observe(x, label, "output" if self._is_output else "input")
-                # Where infinities are allowed, earlier calls may have had some.
-                if record.is_fault and ("nan" not in self.finding.value or "nan" in value_of(record)):
-                    self.diagnosis = self._settled(x, record, guilty)
-        except Exception as error:
-            self.trouble.append(f"{self.finding.label} could not be looked at: {spell(error)}")
+    experiment = run(snapshot, names, call, follows=provenance)
+    return diagnosis, experiment
 
-    def _settled(self, x: Tensor, record: Record, guilty: ModuleCall) -> Diagnosis:
-        step = self._origin(x, record)
-        self.provenance.active = False
-        remarks = []
-        made_in, maker = None, None if step is None else step.call
-        is_inside = maker is not None and self._is_producer and is_in(maker.name, self.finding.module)
-        if maker is not None and maker is not guilty and not is_inside:
-            guilty, made_in = maker, maker.name
-        if step is None:
-            remarks.append("no operation that goes through PyTorch's dispatcher was seen to make the value")
-        elif step.meant and x.numel() > 1:  # a single number is a loss, and no mask
-            excuse = f"inf:{self.finding.module or '(root)'}"
-            remarks.append(
-                f"{step.operation} put {step.values} there; if that is meant, as in a mask, watch with"
-                f" allow={excuse!r}"
-            )
-        if self.provenance.trouble is not None:
-            remarks.append(self.provenance.trouble)
-        remarks += () if step is None else step.remarks
-        remarks += (
-            f"the call wrote to its {label}, in place: what it was given is no longer there"
-            for label, given, version in guilty.versions
-            if given._version != version and label != self.finding.label
-        )
-        facts = {"transient": False, "remarks": tuple(remarks), "call": guilty, "made_in": made_in}
-        diagnosis = _of_tensor(x, step=step, **facts)
-        return diagnosis if step is None else self._of_holder(diagnosis, step.strangers)
 
-    def _origin(self, x: Tensor, record: Record) -> Step | None:
-        """Return the operation that began the values of a tensor, or wrote them, if they were there from the first."""
-        step = self.provenance.origin(x, nan="nan" in value_of(record))
-        is_written = self._is_producer and not self._is_output
-        if is_written and step is not None and any(x.data_ptr() == y.data_ptr() for y in step.strangers):
-            # The re-run began with what the first run wrote there.
-            return self.provenance.last_write(x) or step
-        return step
-
-    def _of_holder(self, diagnosis: Diagnosis, strangers: Sequence[Tensor]) -> Diagnosis:
-        """Return the diagnosis: of the weight or buffer that the operation was given non-finite, if it is one."""
-        memory = {x.untyped_storage()._cdata for x in strangers if is_plain(x)}
-        for module, name in self.names.items() if memory else ():
-            for role, label, x in _tensors_of(module):
-                if not is_plain(x) or x.untyped_storage()._cdata not in memory:
-                    continue
-                record = observe(x, label, role)
-                if record.is_fault:
-                    holder = Frame(self.finding.batch, name, type(module).__name__, (record,))
-                    extent = describe(x)
-                    return replace(
-                        diagnosis, holder=holder, made_in=None, transient=None, extent=extent, call=None
-                    )
-        if any("nan" in value_of(record) for x in strangers if (record := observe(x, "", "input")).is_fault):
-            return replace(diagnosis, transient=None)  # no change is a cure: it would hide what was there
-        return diagnosis
+def _diagnosis(
+    finding: Finding,
+    names: Mapping[nn.Module, str],
+    x: Tensor,
+    step: Step | None,
+    guilty: ModuleCall,
+    trouble: str | None,
+) -> Diagnosis:
+    """Return the diagnosis of the non-finite tensor `x`, whose values a step began; `guilty` is the call around."""
+    remarks = [] if trouble is None else [trouble]
+    made_in, maker = None, None if step is None else step.call
+    is_inside = maker is not None and finding.origin == "produced" and is_in(maker.name, finding.module)
+    if maker is not None and maker is not guilty and not is_inside:
+        guilty, made_in = maker, maker.name
+    if step is None:
+        remarks.insert(0, "no operation that goes through PyTorch's dispatcher was seen to make the value")
+    elif step.meant and x.numel() > 1:  # a single number is a loss, and no mask
+        excuse = f"inf:{finding.module or '(root)'}"
+        advice = f"if that is meant, as in a mask, watch with allow={excuse!r}"
+        remarks.insert(0, f"{step.operation} put {step.spelt} there; {advice}")
+    remarks += () if step is None else step.remarks
+    remarks += (
+        f"the call wrote to its {label}, in place: what it was given is no longer there"
+        for label, given, version in guilty.versions
+        if given._version != version and label != finding.label
+    )
+    facts: dict[str, Any] = {"step": step, "transient": False, "remarks": tuple(remarks)}
+    strangers = () if step is None else step.strangers
+    memory = {y.untyped_storage()._cdata for y in strangers if is_plain(y)}
+    for module, name in names.items() if memory else ():
+        for role, label, y in _tensors_of(module):
+            is_held = is_plain(y) and y.untyped_storage()._cdata in memory
+            if is_held and (record := observe(y, label, role)).is_fault:
+                holder = Frame(finding.batch, name, type(module).__name__, (record,))
+                return _of_tensor(x, **{**facts, "transient": None}, extent=describe(y), holder=holder)
+    if any(_holds_nan(observe(y, "", "input")) for y in strangers):
+        facts["transient"] = None  # no change is a cure: it would hide what was there
+    return _of_tensor(x, **facts, call=guilty, made_in=made_in)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
@@ -260,8 +235,8 @@ def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, al
     experiment = run(replace(snapshot, grad=True), _names(model), allows=allows, follows=True)
     # A loss that overflows too is not what made a gradient inside the model.
     step = experiment.failure if guilty is None else experiment.bad_gradient
-    error = experiment.error
     if step is None:
+        error = experiment.error
         remark = _NOTHING if error is None else f"the backward could not be examined: {spell(error)}"
         return Diagnosis(remarks=(remark, *snapshot.doubts()))
     if guilty is None and step.module is not None and not step.in_backward:
