@@ -1,109 +1,110 @@
 """A failure, from the first non-finite value that is seen to the exception, callback or warning.
 
 Each failure is one Incident. FailureHandler takes it from top to bottom: seen, told to the other ranks and the sinks,
-raised inside the forward, and once that is left examined, written, agreed on and handed over. The option
+raised inside the forward, and once that is left examined by a re-run, written, agreed on and handed over. The option
 `on_nonfinite` says how it is handed over.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
+import tempfile
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..diagnosis.incident import Incident
+from ..diagnosis import rerun
+from ..diagnosis.batch_snapshot import BatchSnapshot
+from ..diagnosis.incident import Incident, write_frames
+from ..diagnosis.isolation import ChildEndedError, can_fork, clock, run_in_child
+from ..diagnosis.trials import Conditions
 from ..history.monitor import Monitor
+from ..instrumentation.slot import unwatched
 from ..ranks.coordinator import RankCoordinator
 from ..recording.events import Event
 from ..records.record import Frame
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
 from ..sinks.sink import SinkStream
-from ..util.visible import first_few, module_name, suppressed, suppressing, warn_user
+from ..util.visible import MANY, first_few, is_due, module_name, spell, suppressed, suppressing, warn_user
+from .options import scale_of
 from .reports import Reports
-
-if TYPE_CHECKING:
-    from .rerun_policy import RerunPolicy
+from .starts import Starts
 
 # Non-finite batches that are remembered after their end, for their backwards and recomputations.
 _MAX_ENDED = 64
+# Seconds that each re-run may take: at least these, and these times the batch's own.
+LEAST_SECONDS, TIMES_BATCH = 5.0, 20.0
 _WHERE = "Watch.report() (or --output-dir) has the frames that led to it"
+_GOES_ON = "no re-run was made, as the run goes on: rerun=True (--rerun) finds the operation"
+_UNTAKEN = "the watch ended before a step took it"
+_RARER = f"after {MANY} failures only the {2 * MANY}th, {4 * MANY}th, {8 * MANY}th ... are re-run and written"
 
 
 class FailureHandler:
     """Owner of a Watch's incidents.
 
     A batch has at most one incident, which belongs to the thread that makes the batch. `steps`, which the Watch sets,
-    holds the incident of a backward until a step is about to take it.
+    holds the incident of a backward until a step is about to take it. `starts` has the starts of batches.
     """
 
     steps: Any  # OptimizerSteps, which imports this module
 
-    def __init__(self, reports: Reports, monitor: Monitor, sinks: SinkStream, rerun: RerunPolicy) -> None:
-        self._reports = reports
+    def __init__(self, reports: Reports, starts: Starts, monitor: Monitor, sinks: SinkStream) -> None:
+        self._reports, self._monitor, self._sinks = reports, monitor, sinks
+        self.starts = starts
         self._options = options = reports.options
         self._action = options.on_nonfinite
-        # True if the user gets the report of each failure. Otherwise the run goes on by itself.
-        self._acts = self._action == "raise" or callable(self._action)
         self._recorder = recorder = reports.recorder
-        self._monitor = monitor
-        self._sinks = sinks
-        self.rerun = rerun
         # The first incident of the latest run of non-finite batches. A finite batch ends the run.
         self._first: Incident | None = None
         self.is_run_open = False
-        self._num_runs = 0
-        self._warned: Counter[str] = Counter()  # non-finite batches, by the module that was the first to fail
-        self._latest_warned = -sys.maxsize
+        self._num_examined = 0
         self._under_way: dict[int, Incident] = {}  # by the numbers of their batches
         self._ended: deque[int] = deque(maxlen=_MAX_ENDED)
         self._exception_batch: int | None = None
+        # Warnings
+        self._num_runs, self._latest_warned = 0, -sys.maxsize
+        self._warned: Counter[str] = Counter()  # non-finite batches, by the module that was the first to fail
         self._ranks: RankCoordinator | None = None
         if (model := reports.model()) is not None and self._action == "raise" and options.peer_timeout:
-            # Not a bound method: the job would keep this handler alive.
-            handler = weakref.ref(self)
-            self._ranks = RankCoordinator(
-                model,
-                options.peer_timeout,
-                lambda name: report_of(()) if (live := handler()) is None else live._write_last_frames(name),
-            )
+            handler = weakref.ref(self)  # the job would keep this handler alive by a bound method
+
+            def last_frames(name: str) -> Report:
+                return report_of(()) if (live := handler()) is None else live._write_last_frames(name)
+
+            self._ranks = RankCoordinator(model, options.peer_timeout, last_frames)
             if torch.distributed.is_available():
                 recorder.watch_name(vars(torch.distributed.distributed_c10d), "_pg_map")  # of process groups
-        reports.find_written = rerun.find_written
         self._batch_ends = recorder.subscribe(Event.BATCH_END)
         self._batch_ends.active = False
 
     # A batch begins
 
     def batch_started(self, batch: int, module: nn.Module | None) -> object:
-        """Return what a re-run needs beside the recorder's part; see RerunPolicy.
+        """Return what a re-run needs beside the recorder's part of the batch's start.
 
         Raises PeerNonFiniteError when another rank has failed, unless the run goes on after a failure.
         """
         if self._ranks is not None:
             self._ranks.batch_started(batch)
             self._batch_ends.active = True
-        return self.rerun.batch_started(module) if self.rerun.keeps_start and module is not None else None
+        return None if module is None else self.starts.batch_started(module)
 
-    # Seen, and raised inside the forward
+    # Seen
 
     def nonfinite_call(
         self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any, *, is_over: bool
     ) -> None:
         """Take a call that holds a non-finite value. Act on it at its batch's end if the forward `is_over`."""
-
-        def make() -> Report:
-            calls = self._reports.calls_around(frame.name, frame.batch)
-            if not is_over:  # this thread is inside the call
-                calls = self._reports.calls_to(frame.name, caller, args, kwargs)
-            return self._reports.of_failure(frame, caller, args, kwargs, calls)
-
+        make = partial(self._reports.of_call, frame, caller, args, kwargs, is_over=is_over)
         if frame.recomputed:
             # A recomputed forward repeats the failure of its batch, or is the first to fail. It has no end of its own.
             if not self.knows(frame.batch):
@@ -126,10 +127,9 @@ class FailureHandler:
         self.steps.settle(only_known=True)
         # A deferred backward came first: something else than an optimizer has moved the weights by its gradients.
         self._under_way[batch] = incident = self.steps.release() or Incident(make())
-        begins = self._tell(incident, ranks=tells_ranks)
-        if not self._acts:
+        self._tell(incident, ranks=tells_ranks)
+        if not self._options.acts:
             self._finish(incident)
-        self._warn(incident, begins)
         return incident
 
     def step_follows(self, incident: Incident) -> None:
@@ -139,10 +139,8 @@ class FailureHandler:
         """
         if self._ranks is not None:
             self._ranks.is_sharded = self._recorder.gathers_weights
-        begins = self._tell(incident)
+        self._tell(incident)
         self._finish(incident)
-        if incident.finding.phase != "save":  # no batch; its guard warns
-            self._warn(incident, begins)
 
     def knows(self, batch: int) -> bool:
         """Return whether the batch of this number is known to be non-finite."""
@@ -150,28 +148,14 @@ class FailureHandler:
 
     # Told
 
-    def _tell(self, incident: Incident, *, ranks: bool = True) -> bool:
-        """Tell the other ranks, before anything slow, and the sinks. Return whether a run of failures begins."""
-        begins = not self.is_run_open
-        if begins:
+    def _tell(self, incident: Incident, *, ranks: bool = True) -> None:
+        """Tell the other ranks, before anything slow, and the sinks."""
+        if not self.is_run_open:
             self._first, self.is_run_open = incident, True
         self._batch_ends.active = True
         if ranks and self._ranks is not None:
             self._ranks.publish(incident.finding)
         self._sinks.on_nonfinite(incident.finding)
-        return begins
-
-    def _warn(self, incident: Incident, begins: bool) -> None:
-        """Count the batch for the sum at the end, and warn of the 1st, 2nd, 4th, 8th run of failures."""
-        if self._action != "warn":
-            return
-        # A backward fails after its forward, which has been finite and has ended the run of the backward before.
-        batch, latest = incident.finding.batch, self._latest_warned
-        begins, self._latest_warned = begins and batch > latest + self._options.every, batch
-        self._warned[incident.finding.module] += 1
-        self._num_runs += begins
-        if begins and self._num_runs.bit_count() == 1:
-            warn_user(f"{text.summary(incident.finding)}; {_WHERE}")
 
     # The forward is left, and the batch ends
 
@@ -203,8 +187,8 @@ class FailureHandler:
             # Somebody may catch the exception and go on, so the other ranks are not told.
             incident = self._see(batch, lambda: report, tells_ranks=False)
         if incident is not None and not incident.is_finished:
-            self._finish(incident, error, agrees=self._action != "raise")
-        elif incident is not None and not self._acts:
+            self._finish(incident, error)
+        elif incident is not None and not self._options.acts:
             add_note(error, incident.report)
 
     def conclude(self, batch: int, completed: bool) -> None:
@@ -212,7 +196,7 @@ class FailureHandler:
         try:
             if (incident := self._under_way.get(batch)) is not None:
                 # A forward may have caught the error.
-                if completed and self._acts and incident.raised is None:
+                if completed and self._options.acts and incident.raised is None:
                     self._finish(incident)
             elif completed and batch % self._options.every == 0:
                 self.is_run_open = False
@@ -229,18 +213,13 @@ class FailureHandler:
     # Examined, written, agreed on, handed over
 
     def _finish(
-        self,
-        incident: Incident,
-        error: BaseException | None = None,
-        *,
-        agrees: bool = True,
-        raises: bool = True,
+        self, incident: Incident, error: BaseException | None = None, *, is_untaken: bool = False
     ) -> None:
         """Have the incident examined and written, agree with the other ranks on the origin, and raise it; once.
 
-        `error` is an exception that ends the batch already: it gets the report, and nothing is raised beside it. Of
-        several non-finite batches in a row only the first is examined, unless each is raised, and the sinks get only
-        the first where the run goes on by itself.
+        `error` is an exception that ends the batch already: it gets the report, and nothing is raised beside it. An
+        incident that `is_untaken` by a step is warned of. Of several non-finite batches in a row only the first is
+        examined, unless each is raised, and the sinks get only the first where the run goes on by itself.
         """
         if incident.is_finished:
             return
@@ -248,25 +227,118 @@ class FailureHandler:
         is_first = self._first is incident
         if is_first or self._action == "raise":
             try:
-                self.rerun.examine(incident)
+                self._examine(incident)
             except BaseException as interrupt:  # what a signal handler of the program raised meanwhile
                 cause = NonFiniteError(incident.report)
                 warn_user(f"{cause}", may_raise=False)
                 raise interrupt from cause
-        if agrees and self._ranks is not None and (origin := self._ranks.settle()) is not None:
+        if self._ranks is not None and (origin := self._ranks.settle()) is not None:
             incident.report = replace(incident.report, origin=origin)
         report = incident.report
-        if is_first or self._acts:
+        if is_first or self._options.acts:
             self._sinks.on_failure(report)
         if error is not None and error is incident.raised:
             # A second error would lose the notes that code in the forward has added to the first.
             NonFiniteError.__init__(incident.raised, report, report.origin)
         elif error is not None:
             add_note(error, report)
-        elif raises and self._action == "raise":
+        elif is_untaken and self._action in ("raise", "warn"):
+            words = f"{text.summary(incident.finding)}; {_UNTAKEN}; {_WHERE}"
+            warn_user(words, may_raise=sys.exc_info()[0] is None)
+        elif self._action == "raise":
             raise NonFiniteError(report, report.origin)
+        elif self._action == "warn" and incident.finding.phase != "save":  # no batch; its guard warns
+            self._warn(incident, begins=is_first)
         if callable(self._action):
             self._action(report)
+
+    def _warn(self, incident: Incident, *, begins: bool) -> None:
+        """Count the batch for the sum at the end, and warn of the 1st, 2nd, 4th, 8th run of failures."""
+        # A backward fails after its forward, which has been finite and has ended the run of the backward before.
+        batch, latest = incident.finding.batch, self._latest_warned
+        begins, self._latest_warned = begins and batch > latest + self._options.every, batch
+        self._warned[incident.finding.module] += 1
+        self._num_runs += begins
+        if begins and self._num_runs.bit_count() == 1:
+            warn_user(f"{text.summary(incident.finding)}; {_WHERE}")
+
+    def _examine(self, incident: Incident) -> None:
+        """Complete the incident by a re-run of this thread's batch, if it may run again, and write it to output_dir."""
+        options, finding, model = self._options, incident.finding, self._reports.model()
+        # What wrote a weight before it was saved, or a gradient before a step, lies behind the batch.
+        is_of_batch = finding.phase not in ("save", "step")
+        goes_on = options.rerun is None and not options.acts
+        if goes_on and is_of_batch and finding.origin in ("produced", "received"):
+            incident.remark(_GOES_ON)
+        if model is None or not (options.reruns or options.output_dir is not None):
+            return
+        self._num_examined += 1
+        if not is_due(self._num_examined):
+            if self._num_examined == MANY + 1:
+                cause = "the first report has the cause, Watch.stop() ends them"
+                warn_user(f"nanwatch: {_RARER}; {cause}", may_raise=False)
+            incident.remark(
+                f"no re-run was made: this is failure {self._num_examined} of the watch, and {_RARER}"
+            )
+            return
+        examines = options.reruns and is_of_batch
+        start, loss = self.starts.of(finding) if examines else (None, None)
+        examine = partial(
+            rerun.examine,
+            incident,
+            model=model,
+            output_dir=options.output_dir,
+            # A module that is not watched is not judged either.
+            conditions=Conditions(
+                scale_of(options.scaler),
+                lambda name, module: not options.observes(name) or options.excuses(name, module),
+            ),
+            loss=loss,
+        )
+        try:
+            if start is None and loss is None:
+                examine(start, examines=examines)
+            else:
+                self._run_again(incident, model, start, partial(examine, start, examines=True))
+        except ChildEndedError as error:
+            incident.remark(f"of a re-run in a child process: {error}")
+            examine(None, examines=False)
+        except Exception as error:  # a failed re-run must not lose the first report
+            warn_user(f"nanwatch could not re-run a failed batch: {spell(error)}", may_raise=False)
+        except BaseException as interrupt:  # of a signal's handler, or of code that ran again in this process
+            incident.remark(f"{type(interrupt).__name__} ended the re-run")
+            examine(None, examines=False)
+            raise
+
+    def _run_again(
+        self,
+        incident: Incident,
+        model: nn.Module,
+        start: BatchSnapshot | None,
+        examine: Callable[..., None],
+    ) -> None:
+        """Complete the incident in a forked child, else in this process, under a clock."""
+        seconds = LEAST_SECONDS + (0.0 if start is None else TIMES_BATCH * start.elapsed)
+        # Once, as each child would import it anew: torch._dynamo takes a second.
+        importlib.import_module("torch._dynamo")
+        tempfile.gettempdir()  # writes a file, the first time
+
+        def work() -> str:
+            with clock(seconds):
+                examine()
+            return incident.report.to_json()
+
+        if self._options.rerun_in == "child" and can_fork():
+            try:
+                incident.report = Report.from_json(run_in_child(work, seconds + LEAST_SECONDS))
+            except ChildEndedError as ended:
+                if ended.latest is not None:
+                    incident.report = Report.from_json(ended.latest)
+                raise
+            return
+        with unwatched(model), clock(seconds):  # no other thread enters the model meanwhile
+            is_shared = self._recorder.num_other_threads > 0
+            examine(reason="another thread was inside the model" if is_shared else "")
 
     # Another rank fails
 
@@ -287,7 +359,11 @@ class FailureHandler:
     def _write_last_frames(self, name: str) -> Report:
         """Write and return the latest frames of a rank without a failure of its own, from any thread."""
         report = self._reports.latest(None, self._reports.batch)
-        self.rerun.write_frames(report, name)
+        if self._options.output_dir is not None:
+            try:
+                write_frames(report, self._options.output_dir / name)
+            except Exception as error:
+                warn_user(f"nanwatch could not write the last frames: {spell(error)}", may_raise=False)
         return report
 
     # A report is asked for
@@ -328,9 +404,15 @@ class FailureHandler:
         is_raising = sys.exc_info()[0] is not None
         try:
             if (deferred := self.steps.release()) is not None:
-                self._report_untaken(deferred, is_raising)
+                deferred.remark(_UNTAKEN)
+                self._tell(deferred, ranks=False)
+                self._finish(deferred, is_untaken=True)
+        except Exception:
+            if not is_raising:
+                raise
+            suppressed("on_nonfinite raised while the watch ended by another error")
         finally:
-            self.rerun.let_go()
+            self.starts.let_go()
             if self._ranks is not None:
                 self._ranks.close()
             counts, self._warned = self._warned.most_common(), Counter()
@@ -339,16 +421,3 @@ class FailureHandler:
                 total, num_batches = sum(count for _, count in counts), self._recorder.latest_batch + 1
                 words = f"non-finite batches: {total:,} of {num_batches:,}, first in {first_few(names, 3)}"
                 warn_user(words, may_raise=sys.exc_info()[0] is None)
-
-    def _report_untaken(self, deferred: Incident, is_raising: bool) -> None:
-        deferred.remark("the watch ended before a step took it")
-        self._tell(deferred, ranks=False)
-        try:
-            self._finish(deferred, agrees=False, raises=False)
-        except Exception:
-            if not is_raising:
-                raise
-            suppressed("on_nonfinite raised while the watch ended by another error")
-        if self._action in ("raise", "warn"):
-            words = f"{text.summary(deferred.finding)}; the watch ended before a step took it; {_WHERE}"
-            warn_user(words, may_raise=not is_raising)

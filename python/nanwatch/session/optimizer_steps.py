@@ -179,7 +179,7 @@ class OptimizerSteps:
             if module is not None and name in module._parameters:
                 weights.add((weakref.ref(module), name))
         outermost = max((call for call in calls if call.frame.batch == batch), key=lambda call: call.number)
-        self._failures.rerun.backward_failed(batch, outermost.frame.records)
+        self._failures.starts.backward_failed(batch, outermost.frame.records)
         self._defer(Incident(report), {frame.batch for frame, _ in faults}, weights)
 
     def _loss_is_nan(self, loss: Tensor, batch: int) -> None:
@@ -192,7 +192,7 @@ class OptimizerSteps:
         name = type(loss).__name__ if loss.grad_fn is None else loss.grad_fn.name()
         frame = Frame(batch, "(loss)", name, (observe(loss.detach(), "output", "output"),), "backward")
         incident = self._reports.of_frame(frame, "received")
-        self._failures.rerun.backward_failed(batch)
+        self._failures.starts.backward_failed(batch)
         self._failures.step_follows(incident)
 
     # Deferred until a step
@@ -389,7 +389,7 @@ class OptimizerSteps:
         # The gradients of a non-finite forward are its consequence.
         if bad_parameters and self._deferred is None and not self._failures.knows(batch):
             incident, weights = self._reports.of_taken(optimizer, bad_parameters, batch)
-            self._failures.rerun.keep_start(batch)
+            self._failures.starts.keep(batch)
             self._defer(incident, {batch}, weights)
         loss, self._loss = self._loss, None
         is_nan = loss is not None and not bad_parameters
@@ -406,7 +406,7 @@ class OptimizerSteps:
             if self.spikes is not None:
                 self.spikes.before_step(optimizer)
             if takes_ours:
-                self._failures.rerun.let_go()
+                self._failures.starts.let_go()
 
     def _read_state(self, optimizer: Optimizer) -> None:
         batch = self._recorder.latest_batch

@@ -360,6 +360,16 @@ class Options:
     scaler: Any = None
     max_skipped_steps: int = 20
 
+    @property
+    def acts(self) -> bool:
+        """True if the user gets the report of each failure. Otherwise the run goes on by itself."""
+        return self.on_nonfinite == "raise" or callable(self.on_nonfinite)
+
+    @property
+    def reruns(self) -> bool:
+        """True if a failed batch is run again. "warn" and "record" promise a run that goes on without a pause."""
+        return self.acts if self.rerun is None else self.rerun
+
     def observes(self, name: str) -> bool:
         """Return whether the calls of the module of this name are recorded."""
         return (not self.modules or _matches(name, self.modules)) and not _matches(name, self.ignore_modules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -33,6 +33,7 @@ from ..util.job import rank
 from ..util.modules import is_in
 from ..util.visible import suppressing
 from .options import Options
+from .starts import ModelRef, Starts
 
 # A host's remarks on a finding, whose record is None where no frame has it.
 Describe: TypeAlias = Callable[[Finding, Record | None], tuple[str, ...]]
@@ -46,41 +47,18 @@ _WRITTEN = (
 )
 
 
-class ModelRef:
-    """Weak reference to a watched model.
-
-    Once the model is gone it returns a module with those of its children that are left: a list of model and loss may
-    live for no longer than the call of `watch`.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._children = {key: weakref.ref(x) for key, x in model._modules.items() if x is not None}
-
-    def __call__(self) -> nn.Module | None:
-        """Return the model or what is left of it; None once all is gone."""
-        if (model := self._model()) is not None:
-            return model
-        rest = nn.Module()
-        children = ((key, reference()) for key, reference in self._children.items())
-        rest._modules.update({key: child for key, child in children if child is not None})
-        return rest if rest._modules else None
-
-
 class Reports:
     """Makes reports of the frames that a recorder holds, each with at most the latest `max_frames`.
 
     `model()` is None once the model is gone.
     """
 
-    def __init__(self, model: nn.Module, recorder: Recorder, options: Options, suspicion: Suspicion) -> None:
-        self.model = ModelRef(model)
-        self.recorder = recorder
-        self.options = options
-        self._suspicion = suspicion
+    def __init__(
+        self, starts: Starts, model: ModelRef, recorder: Recorder, options: Options, suspicion: Suspicion
+    ) -> None:
+        self.model, self.recorder, self.options = model, recorder, options
+        self._starts, self._suspicion = starts, suspicion
         self.describe: Describe | None = None
-        # Tensors that the batch of this thread was called with and that were written to since, by id.
-        self.find_written: Callable[[], Collection[int]] = tuple
         self.explain_weight: Callable[[Finding], Finding] = lambda finding: finding
         self._mesh: tuple[str, ...] = ()  # kept, because a report may be asked for when the model has gone
 
@@ -147,49 +125,6 @@ class Reports:
         incident = self.of_frame(frame, "produced" if is_unseen else "received")
         return incident, {(weakref.ref(owners[id(x)][0].module), owners[id(x)][1]) for x in owned}
 
-    def of_failure(
-        self,
-        nonfinite: Frame,
-        caller: str | None,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        calls: Sequence[LeftCall],
-        more: Sequence[Frame] = (),
-    ) -> Report:
-        """Return the report of the first non-finite call of a batch whose outermost call got `args` and `kwargs`.
-
-        `caller` is the module that made that call, and `calls` are those under way, the innermost first. `nonfinite`
-        is the call's frame: frames of other threads may have pushed it out of the recorder since. `more` are frames
-        that the recorder has not kept.
-        """
-        batch = nonfinite.batch
-        frames = [*self.recorder.frames(), *more]
-        if all(frame.fault is None for frame in frames if frame.batch == batch):
-            frames.append(nonfinite)
-        kept = self.recorder.frames_of_batch(batch)
-        num_frames = None if kept is None else kept + len(more)
-        # No data loader made what a call inside the model got, or what was written to since.
-        written = self.find_written()
-        leaves = [] if self._is_inside(calls) else list(call_leaves(args, kwargs or {}))
-        given = [observe(x, label, "input") for label, x in leaves if id(x) not in written]
-        outer = self._first_nonfinite(batch, calls)
-        if outer is not None:
-            earlier, caller = outer
-            num_frames = None if num_frames is None else num_frames + (earlier.name != nonfinite.name)
-            frames = with_earlier(frames, earlier)
-        current = [frame for frame in frames if frame.batch == batch]
-        finding = find(current, batch_inputs=given, caller=caller, rank=rank(), num_frames=num_frames)
-        if finding is not None and finding.origin == "received" and caller is None:
-            overwritten = [x for label, x in leaves if id(x) in written and label == finding.label]
-            if any(observe(x, "", "input").is_fault for x in overwritten):
-                finding = replace(finding, origin="produced", remarks=(_WRITTEN.format(finding.label),))
-        if finding is not None and finding.origin == "weight":
-            finding = self.explain_weight(finding)
-        if self.describe is not None and finding is not None:
-            remarks = self.describe(finding, culprit(finding, current)[1])
-            finding = replace(finding, remarks=(*finding.remarks, *remarks))
-        return self.of(tuple(frames), finding, batch)
-
     def of_left_calls(self, error: Exception, batch: int) -> Report | None:
         """Return the report of the first non-finite one of the calls that the exception left.
 
@@ -199,9 +134,61 @@ class Reports:
         calls = left_calls(error)
         if (outer := self._first_nonfinite(batch, calls)) is None:
             return None
-        return self.of_failure(*outer, *calls[-1][1:3], (), more=outer[:1])
+        return self.of_call(*outer, *calls[-1][1:3], more=outer[:1])
 
-    def calls_around(self, name: str, batch: int | None = None) -> list[LeftCall]:
+    def of_call(
+        self,
+        nonfinite: Frame,
+        caller: str | None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        *,
+        is_over: bool = False,
+        more: Sequence[Frame] = (),
+    ) -> Report:
+        """Return the report of the first non-finite call of a batch whose outermost call got `args` and `kwargs`.
+
+        `caller` is the module that made that call. `nonfinite` is the call's frame: frames of other threads may have
+        pushed it out of the recorder since. `is_over`: this thread has left the call. `more` are frames that the
+        recorder has not kept, of calls that an exception has left: none is under way then.
+        """
+        calls: list[LeftCall] = []
+        if is_over:
+            calls = self._calls_around(nonfinite.name, nonfinite.batch)
+        elif not more:
+            calls = self._calls_to(nonfinite.name, caller, args, kwargs or {})
+        batch = nonfinite.batch
+        frames = [*self.recorder.frames(), *more]
+        if all(frame.fault is None for frame in frames if frame.batch == batch):
+            frames.append(nonfinite)
+        kept = self.recorder.frames_of_batch(batch)
+        num_frames = None if kept is None else kept + len(more)
+        if (outer := self._first_nonfinite(batch, calls)) is not None:
+            earlier, caller = outer
+            num_frames = None if num_frames is None else num_frames + (earlier.name != nonfinite.name)
+            frames = with_earlier(frames, earlier)
+        # No data loader made what a call inside the model got, or what was written to since.
+        written = self._starts.written()
+        leaves = [] if self._is_inside(calls) else list(call_leaves(args, kwargs or {}))
+        given = [observe(x, label, "input") for label, x in leaves if id(x) not in written]
+        current = [frame for frame in frames if frame.batch == batch]
+        finding = find(current, batch_inputs=given, caller=caller, rank=rank(), num_frames=num_frames)
+        if finding is None:
+            return self.of(tuple(frames), None, batch)
+        if finding.origin == "received" and caller is None:
+            overwritten = [x for label, x in leaves if id(x) in written and label == finding.label]
+            if any(observe(x, "", "input").is_fault for x in overwritten):
+                finding = replace(finding, origin="produced", remarks=(_WRITTEN.format(finding.label),))
+        if finding.origin == "weight":
+            finding = self.explain_weight(finding)
+        if self.describe is not None:
+            remarks = self.describe(finding, culprit(finding, current)[1])
+            finding = replace(finding, remarks=(*finding.remarks, *remarks))
+        return self.of(tuple(frames), finding, batch)
+
+    # The calls under way
+
+    def _calls_around(self, name: str, batch: int | None = None) -> list[LeftCall]:
         """Return calls of the module of this name and of those around it, the innermost first.
 
         They have no arguments, but for the outermost of this thread's `batch`.
@@ -212,16 +199,16 @@ class Reports:
         if start is None or start.batch != batch:
             return calls
         return [
-            x._replace(args=start.args, kwargs=start.kwargs or {}) if x[0] is start.module else x
+            x._replace(args=start.args, kwargs=start.kwargs or {}) if x.module is start.module else x
             for x in calls
         ]
 
-    def calls_to(
-        self, name: str, caller: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    def _calls_to(
+        self, name: str, caller: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[LeftCall]:
         """Return the calls under way in this thread around that of `name`, the innermost first.
 
-        Calls in compiled code are in no stack: `calls_around` has them. `args` and `kwargs` are the outermost call's.
+        Calls in compiled code are in no stack: `_calls_around` has them. The outermost call got `args` and `kwargs`.
         """
         calls, model = open_calls(), self.model()
         if model is None or (calls and isinstance(calls[0].module, Function)):
@@ -231,14 +218,15 @@ class Reports:
         innermost = next((names[id(call.module)] for call in calls if id(call.module) in names), None)
         if target not in names.values() or target is None or innermost == target:
             return calls
-        outermost = innermost
-        if innermost is None:
-            known = self.recorder.outermost()
-            outermost = target if known is None else known
-            modules = [module for module in model.modules() if names.get(id(module)) == outermost]
-            calls = [*(LeftCall(module, args, kwargs or {}, ()) for module in modules), *calls]
-        around = {names[id(x.module)]: x for x in self.calls_around(target) if id(x.module) in names}
-        return [x for name, x in around.items() if name != outermost and is_in(name, outermost or "")] + calls
+        around = [(names[id(x.module)], x) for x in self._calls_around(target) if id(x.module) in names]
+        if innermost is not None:
+            return [x for place, x in around if place != innermost and is_in(place, innermost)] + calls
+        outermost = self.recorder.outermost()
+        outermost = target if outermost is None else outermost
+        inside = [(place, x) for place, x in around if is_in(place, outermost)]
+        return [
+            x._replace(args=args, kwargs=kwargs) if place == outermost else x for place, x in inside
+        ] + calls
 
     def _is_inside(self, calls: Sequence[LeftCall]) -> bool:
         """Return whether code of the model makes the outermost of these calls, with no call of the model around it.

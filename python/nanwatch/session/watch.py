@@ -37,7 +37,7 @@ from .failure_handler import FailureHandler
 from .optimizer_steps import OptimizerSteps
 from .options import Options
 from .reports import Reports
-from .rerun_policy import RerunPolicy
+from .starts import ModelRef, Starts
 
 # hook(watch, model), called when a watch begins.
 watch_starts = GlobalHooks()
@@ -74,7 +74,7 @@ class Watch:
         **settings: bool,
     ) -> None:
         self._options = options
-        self._model = reference = weakref.ref(model)
+        self._model = weakref.ref(model)
         # Frames of chosen batches come one by one. All others are fetched from a recorder that holds enough.
         fetches = options.trace is not None and not options.trace_batches
         ring = max(options.max_frames, ring_size(model)) if fetches else options.max_frames
@@ -91,9 +91,10 @@ class Watch:
         targets = [sink_for(target) for target in options.sinks]
         self._sinks = sinks = SinkStream(self._recorder, targets, [*notes, Warnings()], every=options.every)
         self._monitor = Monitor(self._recorder, model, every=options.every, forecasts=options.forecast)
-        self._reports = Reports(model, self._recorder, options, self._monitor.suspicion)
-        rerun = RerunPolicy(model, self._recorder, options)
-        self._failures = FailureHandler(self._reports, self._monitor, sinks, rerun)
+        reference = ModelRef(model)
+        starts = Starts(reference, self._recorder, options)
+        self._reports = Reports(starts, reference, self._recorder, options, self._monitor.suspicion)
+        self._failures = FailureHandler(self._reports, starts, self._monitor, sinks)
         self._steps = OptimizerSteps(self._reports, self._failures, sinks.on_skipped_step)
         self._failures.steps = self._steps
         self._batch_ends = self._recorder.subscribe(Event.BATCH_END)
@@ -103,11 +104,11 @@ class Watch:
 
             def write(report: SpikeReport) -> SpikeReport:
                 assert folder is not None
-                return write_spike(report, rerun.kept(report.batch), reference(), folder)
+                return write_spike(report, starts.of_ended(report.batch), reference(), folder)
 
             writes = None if folder is None else write
             self._steps.spikes = SpikeWatch(
-                self._recorder, self._steps, is_due, rerun.keep_start, writes, sinks.on_spike
+                self._recorder, self._steps, is_due, starts.keep, writes, sinks.on_spike
             )
             self._monitor.follow(self._steps.spikes.take)
         timeout = options.peer_timeout or 30.0
