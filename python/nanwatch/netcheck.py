@@ -39,15 +39,15 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 class _Check:
     def __init__(self, refuse: Callable[[str], object], backend: str, timeout: float) -> None:
-        given = {name: os.environ.get(name) or os.environ.get(_SLURM.get(name, ""), "") for name in _NAMES}
-        given["LOCAL_RANK"] = given["LOCAL_RANK"] or "0"  # often not set where each host has one rank
-        numbers = [number for name in _NAMES[:4] if (number := whole_number(given[name])) is not None]
-        if len(numbers) < 4 or numbers[0] >= numbers[1] or not given["MASTER_ADDR"]:
-            variables = ", ".join(f"{name}={value[:60]!r}" for name, value in given.items())
-            refuse(f"{variables} name no rank: use torchrun --nproc_per_node 2 -m nanwatch.netcheck, or srun")
+        env = {name: os.environ.get(name) or os.environ.get(_SLURM.get(name, ""), "") for name in _NAMES}
+        env["LOCAL_RANK"] = env["LOCAL_RANK"] or "0"  # often not set where each host has one rank
+        numbers = [number for name in _NAMES[:4] if (number := whole_number(env[name])) is not None]
+        if len(numbers) < 4 or numbers[0] >= numbers[1] or not env["MASTER_ADDR"]:
+            words = ", ".join(f"{name}={value[:60]!r}" for name, value in env.items())
+            refuse(f"{words} name no rank: use torchrun --nproc_per_node 2 -m nanwatch.netcheck, or srun")
         self._rank, self._count, self._local_rank, port = numbers
         self._name = f"{socket.gethostname()}-{self._local_rank}"
-        self._master = given["MASTER_ADDR"], port
+        self._master = env["MASTER_ADDR"], port
         self._hosts_store = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._prefix = f"nanwatch/netcheck/{store_key(os.environ)}"
         self._backend, self._timeout, self._limit = backend, timeout, timedelta(seconds=max(1.0, timeout - 1))
@@ -64,7 +64,7 @@ class _Check:
             self._store = self._connect(self._hosts_store)
             threading.Thread(target=self._listen, daemon=True).start()
             self._begin("arrival")
-            self._meet()
+            self._exchange_addresses()
             self._begin("links")
             if unreachable := self._unreachable(self._timeout / 2):
                 raise RuntimeError(unreachable)
@@ -89,9 +89,9 @@ class _Check:
 
     def _await(self, what: str, value: str = "yes", *, waits: bool = True) -> None:
         """Report that this rank has `what`, and wait until all ranks have."""
-        known = self._store.compare_set(f"{what}/{self._rank}", "", value).decode()
-        if known != value:
-            raise RuntimeError(f"{known.split()[0]} is rank {self._rank} already: start each rank once")
+        stored = self._store.compare_set(f"{what}/{self._rank}", "", value).decode()
+        if stored != value:
+            raise RuntimeError(f"{stored.split()[0]} is rank {self._rank} already: start each rank once")
         self._store.add(what, 1)
         while waits and self._store.add(what, 0) < self._count:
             if time.monotonic() > self._deadline - 0.5:
@@ -99,7 +99,7 @@ class _Check:
                 raise RuntimeError(f"ranks that have not {what}: {spell_runs(missing)}")
             time.sleep(max(0.05, self._count / 5000))  # at most 5,000 questions per second to one store
 
-    def _meet(self) -> None:
+    def _exchange_addresses(self) -> None:
         with socket.create_connection(self._master, self._timeout / 2) as connection:
             family, address = connection.family, connection.getsockname()[0]
         address = "" if address.startswith(("127.", "::1")) else address  # this host's alone

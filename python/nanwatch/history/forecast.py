@@ -115,10 +115,10 @@ class Forecaster:
         following = last + (self._pause if may_look else _usual_pause(last))
         return following if last >= _EVERY else min(following, 2 * last if last > 0 else last + 1)
 
-    def meet(self, names: Sequence[PeakName]) -> None:
+    def add_names(self, names: Sequence[PeakName]) -> None:
         """Add the names of the next values, which come after those that were added before."""
         if names:
-            self.history.meet(names)
+            self.history.add_names(names)
             self._dtypes += [dtype for _, _, dtype in names]
             ends = [nan if label.startswith("input[") else _end_bits(dtype) for _, label, dtype in names]
             self._ends = np.append(self._ends, ends)
@@ -152,7 +152,7 @@ class Forecaster:
         left, *_ = fit(batches[-_POINTS[0] :], headroom[-_POINTS[0] :])
         if not (left.min(initial=inf) <= _REACH * batch):
             return None
-        left, margin, loss = foretell(batches, headroom)
+        left, margin, loss = extrapolate(batches, headroom)
         with np.errstate(invalid="ignore"):
             is_near = (left >= _LEAST_LEFT) & (left <= _REACH * batch) & (2 * margin <= left)
             is_near &= headroom[-1] <= _MOST_ROOM * np.fmax.reduce(headroom)
@@ -183,7 +183,7 @@ class Forecaster:
         return forecast
 
     def _is_new(self, batch: int, middle: float, margin: float) -> bool:
-        self._announced = [made for made in self._announced if batch - made[0] < _LINES_IN]
+        self._announced = [(at, forecast) for at, forecast in self._announced if batch - at < _LINES_IN]
         if not self._announced:
             return True
         last = self._announced[-1][1]
@@ -192,7 +192,7 @@ class Forecaster:
         return has_changed and len(self._announced) < _MOST_LINES
 
 
-def foretell(batches: Floats, headroom: Floats) -> tuple[Floats, Floats, Floats]:
+def extrapolate(batches: Floats, headroom: Floats) -> tuple[Floats, Floats, Floats]:
     """Return when each column reaches 0, in batches after the last, the margin of that, and the bits lost a batch."""
     best: list[Floats] = []
     for size in _POINTS:

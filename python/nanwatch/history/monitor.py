@@ -54,7 +54,7 @@ class Monitor:
             forecast = None
             if batch >= forecaster.next:
                 names, self._names = self._names, []
-                forecaster.meet(names)
+                forecaster.add_names(names)
                 forecast = forecaster.end(batch, values) if gathered == batch else None
             if take is None:
                 self._recorder.gathers_from = max(batch + self._every, forecaster.next)

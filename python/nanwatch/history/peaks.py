@@ -75,7 +75,7 @@ class PeakHistory:
         self._first: Floats = np.zeros(0)
         self._latest: Floats = np.zeros(0)
 
-    def meet(self, names: Sequence[PeakName]) -> None:
+    def add_names(self, names: Sequence[PeakName]) -> None:
         """Add tensors, in the order of the forward or of the backward."""
         if not names:  # as in nearly all steps
             return
@@ -109,8 +109,8 @@ class PeakHistory:
 
         Another thread may be adding a step.
         """
-        known = zip(self.names, self._first.tolist(), self._latest.tolist(), strict=False)
-        return [(name, first, latest) for name, first, latest in known if first]
+        magnitudes = zip(self.names, self._first.tolist(), self._latest.tolist(), strict=False)
+        return [(name, first, latest) for name, first, latest in magnitudes if first]
 
     def _recent(self) -> Floats:
         return self._bits[max(0, self._num_rows - DEPTH) : self._num_rows]

@@ -72,12 +72,12 @@ class _Track:
         self._rates: deque[float] = deque(maxlen=_RATE_STEPS)
         self._rate_jump: tuple[int, tuple[float, float]] | None = None
 
-    def meet(self, forward: Sequence[PeakName], backward: Sequence[PeakName]) -> None:
+    def add_names(self, forward: Sequence[PeakName], backward: Sequence[PeakName]) -> None:
         """Add the tensors that are new here."""
-        self.forward.meet(forward[len(self.forward.names) :])
-        known = len(self.backward.names)
-        self.backward.meet(backward[known:])
-        self.of_weights += [i for i in range(known, len(backward)) if OF_CALL.match(backward[i][1]) is None]
+        self.forward.add_names(forward[len(self.forward.names) :])
+        start = len(self.backward.names)
+        self.backward.add_names(backward[start:])
+        self.of_weights += [i for i in range(start, len(backward)) if OF_CALL.match(backward[i][1]) is None]
 
     def add_rate(self, optimizer: Optimizer) -> None:
         """Take the largest learning rate of a step that is about to be made."""
@@ -205,7 +205,7 @@ class SpikeWatch:
         self._step += 1
         track = self._track(optimizer)
         track.step += 1
-        track.meet(self._names, self._gradient_names)
+        track.add_names(self._names, self._gradient_names)
         track.add_rate(optimizer)
         gradients = np.frombuffer(values) / self._relative_scale()
         forward = np.zeros(len(track.forward.names))
@@ -254,10 +254,10 @@ class SpikeWatch:
         self, track: _Track, jumps: Sequence[Departure], batch: int, losses: list[float]
     ) -> SpikeReport:
         loss = None if self._loss_place is None else self._names[self._loss_place][:2]
-        forward = [left for left in track.forward.departures(falls=True) if (left.module, left.label) != loss]
+        forward = [x for x in track.forward.departures(falls=True) if (x.module, x.label) != loss]
         backward = track.backward.departures()
         # The step of another optimizer, as of a GAN's other part, has been made. This one is about to be made.
-        rates = next((rates for known in self._tracks.values() if (rates := known.rates())), None)
+        rates = next((rates for other_track in self._tracks.values() if (rates := other_track.rates())), None)
         cause, first = cause_of(jumps, forward, backward, rates)
         curves = tuple(_curves(track, first, forward, backward))
         return SpikeReport(
@@ -303,9 +303,9 @@ def _curves(
 ) -> Iterator[Curve]:
     yield from (signal.curve() for signal in (track.loss, track.norm))
     for history, departures in ((track.forward, forward), (track.backward, backward)):
-        names = [(left.module, left.label) for left in (first, *departures) if left is not None]
-        known = set(history.names)
-        for name in [name for name in dict.fromkeys(names) if name in known][:_SHOWN_CURVES]:
+        names = [(x.module, x.label) for x in (first, *departures) if x is not None]
+        tracked_names = set(history.names)
+        for name in [name for name in dict.fromkeys(names) if name in tracked_names][:_SHOWN_CURVES]:
             yield history.curve(name)
 
 

@@ -37,7 +37,7 @@ _NUM_FAILED, _NUM_REPORTED, _NUM_LEFT = "num_failed", "num_reported", "num_left"
 class PeerNonFiniteError(NonFiniteError):
     """A nan or an inf on another rank. `.origin` says where it was first, `.report` has this rank's last frames."""
 
-    def _told(self) -> str:
+    def _message(self) -> str:
         head = self.origin or "a non-finite value on another rank"
         return f"{head}\n\nThis rank ({self.report.rank}), at that time:\n{self.report.to_text()}"
 

@@ -112,10 +112,10 @@ def shrinking(frames: Sequence[Frame]) -> str:
             break
         role = "output" if frame.phase == "forward" else "gradient"
         outputs = [(record, headroom_bits(record)) for record in frame.records if record.role == role]
-        known = [(bits, record) for record, bits in outputs if bits is not None]
-        if not known:
+        headrooms = [(bits, record) for record, bits in outputs if bits is not None]
+        if not headrooms:
             continue
-        bits, record = min(known, key=itemgetter(0))
+        bits, record = min(headrooms, key=itemgetter(0))
         last = last or (frame.name, bits, record)
         if bits == inf or bits < first[1] - _RECOVERY or record.dtype != last[2].dtype:
             break

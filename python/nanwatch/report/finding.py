@@ -161,8 +161,8 @@ def with_earlier(frames: Iterable[Frame], earlier: Frame) -> list[Frame]:
     if place == len(frames) or frames[place].name != earlier.name:
         frames.insert(place, earlier)
         return frames
-    known = {record.label for record in frames[place].records}
-    more = [record for record in earlier.records if record.label not in known]
+    known_labels = {record.label for record in frames[place].records}
+    more = [record for record in earlier.records if record.label not in known_labels]
     frames[place] = frames[place]._replace(records=(*more, *frames[place].records))
     return frames
 
@@ -239,7 +239,7 @@ def _origin(
         return "buffer", None
     if record.role != "input":
         return "produced", None
-    if any(given.is_fault for given in batch_inputs):
+    if any(argument.is_fault for argument in batch_inputs):
         return "data", None
     # No earlier frame held a fault, or that would be the first. What is left is code of the caller that is no
     # module: a matrix product or a residual sum between two calls of submodules.

@@ -155,9 +155,9 @@ def _why_forward(finding: Finding, frame: Frame | None, frames: Sequence[Frame])
         if finding.label.startswith("input"):
             return _of("written into its input")
         records = () if frame is None else frame.records
-        given = [r.abs_max for r in records if r.role == "input" and r.abs_max and r.isfinite]
+        peaks = [r.abs_max for r in records if r.role == "input" and r.abs_max and r.isfinite]
         maker = "function" if finding.class_name == "Function" else "module"
-        return _of(f"made by the {maker}", largest_input=max(given, default=None))
+        return _of(f"made by the {maker}", largest_input=max(peaks, default=None))
     if finding.origin == "weight":
         if finding.batch == 0:
             return _of("weight before the first batch")
@@ -237,16 +237,16 @@ def _squared(finding: Finding, frame: Frame | None) -> Statement | None:
     ):
         return None
     inputs = [] if frame is None else [record for record in frame.records if record.role == "input"]
-    for given in finding.operands or inputs:
-        dtype = "float32" if given.dtype in ("float16", "bfloat16") else given.dtype
+    for operand in finding.operands or inputs:
+        dtype = "float32" if operand.dtype in ("float16", "bfloat16") else operand.dtype
         ends = limits(dtype)
         if (
             ends is not None
-            and _is_finite_float(given)
-            and given.abs_max
-            and given.abs_max > ends.largest**0.5
+            and _is_finite_float(operand)
+            and operand.abs_max
+            and operand.abs_max > ends.largest**0.5
         ):
-            return _of("square of the input", largest=given.abs_max, dtype=dtype, end=ends.largest)
+            return _of("square of the input", largest=operand.abs_max, dtype=dtype, end=ends.largest)
     return None
 
 
@@ -272,9 +272,9 @@ def _why_backward(finding: Finding, frame: Frame | None) -> Statement:
         return _of("gradient at the step" if finding.label.endswith(".grad") else "optimizer step")
     if finding.origin == "produced":
         records = () if frame is None else frame.records
-        given = [r.abs_max for r in records if r.isfinite and r.abs_max and r.label.startswith("output")]
+        peaks = [r.abs_max for r in records if r.isfinite and r.abs_max and r.label.startswith("output")]
         maker = "function" if finding.class_name == "Function" else "module"
-        return _of(f"made by the {maker}'s backward", largest_gradient=max(given, default=None))
+        return _of(f"made by the {maker}'s backward", largest_gradient=max(peaks, default=None))
     if finding.source_module is not None:
         return _of("from a backward", giver=finding.source_module)
     is_known = finding.label.startswith("output") or finding.operation is not None

@@ -103,12 +103,12 @@ def _chart(records: Sequence[tuple[Frame, Record]], finding: Finding | None) -> 
             at = [names[i] for i in of_role]
             lines.append({"name": f"abs max of {role}s", "color": role, "at": at, "x": of_role, "y": values})
     largest = {record.dtype: record.ends.largest for _, record in records if record.ends is not None}
-    both, ends = [0, len(records) - 1], (names[0], names[-1])
+    span, ends = [0, len(records) - 1], (names[0], names[-1])
     highest = max((value for line in lines for value in line["y"] if isinstance(value, float)), default=0.0)
     for name, value in sorted(largest.items()):
         if value < 1e6 * max(highest, 1.0):  # the end of float32 would flatten everything else
             line = {"name": f"largest of {name}", "color": "quiet", "dash": "dashed", "at": ends}
-            lines.append({**line, "x": both, "y": [value, value]})
+            lines.append({**line, "x": span, "y": [value, value]})
     hint = "Each tensor's largest magnitude, the oldest call on the left. What is zero, nan or inf is a gap."
     marks = [i for i, (frame, record) in enumerate(records) if _is_culprit(frame, record, finding)]
     label = "abs max of every record on a logarithmic scale; the table below has the same numbers"

@@ -100,24 +100,24 @@ class Chart:
         numbers = [float(x) for line in self.lines for x in line["x"]]
         if not numbers:
             return ""
-        left, width = min(numbers), (max(numbers) - min(numbers)) or 1
+        lowest_x, width = min(numbers), (max(numbers) - min(numbers)) or 1
         logs = [log10(y) for line in self.lines for y in line["y"] if _is_drawn(y)] or [0.0, 1.0]
         margin = 0.06 * (max(logs) - min(logs) or 1)
         low, top = min(logs) - margin, max(logs) + margin
 
         def place(x: float, power: float) -> tuple[float, float]:
-            across = (_WIDTH - _LEFT - _RIGHT) * (x - left) / width
+            across = (_WIDTH - _LEFT - _RIGHT) * (x - lowest_x) / width
             return _LEFT + across, _TOP + _PLOT * (top - power) / (top - low)
 
         parts = []
         step = max(1, -(-int(top - low + 1) // 8))
         for power in range(ceil(low / step) * step, int(top) + 1, step):
-            y = place(left, power)[1]
+            y = place(lowest_x, power)[1]
             parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
             parts.append(svg_text(_LEFT - 8, y + 4, f"1e{power:+d}", "end"))
         names = dict(zip(numbers, [at for line in self.lines for at in line["at"]], strict=True))
         for i, x in enumerate(sorted(names)[:: max(1, -(-len(names) // _LABELS))]):
-            name, anchor = str(names[x]), "start" if i == 0 else "end" if x == left + width else "middle"
+            name, anchor = str(names[x]), "start" if i == 0 else "end" if x == lowest_x + width else "middle"
             shown = name if len(name) < 24 else f"…{name[-22:]}"
             parts.append(svg_text(place(x, low)[0], _TOP + _PLOT + 18, shown, anchor))
         for line in self.lines:

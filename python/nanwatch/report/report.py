@@ -182,15 +182,15 @@ class NonFiniteError(ValueError):
         self.origin = origin
 
     def __str__(self) -> str:
-        return self._told() if self._text is None else self._text
+        return self._message() if self._text is None else self._text
 
-    def _told(self) -> str:
-        return _told(self.report, self.origin)
+    def _message(self) -> str:
+        return _message(self.report, self.origin)
 
 
 def add_note(error: BaseException, report: Report) -> None:
     """Add what was not finite to somebody else's exception, as a note under its traceback (PEP 678). Raises nothing."""
-    note = f"nanwatch: {_told(report)}"
+    note = f"nanwatch: {_message(report)}"
     try:
         if sys.version_info >= (3, 11):
             error.add_note(note)
@@ -200,7 +200,7 @@ def add_note(error: BaseException, report: Report) -> None:
         suppressed("an exception of the user's took no note")
 
 
-def _told(report: Report, origin: Origin | None = None) -> str:
+def _message(report: Report, origin: Origin | None = None) -> str:
     head = "a non-finite value" if report.finding is None else text.summary(report.finding)
     if origin is not None and report.origin is None:
         head += f"\n{_among_ranks(origin)}"

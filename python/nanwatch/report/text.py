@@ -127,13 +127,13 @@ def _by(finding: Finding) -> list[Fact]:
     where = "" if finding.place is None else f" at {finding.place.short}"
     # The record may show what became of it: inf minus inf is nan.
     made = f" made {finding.made}" if finding.made is not None and finding.made not in finding.value else ""
-    given = ", ".join(
+    words = ", ".join(
         f"{operand.label} {operand.abs_min:.2e} to {operand.abs_max:.2e}"
         f" ({', '.join((f'{operand.dtype} {list(operand.shape or ())}', *small_words(operand)))})"
         for operand in finding.operands
         if operand.abs_min is not None and operand.abs_max is not None
     )
-    return [Fact("By", f"{finding.operation}{made}{where}."), Fact("From", f"{given}." if given else "")]
+    return [Fact("By", f"{finding.operation}{made}{where}."), Fact("From", f"{words}." if words else "")]
 
 
 def _samples(samples: Sequence[int]) -> str:

@@ -45,8 +45,8 @@ def align(a: Ints, b: Ints, batches: Sequence[tuple[int, int]], tell: Tell = sil
         if key not in known:
             known[key] = _align_batch(*parts)
         rows.append(known[key] + [start for start, _ in bounds])
-    both = np.concatenate(rows)
-    return both[:, 0], both[:, 1]
+    pairs = np.concatenate(rows)
+    return pairs[:, 0], pairs[:, 1]
 
 
 def _align_batch(*parts: Ints) -> Ints:

@@ -113,19 +113,19 @@ def _batches(
             if batch not in trace.batches:
                 raise ValueError(f"{trace.path} has no batch {batch}; it has {batch_words(trace.batches)}")
         return [wanted], ()
-    both = sorted(set(a.batches) & set(b.batches))
-    if not both:
+    shared_batches = sorted(set(a.batches) & set(b.batches))
+    if not shared_batches:
         raise ValueError(
             f"no batch is in both: {a.path} has {batch_words(a.batches)}, {b.path} {batch_words(b.batches)};"
             " compare two of them with batches="
         )
     remarks = [
-        f"not compared: {len(trace.batches) - len(both):,} batches are in {trace.path} alone"
+        f"not compared: {len(trace.batches) - len(shared_batches):,} batches are in {trace.path} alone"
         for trace in (a, b)
-        if len(trace.batches) > len(both)
+        if len(trace.batches) > len(shared_batches)
     ]
     remarks += [f"{trace.path} lacks {trace.lost_frames:,} frames" for trace in (a, b) if trace.lost_frames]
-    return [(batch, batch) for batch in both], tuple(remarks)
+    return [(batch, batch) for batch in shared_batches], tuple(remarks)
 
 
 class _Records:
@@ -198,8 +198,8 @@ class _Records:
             "range": finite_a & finite_b & (part_low | part_high),
         }
         # A record that differs in another way has other bits as well, and a shape or a dtype is a part of them.
-        known = np.logical_or.reduce([shape_a != shape_b, dtype_a != dtype_b, *apart.values()])
-        apart["bits"] = self.both_have_bits & np.not_equal(*self.pairs(self.bits)) & ~known
+        is_explained = np.logical_or.reduce([shape_a != shape_b, dtype_a != dtype_b, *apart.values()])
+        apart["bits"] = self.both_have_bits & np.not_equal(*self.pairs(self.bits)) & ~is_explained
         return apart
 
     def place(self, kind: Kind, at: int) -> tuple[Place, str]:

@@ -204,8 +204,8 @@ class Ends(NamedTuple):
 def ends_of(table: Any) -> Ends:
     """Return the ends of each row of a table with the column "dtype"."""
     dtypes = strings(table["dtype"])
-    known = [limits(name) or (np.nan,) * 3 for name in dtypes.values]
-    return Ends(*np.array([*known, (np.nan,) * 3], np.float64)[dtypes.codes].T)
+    ends = [limits(name) or (np.nan,) * 3 for name in dtypes.values]
+    return Ends(*np.array([*ends, (np.nan,) * 3], np.float64)[dtypes.codes].T)
 
 
 def sketches(cell: bytes) -> Sketches:

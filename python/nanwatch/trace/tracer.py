@@ -85,10 +85,10 @@ class Tracer:
         if self._ring == 0 or not self.writer.is_open:
             self.gather()
             return
-        made = self._recorder.frames_kept
-        self._largest = max(self._largest, made - self._ended)
-        self._ended = made
-        if made - self._taken + self._largest > self._ring:
+        num_kept = self._recorder.frames_kept
+        self._largest = max(self._largest, num_kept - self._ended)
+        self._ended = num_kept
+        if num_kept - self._taken + self._largest > self._ring:
             self.gather()
 
     def tick(self) -> float:
@@ -113,9 +113,9 @@ class Tracer:
                 if self._ring == 0:
                     frames, self._given = self._given, []
                 else:
-                    made, frames = self._recorder.frames_since(self._taken)
-                    self.writer.lose(made - self._taken - len(frames))
-                    self._taken = made
+                    num_made, frames = self._recorder.frames_since(self._taken)
+                    self.writer.lose(num_made - self._taken - len(frames))
+                    self._taken = num_made
                 self.writer.put(frames)
             finally:
                 self._gathers = False

@@ -21,7 +21,7 @@ END = 65504.0
 def run(bits: Callable[[int], float], batches: int) -> tuple[list[Forecast], int | None]:
     """Return the forecasts for one output, and the batch in which it has no headroom left."""
     forecaster, forecasts = Forecaster(), list[Forecast]()
-    forecaster.meet([("m", "output", "float16")])
+    forecaster.add_names([("m", "output", "float16")])
     for batch in range(batches):
         now = bits(batch)
         if now <= 0:

@@ -15,7 +15,7 @@ DEPTH = WINDOW + LEVEL + 1
 def histories(bits: np.ndarray) -> PeakHistory:
     """Return histories of these values, a row for each step."""
     made = PeakHistory()
-    made.meet([(f"m{i}", "output", "float32") for i in range(bits.shape[1])])
+    made.add_names([(f"m{i}", "output", "float32") for i in range(bits.shape[1])])
     for step, row in enumerate(bits):
         made.add(step, np.exp2(row))
     return made
@@ -48,10 +48,10 @@ def test_tensor_that_comes_late_was_missing_before(late: int) -> None:
     bits[:late, 2] = -inf
     bits[-1] = 8.0
     made = PeakHistory()
-    made.meet([(f"m{i}", "output", "float32") for i in range(2)])
+    made.add_names([(f"m{i}", "output", "float32") for i in range(2)])
     for step, row in enumerate(np.exp2(bits)):
         if step == late:
-            made.meet([("m2", "output", "float32")])
+            made.add_names([("m2", "output", "float32")])
         made.add(step, row[: len(made.names)])
     assert made.departures() == histories(bits).departures()
     assert [one.module for one in made.departures()] == ["m0", "m1", "m2"]
@@ -62,7 +62,9 @@ def test_tensor_of_a_forward_leaves_its_history_downwards_and_to_zero() -> None:
     bits = np.random.default_rng(7).normal(scale=0.1, size=(DEPTH, 5))
     bits[-1] = [0, -8, -np.inf, -np.inf, -np.inf]
     made = PeakHistory()
-    made.meet([(*name, "float32") for name in [("a", "x"), ("a", "y"), ("a", "z"), ("b", "x"), ("b", "y")]])
+    made.add_names(
+        [(*name, "float32") for name in [("a", "x"), ("a", "y"), ("a", "z"), ("b", "x"), ("b", "y")]]
+    )
     for step, row in enumerate(np.exp2(bits)):
         made.add(step, row)
     found = {(one.module, one.label): one for one in made.departures(falls=True)}
