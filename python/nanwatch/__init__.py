@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .capsule.capsule import write_capsule as write_capsule
     from .compare.models import compare as compare
     from .compare.twice import twice as twice
-    from .instrumentation.functions import span as span
     from .instrumentation.functions import watched as watched
     from .integrations.debug import DebugUnderflowOverflow as DebugUnderflowOverflow
     from .integrations.debug import detect_overflow as detect_overflow
@@ -53,7 +52,7 @@ else:
         "scan.scan": ("scan",),
         "compare.models": ("compare",),
         "compare.twice": ("twice",),
-        "instrumentation.functions": ("span", "watched"),
+        "instrumentation.functions": ("watched",),
         "integrations.notebook": ("load_ipython_extension", "unload_ipython_extension"),
         "integrations.debug": ("DebugUnderflowOverflow", "detect_overflow"),
         "sinks.sink": ("Sink",),

@@ -20,7 +20,6 @@ from nanwatch.instrumentation import functions
 def _no_other_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take watches away that tests before have left: the oldest has the functions."""
     monkeypatch.setattr(functions, "_running", [])
-    monkeypatch.setattr(functions, "_spans", {})
 
 
 NEEDS = {

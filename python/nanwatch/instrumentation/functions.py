@@ -1,4 +1,4 @@
-"""Functions whose calls are recorded like those of modules: `watched` and `span`.
+"""Functions whose calls are recorded like those of modules: `nanwatch.watched`.
 
 A recorder knows modules, and torch.compile puts its operators where modules are called. So each function gets a module
 that belongs to no model, and the watch attaches a wrapper to that.
@@ -10,7 +10,6 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, overload
 
 from torch import nn
@@ -21,12 +20,10 @@ from .wrapped_names import Named, find_module
 
 P = ParamSpec("P")
 R = TypeVar("R")
-V = TypeVar("V")
 
 # Attachments of running watches, the oldest first.
 _running: list[weakref.ref[Any]] = []
-_functions: weakref.WeakSet[Function] = weakref.WeakSet()
-_spans: dict[str, Function] = {}
+_functions: weakref.WeakValueDictionary[int, Function] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
@@ -39,8 +36,7 @@ class Function(nn.Module):
         super().__init__()
         self.name = name
         self.function = function
-        self.number = next(_numbers)
-        _functions.add(self)
+        _functions[next(_numbers)] = self
 
     def forward(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
@@ -75,7 +71,8 @@ def watched(function: Any = None, /, *, name: str | None = None) -> Any:
         ...         print(str(error).splitlines()[0])
         nan first seen in `output` of ratio_loss (Function) in batch 0
     """
-    _check_name(name)
+    if name is not None and (not isinstance(name, str) or not name):
+        raise TypeError(f'name should be text such as "loss", got {name!r}')
     if function is None:
         return functools.partial(watched, name=name)
     if not callable(function) or isinstance(function, nn.Module | type):
@@ -84,74 +81,13 @@ def watched(function: Any = None, /, *, name: str | None = None) -> Any:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():  # a guard on whether a watch runs would compile this again
-            return module(*args, **kwargs)
-        if not _running:
-            return function(*args, **kwargs)
-        _attach(module)
+        if not is_compiling():  # a guard on whether a watch runs would compile this again
+            if not _running:
+                return function(*args, **kwargs)
+            _attach(module)
         return module(*args, **kwargs)
 
     return call
-
-
-class span:  # noqa: N801  (used like a function)
-    """Name for what a `with` block computes: `with nanwatch.span("loss") as seen: loss = seen(compute(x))`.
-
-    Each value that goes through `seen` is a frame with this name, at the running watch, and comes back as it is. A
-    nan or inf in it is reported as the span's. `@nanwatch.span("loss")` is `@nanwatch.watched(name="loss")`, whose
-    frames have the arguments too, also in compiled code, where a block is not seen.
-
-    Raises TypeError for a name that is no text.
-
-    Examples:
-        >>> import nanwatch, torch
-        >>> model = torch.nn.Linear(2, 2)
-        >>> with nanwatch.watch(model):
-        ...     try:
-        ...         with nanwatch.span("loss") as seen:
-        ...             loss = seen(torch.zeros(2).log().mean())
-        ...     except nanwatch.NonFiniteError as error:
-        ...         print(str(error).splitlines()[0])
-        -inf first seen in `output` of loss (Function) in batch 0
-    """
-
-    def __init__(self, name: str) -> None:
-        if name is None:
-            raise TypeError('span needs a name such as "loss", got None')
-        _check_name(name)
-        self.name = name
-
-    def __enter__(self) -> span:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End the block. An exception goes on."""
-
-    def __call__(self, value: V) -> V:
-        """Record the value and return it; or decorate a function."""
-        if isinstance(value, FunctionType):
-            return watched(value, name=self.name)  # type: ignore[return-value]
-        if not _running or is_compiling():
-            return value
-        module = _spans.get(self.name)
-        if module is None:  # for good, as a node in each recorder that sees it
-            module = _spans.setdefault(self.name, Function(self.name, _opened))
-        _attach(module)
-        # Within a call of the model the value is an input, so a re-run looks for its cause in the code around. Outside,
-        # an input would be taken for the data of a batch: a walk enters nothing that can be called.
-        recorders = [wrapper.recorder for wrapper in watching_at(id(module))]
-        is_inside = any(x.is_under_way or x.paused for x in recorders)  # paused in a re-run
-        seen: V = module(value if is_inside else lambda: value)
-        return seen
-
-
-def _opened(value: Any) -> Any:
-    return value() if isinstance(value, FunctionType) else value
-
-
-def _check_name(name: object) -> None:
-    if name is not None and (not isinstance(name, str) or not name):
-        raise TypeError(f'name should be text such as "loss", got {name!r}')
 
 
 def _attach(module: Function) -> None:
@@ -166,13 +102,13 @@ def watch_begins(attachment: Any, model: nn.Module) -> None:
     _running.append(reference)
     # The wrappers of functions keep the recorder, and would keep it after the model is gone.
     weakref.finalize(model, _detach, reference).atexit = False
-    for module in list(_functions):
+    for module in list(_functions.values()):
         _attach(module)
 
 
 def _detach(reference: weakref.ref[Any]) -> None:
     attachment = reference()
-    for module in () if attachment is None else list(_functions):
+    for module in () if attachment is None else list(_functions.values()):
         for wrapper in watching_at(id(module)):
             if wrapper.attachment() is attachment:
                 detach(module, wrapper)
@@ -189,6 +125,5 @@ def find_called(model: nn.Module, name: str) -> Named | None:
     """Return the module of this name or path, or the latest function of this name that a watch has, or None."""
     if (module := find_module(model, name)) is not None:
         return module
-    named = [function for function in list(_functions) if function.name == name and wrappers(function)]
-    latest = max(named, key=lambda function: function.number, default=None)
-    return None if latest is None else Named(name, name, latest)
+    functions = [x for x in list(_functions.values()) if x.name == name and wrappers(x)]
+    return Named(name, name, functions[-1]) if functions else None

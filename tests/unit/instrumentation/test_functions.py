@@ -1,4 +1,4 @@
-"""Functions as frames: `nanwatch.watched` and `nanwatch.span`, on losses that no module computes."""
+"""Functions as frames: `nanwatch.watched`, on losses that no module computes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def _forget_functions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Each later watch of this process would attach to these, and one that a test before has left would have them.
     monkeypatch.setattr(functions, "_running", [])
     yield
-    functions._spans.clear()
     functions._functions.clear()
 
 
@@ -69,21 +68,14 @@ def test_a_loss_that_calls_the_model_is_cured() -> None:
 
 
 @pytest.mark.parametrize("recorder", RECORDERS)
-def test_a_span_after_the_model_and_as_a_decorator(recorder: str) -> None:
-    """Outside the model a span is a batch of its own; on a function it is `watched` with a name."""
-
-    @nanwatch.span("loss")
-    def squared(x: Tensor) -> Tensor:
-        return x * x
-
+def test_a_function_outside_the_model_is_a_batch_of_its_own(recorder: str) -> None:
+    """Its frame has the given name, its arguments and its result."""
+    squared = nanwatch.watched(lambda x: x * x, name="loss")
     model = nn.Identity()
     with watched(model, recorder) as watch:
-        out = squared(model(torch.ones(2)))
-        with nanwatch.span("mean") as seen:
-            assert seen(out) is out
-        assert [(one.batch, one.name) for one in watch.frames] == [(0, ""), (1, "loss"), (2, "mean")]
-        with pytest.raises(nanwatch.NonFiniteError, match="inf first seen in `output` of mean"):
-            seen(out / 0)
+        squared(model(torch.full((2,), 3.0)))
+    frames = [(frame.batch, frame.name, frame.records[-1].abs_max) for frame in watch.frames]
+    assert frames == [(0, "", 3.0), (1, "loss", 9.0)]
 
 
 def test_the_gradients_of_a_loss() -> None:
@@ -110,8 +102,7 @@ def test_compiled_code_records_a_watched_function(begins_first: bool) -> None:
 
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            with nanwatch.span("half") as seen:
-                return scaled(seen(x / 2))
+            return scaled(x / 2)
 
     model = Model()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
