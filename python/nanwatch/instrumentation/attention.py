@@ -36,13 +36,6 @@ class AttentionLogits:
     largest: tuple[float, ...]
     batch: int
 
-    def qk_clip(self, threshold: float = 100.0) -> tuple[float, ...]:
-        """Return the factor by head that brings the largest logit down to `threshold`; 1 for a head below it.
-
-        QK-clip multiplies the weights of queries and keys by the square root of this factor.
-        """
-        return tuple(1.0 if x <= threshold else threshold / x for x in self.largest)
-
 
 def _is_readable(x: Any) -> bool:
     if not isinstance(x, Tensor) or is_captured(x):

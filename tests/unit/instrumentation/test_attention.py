@@ -10,11 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nanwatch.instrumentation.attention import (
-    LARGEST,
-    AttentionLogits,
-    sdpa_logits,
-)
+from nanwatch.instrumentation.attention import LARGEST, sdpa_logits
 from nanwatch.session.api import watch
 
 ORIGINAL = functional.scaled_dot_product_attention
@@ -142,10 +138,6 @@ def test_softmax_of_attention_is_read_and_other_softmax_is_not() -> None:
     split = [y.view(2, 5, 2, 4).transpose(1, 2) for y in (q, k)]
     assert list(found) == ["2"]
     assert found["2"].largest == pytest.approx([logits_of(*split).max().item()], rel=1e-5)
-
-
-def test_qk_clip_brings_the_largest_logit_to_the_threshold() -> None:
-    assert AttentionLogits((50.0, 200.0, 0.0), 0).qk_clip() == (1.0, 0.5, 1.0)
 
 
 def test_functions_come_back_after_the_last_watch_and_other_patches_stay(
