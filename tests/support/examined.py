@@ -14,7 +14,7 @@ from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.diagnosis import Diagnosis
 from nanwatch.diagnosis.search import find_operation
 from nanwatch.instrumentation.execution_context import RngState
-from nanwatch.recording.recorder import start_of
+from nanwatch.recording.events import start_of
 from nanwatch.report.finding import Finding
 from nanwatch.session.api import watch
 

@@ -64,7 +64,7 @@ def _change_dynamo() -> None:
 
         for function in (slot._PythonCallSlot._get, slot.PythonWatchedCall.__call__):
             skip_code(function.__code__)
-        for name in ("enter", "leave", "left_by"):
+        for name in ("enter", "leave"):
             dynamo.replace(PythonRecorder, name, torch.compiler.disable(getattr(PythonRecorder, name)))
         original = UnspecializedNNModuleVariable.call_function
         dynamo.replace(UnspecializedNNModuleVariable, "call_function", _following(original))

@@ -286,17 +286,15 @@ class PythonWatchedCall(CallWrapper):
         if module is None:
             raise ReferenceError("nanwatch: the watched module of this call no longer exists")
         target = module._call_impl if self.inner is None else self.inner
-        recorder = self.recorder
-        is_outermost = recorder.enter(self.node, module, args, kwargs)
-        if is_outermost is None:
+        call = self.recorder.enter(self.node, module, args, kwargs)
+        if call is None:
             return target(*args, **kwargs)
+        outputs: tuple[Any, ...] = ()
         try:
-            output = target(*args, **kwargs)
-        except BaseException:
-            recorder.left_by(is_outermost)
-            raise
-        recorder.leave(is_outermost, module, args, kwargs, output)
-        return output
+            outputs = (target(*args, **kwargs),)
+        finally:
+            self.recorder.leave(call, module, args, kwargs, outputs)
+        return outputs[0]
 
 
 class TemporaryWrapper(CallWrapper):

@@ -6,25 +6,25 @@ calls inside torch.compile. PythonRecorder reads every tensor of every call. Tes
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
-import time
 import weakref
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ..numerics import _extension
 from ..records.note import PLAIN_MASK, Note
 from ..records.record import Frame, Record
-from .events import Arrival, BackwardCall, Event, PeakName, Recorder, RecorderEvents, Settings, Start
-from .gradients import Call, PythonGradients
+from .backward import Backward, Call, Node, has_gradient, place_of
+from .events import Batch, Event, Part, PeakName, Peaks, Recorder, RecorderEvents, Settings, Start, start_of
 from .masks import Excuses
 from .observe import call_values, completed_record, observe
 from .walk import is_container, leaves, spell_key
@@ -34,85 +34,19 @@ if TYPE_CHECKING:
 
 # More than one batch is under way where several threads call the model.
 _COUNTED_BATCHES = 16
-# A model that names its outputs anew in every batch must not fill the memory: no peak is added beyond this many.
-MAX_PEAKS = 1 << 16
 # The record of a call near the end of its thread's stack.
 _FULL = Note("not_checked", "the stack is nearly full (sys.getrecursionlimit)")
 _NO_STACK = Record("output", "output", None, "", None, None, None, None, _FULL)
 
 
-class _Node(NamedTuple):
-    """A watched module: its name, its class, and whether its calls are recorded."""
-
-    name: str
-    class_name: str
-    observed: bool
-    allow_inf: bool | Excuses
-
-
-class _KeptStart:
-    """Start of a batch, kept by the graph of the batch. Refers weakly to the module: a model may keep its output."""
-
-    def __init__(self, start: Start) -> None:
-        self.began = time.monotonic()
-        self.module: Callable[[], nn.Module | None] = weakref.ref(cast(nn.Module, start.module))
-        self.start = start._replace(module=None)
-
-    def present(self) -> Start:
-        return self.start._replace(module=self.module(), elapsed=time.monotonic() - self.began)
-
-    def forget_call(self) -> None:
-        """Keep nothing of the call but its place among others."""
-        self.module = lambda: None
-        self.start = self.start._replace(args=(), kwargs=None, versions=[], extra=None)
-
-
 class _Thread(threading.local):
     """The calls under way in one thread, outermost first, and their batch."""
 
-    batch = 0
-    recomputed = False
+    batch: Batch | None = None
     recording = False  # a callback may call other modules: they are not recorded
-    given: tuple[tuple[Any, ...], Any] = ((), None)
-    start: _KeptStart | None = None
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-
-
-class PeakMagnitudes:
-    """The largest magnitude of each tensor of a batch, or of each gradient of several backwards."""
-
-    def __init__(self, lock: threading.RLock) -> None:
-        self._lock = lock
-        self._batch = -1
-        self._values: dict[PeakName, float] = {}  # a name keeps its position
-        self._num_taken = 0  # names that were returned before
-
-    def add(self, frame: Frame, with_inputs: bool = True) -> None:
-        """Take the finite records of a frame: reports have the others. The forward of another batch begins anew."""
-        with self._lock:
-            if frame.phase == "forward" and frame.batch != self._batch:
-                self._values = dict.fromkeys(self._values, 0.0)
-            self._batch = max(self._batch, frame.batch) if frame.phase == "backward" else frame.batch
-            for record in frame.records:
-                name = (frame.name, record.label, record.dtype)
-                is_known = name in self._values or (len(self._values) < MAX_PEAKS and record.ends is not None)
-                is_meant = record.is_excused or (record.role == "input" and not with_inputs)
-                if record.isfinite and is_known and not is_meant:
-                    self._values[name] = max(self._values.get(name, 0.0), record.abs_max or 0.0)
-
-    def take(self) -> tuple[int, list[PeakName], bytes]:
-        """Return `(batch, new, values)`, and forget the peaks: `new` are the names that were not returned before.
-
-        `values` are float64 by name, in the order in which the names came, 0 for a name that the batch did not have.
-        The batch of gradients is the latest of theirs.
-        """
-        with self._lock:
-            batch, names, values = self._batch, list(self._values), array("d", self._values.values())
-            new, self._num_taken = names[self._num_taken :], len(names)
-            self._batch, self._values = -1, dict.fromkeys(names, 0.0)
-            return batch, new, values.tobytes()
 
 
 class _Subscription:
@@ -120,7 +54,7 @@ class _Subscription:
         self.events, self.active = events, True
 
     def remove(self) -> None:
-        self.events, self.active = 0, False
+        self.active = False
 
 
 class PythonRecorder:
@@ -141,32 +75,29 @@ class PythonRecorder:
         self.counters = dict.fromkeys(names, 0)
         # Nobody calls back or reads a tensor while holding the lock. Reentrant, as a signal's handler may ask for a
         # report at any moment.
-        self.lock = threading.RLock()
-        self.events = events
-        self.observe = partial(observe, wanted=settings)
-        self._settings = settings
-        self._is_paused = False
-        self._num_suspended = 0
-        self._threads_inside: set[int] = set()  # of a batch
+        self._lock = threading.RLock()
+        self._settings, self._events = settings, events
+        self._is_paused, self._num_suspended = False, 0
         self._subscriptions: list[_Subscription] = []
-        self._nodes: list[_Node] = []
+        self._nodes: list[Node] = []
         self._frames: deque[Frame] = deque(maxlen=settings.max_frames)
         self._num_frames: dict[int, int] = {}  # by batch, of the latest ones
         self._called: set[str] = set()
-        self._peaks, self._gradient_peaks = PeakMagnitudes(self.lock), PeakMagnitudes(self.lock)
+        self._peaks, self._gradient_peaks = Peaks(), Peaks()
         self._thread = _Thread()
-        self._ended_starts: list[weakref.ref[_KeptStart]] = []
-        self._gradients = gradients = PythonGradients(self)
-        self.settle, self.forget_gradients = gradients.finish_broken, gradients.release
-        self.finish_nonfinite_backward = gradients.finish_nonfinite
-        self.take_peaks, self.take_gradient_peaks = self._peaks.take, self._gradient_peaks.take
+        self._threads_inside: set[int] = set()  # of a batch
+        self._ended: weakref.WeakSet[Batch] = weakref.WeakSet()
+        self._follows = settings.gradients
+        self._followed: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._call_numbers = itertools.count()
+        self._backwards: dict[int, Backward] = {}
 
     # Settings, which a Watch makes
 
     def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | Excuses) -> int:
         """Return a number for a module, for its WatchedCall; or for an optimizer."""
-        with self.lock:
-            self._nodes.append(_Node(name, type(module).__name__, observed, allow_inf))
+        with self._lock:
+            self._nodes.append(Node(name, type(module).__name__, observed, allow_inf))
             return len(self._nodes) - 1
 
     def set_allow_inf(self, node: int, allow_inf: bool | Excuses, /) -> None:
@@ -183,7 +114,7 @@ class PythonRecorder:
 
     def suspend(self, on: bool, /) -> None:
         """Record nothing until it is called with False as often as with True: for re-runs."""
-        with self.lock:
+        with self._lock:
             self._num_suspended += 1 if on else -1
 
     def subscribe(self, events: int) -> _Subscription:
@@ -191,8 +122,7 @@ class PythonRecorder:
         self._subscriptions.append(_Subscription(events))
         return self._subscriptions[-1]
 
-    def has_subscription(self, event: Event) -> bool:
-        """Return whether somebody subscribes to the event."""
+    def _reports(self, event: Event) -> bool:
         return any(known.active and known.events & event for known in self._subscriptions)
 
     def _ignore(self, *_: object) -> None:
@@ -201,11 +131,6 @@ class PythonRecorder:
     watch_buffers = watch_generators = watch_name = forget_weights = forget_tensors = _ignore
 
     # State and frames, which a Watch reads
-
-    @property
-    def is_under_way(self) -> bool:
-        """Return whether this thread is inside a watched call."""
-        return bool(self._thread.calls)
 
     @property
     def num_other_threads(self) -> int:
@@ -219,18 +144,17 @@ class PythonRecorder:
 
     def frames(self) -> list[Frame]:
         """Return the latest frames, oldest first."""
-        with self.lock:
-            return list(self._frames)
+        return self.frames_since(0)[1]
 
     def frames_since(self, kept: int, /) -> tuple[int, list[Frame]]:
         """Return `frames_kept`, and the latest frames after the first `kept`, both at one moment."""
-        with self.lock:
+        with self._lock:
             new = self.frames_kept - kept
             return self.frames_kept, list(self._frames)[-new:] if new > 0 else []
 
     def frames_of_batch(self, batch: int, /) -> int | None:
         """Return how many frames of a batch have been among `frames()`; None once 16 later batches have had some."""
-        with self.lock:
+        with self._lock:
             is_known = len(self._num_frames) < _COUNTED_BATCHES or batch > min(self._num_frames)
             return self._num_frames.get(batch, 0 if is_known else None)
 
@@ -240,68 +164,78 @@ class PythonRecorder:
 
     def start(self) -> Start | None:
         """Return the start of the batch under way in this thread."""
-        return None if self._thread.start is None else self._thread.start.present()
+        return None if self._thread.batch is None else self._thread.batch.start
 
     def ended_starts(self) -> list[Start]:
         """Return the starts of ended batches of which a gradient may still come.
 
         Of those before the latest batch only their numbers are kept.
         """
-        return [kept.present() for kept in self._kept_starts()]
+        with self._lock:
+            starts = [start for batch in self._ended if (start := batch.start) is not None]
+        return sorted(starts, key=lambda start: start.batch)
 
     def forget_starts(self) -> None:
         """Forget the starts of ended batches."""
-        for kept in self._kept_starts():
-            kept.forget_call()
-        self._ended_starts = []
+        with self._lock:
+            self._forget_calls()
+            self._ended.clear()
 
-    def _kept_starts(self) -> list[_KeptStart]:
-        return [kept for reference in self._ended_starts if (kept := reference()) is not None]
+    def _forget_calls(self) -> None:
+        for batch in self._ended:
+            batch.forget_call()
 
     def call_under_way(self) -> tuple[int, str, str] | None:
         """Return the batch, and name and class of the module, of this thread's innermost call if it is recorded."""
         thread = self._thread
-        return (thread.batch, *thread.calls[-1].node[:2]) if thread.calls and self._records(thread) else None
+        return thread.calls[-1].frame[:3] if thread.calls and self._records(thread) else None
 
     def outermost(self) -> str | None:
         """Return the name of the module of this thread's outermost call."""
         return self._thread.calls[0].node.name if self._thread.calls else None
 
+    def take_peaks(self) -> tuple[int, list[PeakName], bytes]:
+        """Return `(batch, new, values)`, and forget the peaks: `new` are the names that were not returned before.
+
+        `values` are float64 by name, in the order in which the names came, 0 for a name that the batch did not have.
+        """
+        with self._lock:
+            return self._peaks.take()
+
+    def take_gradient_peaks(self) -> tuple[int, list[PeakName], bytes]:
+        """Return the peaks of gradients likewise, and the latest of their batches."""
+        with self._lock:
+            return self._gradient_peaks.take()
+
     # Calls. The wrapper of a module makes the call itself: through here it would take a level of recursion more.
 
-    def enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> bool | None:
-        """Begin a call of a module. Return whether it begins a batch, None for a call that is not recorded."""
+    def enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Call | None:
+        """Begin a call of a module. Return None for one that is not recorded."""
         thread = self._thread
-        is_outermost = not thread.calls
-        if thread.recording or (is_outermost and self.paused):
+        caller = thread.calls[-1] if thread.calls else None
+        if thread.recording or (caller is None and self.paused):
             return None
-        if is_outermost:
-            self._begin_batch(thread, module, args, kwargs or None)
-            thread.given = (args, kwargs or None)
-        thread.calls.append(Call(self._nodes[number], thread.calls[-1] if thread.calls else None))
-        with self.lock:
+        batch = self._begin_batch(thread, module, args, kwargs) if caller is None else caller.batch
+        node = self._nodes[number]
+        frame = Frame(batch.number, node.name, node.class_name, (), "forward", batch.recomputed)
+        thread.calls.append(Call(node, batch, caller, frame))
+        with self._lock:
             self.counters["calls"] += 1
-        return is_outermost
+        return thread.calls[-1]
 
-    def leave(self, is_outermost: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Record a call that has returned `output`."""
+    def leave(self, call: Call, module: nn.Module, args: Any, kwargs: Any, outputs: tuple[Any, ...]) -> None:
+        """Record a call that has returned `outputs[0]`, or raised the exception being handled."""
         thread = self._thread
-        call = thread.calls.pop()
+        thread.calls.pop()
         completed = False
         try:
-            if call.node.observed and self._records(thread):
+            if outputs and call.node.observed and self._records(thread):
                 with self._recording(thread):
-                    self._record(thread, call, module, args, kwargs, output)
-            completed = True
+                    self._record(call, module, args, kwargs, *outputs)
+            completed = bool(outputs)
         finally:
-            if is_outermost:
+            if call.caller is None:
                 self._end_batch(thread, completed)
-
-    def left_by(self, is_outermost: bool) -> None:
-        """End a call that raised the exception being handled."""
-        self._thread.calls.pop()
-        if is_outermost:
-            self._end_batch(self._thread, completed=False)
 
     def add_output(self, label: str, tensor: Tensor) -> None:
         """Give the innermost observed call under way in this thread one more output."""
@@ -310,7 +244,9 @@ class PythonRecorder:
             call.added.append(("output", label, tensor))
 
     def _records(self, thread: _Thread) -> bool:
-        return not (self.paused or thread.recording) and thread.batch % self._settings.every == 0
+        if self.paused or thread.recording or thread.batch is None:
+            return False
+        return thread.batch.number % self._settings.every == 0
 
     @contextmanager
     def _recording(self, thread: _Thread) -> Iterator[None]:
@@ -321,34 +257,32 @@ class PythonRecorder:
         finally:
             thread.recording = False
 
-    def _record(
-        self, thread: _Thread, call: Call, module: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> None:
-        node, call.start = call.node, thread.start
-        frame = Frame(thread.batch, node.name, type(module).__name__, (), "forward", thread.recomputed)
-        call.frame = frame
+    def _record(self, call: Call, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        allow_inf, batch = call.node.allow_inf, call.batch
         try:
             values = call_values(self._settings, module, args, kwargs, output) + call.added
             call.added.clear()
-            records = [self.observe(x, label, role, node.allow_inf, frame.batch) for role, label, x in values]
-            if self._settings.gradients:
-                self._gradients.follow(call, values)
+            records = [
+                observe(x, label, role, allow_inf, batch.number, wanted=self._settings)
+                for role, label, x in values
+            ]
+            if self._follows:
+                self._follow(call, values)
         except RecursionError:
             # The call itself was made: it needed less of the stack than its observation.
             records = [_NO_STACK]
-        frame = frame._replace(records=tuple(records))
-        num_read = sum(record.isfinite is not None for record in records)
-        with self.lock:
+        frame = call.frame._replace(records=tuple(records))
+        with self._lock:
             self._append(frame)
-            self._count(num_read)
+            self._count(sum(record.isfinite is not None for record in records))
             self._called.add(frame.name)
             if frame.batch >= self.gathers_from and not frame.recomputed:
                 self._peaks.add(frame, self.gathers_inputs)  # an input counts at the module that made it
-        if self.has_subscription(Event.FRAME) or frame.batch in self._settings.traced:
-            self.events.on_frame(frame)
+        if self._reports(Event.FRAME) or frame.batch in self._settings.traced:
+            self._events.on_frame(frame)
         if any(record.is_fault for record in records):
             caller = None if call.caller is None else call.caller.node.name
-            self.events.on_nonfinite(frame, caller, *thread.given, False)
+            self._events.on_nonfinite(frame, caller, *batch.given, False)
 
     def _count(self, num_read: int) -> None:
         self.counters["tensors"] += num_read
@@ -361,105 +295,169 @@ class PythonRecorder:
         if len(self._num_frames) > _COUNTED_BATCHES:
             del self._num_frames[min(self._num_frames)]
 
-    def _begin_batch(self, thread: _Thread, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin_batch(self, thread: _Thread, module: nn.Module, args: Any, kwargs: Any) -> Batch:
         self.settle()
         # Called from a backward: activation checkpointing runs the forward again. That is no new batch.
-        thread.recomputed = torch._C._current_graph_task_id() != -1
-        with self.lock:
-            self.latest_batch += not thread.recomputed
-            thread.batch = self.latest_batch
-        if thread.recomputed:
-            return
-        # Also of a batch that is not recorded: its thread is inside the model.
-        is_traced = thread.batch in self._settings.traced
-        extra = self.events.on_batch_start(thread.batch, is_traced, module, args, kwargs)
-        if self.keeps_starts:
-            start = start_of(thread.batch, module, args, kwargs, extra)
-            for kept in () if start.is_function else self._kept_starts():
-                kept.forget_call()
-            thread.start = _KeptStart(start)
-        self._threads_inside.add(threading.get_ident())
+        recomputed = torch._C._current_graph_task_id() != -1
+        with self._lock:
+            self.latest_batch += not recomputed
+            batch = Batch(self.latest_batch, recomputed, module, (args, kwargs or None))
+        if not recomputed:
+            # Also of a batch that is not recorded: its thread is inside the model.
+            is_traced = batch.number in self._settings.traced
+            extra = self._events.on_batch_start(batch.number, is_traced, module, *batch.given)
+            if self.keeps_starts:
+                batch.kept = start_of(batch.number, module, *batch.given, extra)._replace(module=None)
+                if not batch.kept.is_function:
+                    with self._lock:
+                        self._forget_calls()
+            self._threads_inside.add(threading.get_ident())
+        thread.batch = batch
+        return batch
 
     def _end_batch(self, thread: _Thread, completed: bool) -> None:
-        thread.given = ((), None)
-        is_reported = self.has_subscription(Event.BATCH_END) or thread.batch >= self.gathers_from
+        batch = cast(Batch, thread.batch)
+        is_reported = self._reports(Event.BATCH_END) or batch.number >= self.gathers_from
         error = None if completed else sys.exc_info()[1]
         try:
-            if not thread.recomputed and (is_reported or not completed):
+            if not batch.recomputed and (is_reported or not completed):
                 with self._recording(thread):
-                    self.events.on_batch_end(thread.batch, completed)
+                    self._events.on_batch_end(batch.number, completed)
         except BaseException as raised:
             # KeyboardInterrupt and SystemExit end the program, whatever came first.
             if error is None or raised.__cause__ is error or not isinstance(raised, Exception):
                 raise
         finally:
             self._threads_inside.discard(threading.get_ident())
-            kept, thread.start = thread.start, None
-            if kept is not None:
-                nodes = kept.start.nodes[0], torch._C._autograd._get_sequence_nr()
-                kept.start = kept.start._replace(nodes=nodes)
-                if kept.start.grad:
-                    self._ended_starts = [*map(weakref.ref, self._kept_starts()), weakref.ref(kept)]
-
-    # Backwards and steps
-
-    def keep_backward(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
-        """Keep the frames of a backward that is over."""
-        if self.paused:
-            return
-        frames = [call.frame for call in calls]
-        with self.lock:
-            self._count(len(arrivals))
-            for frame in frames if self.gathers_gradient_peaks else ():
-                self._gradient_peaks.add(frame)
-        try:
-            for frame in frames:
-                if frame.batch in self._settings.traced:
-                    self.events.on_frame(frame)
-            if any(record.is_fault for frame in frames for record in frame.records):
-                self.events.on_backward_end(calls, arrivals)
-        finally:
-            with self.lock:
-                for frame in frames:
-                    self._append(frame)
+            thread.batch = None
+            if batch.ends_with_graph():
+                with self._lock:
+                    self._ended.add(batch)
 
     def add_frame(self, batch: int, node: int, records: list[Record]) -> None:
         """Keep a frame of an optimizer's step."""
-        with self.lock:
+        with self._lock:
             self._append(Frame(batch, *self._nodes[node][:2], tuple(records), "step"))
+
+    # Gradients. A recorded call leaves a hook at each of its tensors; csrc/gradients/gradient_recorder.h says how.
+
+    def _follow(self, call: Call, values: Iterable[tuple[Any, str, Any]]) -> None:
+        """Leave hooks for the gradients of the values of a call."""
+        arrive = weakref.WeakMethod(self._arrive)  # a graph keeps its hooks, and they must not keep this
+
+        def hook(place: object, call_of: Callable[[], Call | None], part: Part, label: str, x: Any) -> None:
+            call, method = call_of(), arrive()
+            # None comes for results of an operation that nobody used, as all parts of unbind but one, and from a
+            # Function whose backward gives none. Compiled autograd follows hooks, and this leads nowhere that it could.
+            if x is not None and not is_compiling() and call is not None and method is not None:
+                method(place, call, part, label, x)
+
+        with torch._C.DisableTorchFunction():
+            tensors = [value for value in values if value[0] != "buffer" and has_gradient(value[2])]
+            outputs = {place_of(x) for part, _, x in tensors if part == "output" and not x.is_leaf}
+            if not outputs or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+                return
+            call.number = next(self._call_numbers)
+            with self._lock:
+                self._followed.add(call)
+            for part, label, x in tensors:
+                # An output that is a leaf is handed through. An input that the module writes into is its output.
+                if part == "output" if x.is_leaf else part == "input" and place_of(x) in outputs:
+                    continue
+                call_of = weakref.ref(call) if x.is_leaf else lambda: call
+                handle = x.register_hook(partial(hook, place_of(x), call_of, part, label))
+                if x.is_leaf:
+                    call.handles.append(handle)
+
+    def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
+        """Remove the hooks from all leaves, and look at no gradient any more."""
+        self._follows = False
+        with self._lock:
+            calls = list(self._followed)
+        for call in calls:
+            call.remove_hooks()
+
+    def _arrive(self, place: object, call: Call, part: Part, label: str, gradient: Tensor) -> None:
+        """Take a gradient that came at a place of the graph, of a tensor that the call has used."""
+        task = torch._C._current_graph_task_id()
+        # An argument or a weight may get its gradient from elsewhere, too: a call whose outputs had none has no part in
+        # this backward.
+        if not self._follows or task == -1 or (part != "output" and call.backward != task):
+            return
+        backward = self._backwards.get(task) or self._open(task)
+        # The gradient of a weight is the sum over all calls of its module. It belongs to the first, which the backward
+        # reaches last.
+        weight = (place, call.frame.name, label)
+        if part == "weight" and weight in backward.weights:
+            return
+        batch = call.frame.batch
+        record = observe(gradient, f"{label}.grad", "gradient", batch=batch, wanted=self._settings)
+        with self._lock, torch._C.DisableTorchFunction():
+            latest = (place, id(gradient), None if gradient.is_inference() else gradient._version)
+            backward.time += latest != backward.latest
+            backward.latest = latest
+            backward.weights.add(weight)
+            backward.arrivals.append((call, part, backward.time, record))
+            if part == "output":
+                call.backward = task
+
+    def _open(self, task: int) -> Backward:
+        with self._lock:
+            if task in self._backwards:  # another device's thread was faster
+                return self._backwards[task]
+            backward = self._backwards[task] = Backward()
+        end = partial(self._finish, task)
+        # The engine drops the callback when an exception ends the run. The garbage collector may do that anywhere, so
+        # this takes no lock.
+        weakref.finalize(end, setattr, backward, "is_over", True).atexit = False
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        if self._reports(Event.BACKWARD_START):
+            self._events.on_backward_start()
+        return backward
+
+    def settle(self) -> None:
+        """Make frames of the backwards that an exception ended without a sign."""
+        with self._lock:
+            broken = [task for task, backward in self._backwards.items() if backward.is_over]
+        for task in broken:
+            self._finish(task)
+
+    def finish_nonfinite_backward(self) -> None:
+        """Make frames of this thread's backward, as far as it has come, if a gradient in it is not finite."""
+        task = torch._C._current_graph_task_id()
+        backward = self._backwards.get(task)
+        if backward is not None and backward.has_fault:
+            self._finish(task)
+
+    def _finish(self, task: int) -> None:
+        """Make and keep the frames of a backward."""
+        with self._lock:
+            backward = self._backwards.pop(task, None)
+        if backward is None or self.paused or not self._follows:
+            return
+        ended, arrivals = backward.frames()
+        with self._lock:
+            self._count(len(arrivals))
+            for call in ended if self.gathers_gradient_peaks else ():
+                self._gradient_peaks.add(call.frame)
+        try:
+            for call in ended:
+                if call.frame.batch in self._settings.traced:
+                    self._events.on_frame(call.frame)
+            if backward.has_fault:
+                self._events.on_backward_end(ended, arrivals)
+        finally:
+            with self._lock:
+                for call in ended:
+                    self._append(call.frame)
 
     def excuse_gradients(self, batches: Sequence[int], note: Note) -> None:
         """Note on every non-finite gradient of these batches why it is meant."""
-        with self.lock:
+        with self._lock:
             for position, frame in enumerate(self._frames):
                 if frame.phase == "backward" and frame.batch in batches:
                     records = [x._replace(note=note) if x.isfinite is False else x for x in frame.records]
                     self._frames[position] = frame._replace(records=tuple(records))
-
-
-def start_of(
-    batch: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, extra: object
-) -> Start:
-    """Return the start of a batch that begins now, as csrc/recorder/batch_start.h makes it."""
-    values = [*args, *(kwargs or {}).values()]
-    for value in values.copy():  # one level deep
-        values += value if isinstance(value, tuple | list) else ()
-        values += value.values() if isinstance(value, dict) else ()
-    # By the class alone: an object may say by its `__class__` that it is a tensor.
-    tensors = [x for x in values if issubclass(type(x), Tensor)]
-    with torch._C.DisableTorchFunction():  # no function mode of the user sees the reads
-        versions = [(x, x._version) for x in tensors if not x.is_inference()]
-    autocast = tuple(
-        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")
-    )
-    modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    nodes = (torch._C._autograd._get_sequence_nr(), -1)
-    is_function = hasattr(type(module), "is_watched_function")
-    # CUDA's generators refuse while a graph is captured.
-    is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    cuda = tuple(x.get_state() for x in (() if is_captured else torch.cuda.default_generators))
-    state = (torch.get_rng_state(), cuda, autocast, *modes, versions)
-    return Start(batch, module, args, kwargs, *state, 0.0, nodes, is_function, extra)
 
 
 if _extension.C is not None:

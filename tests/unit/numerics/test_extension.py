@@ -33,14 +33,14 @@ def attributes(kind: type) -> set[str]:
 def test_the_stub_declares_what_the_compiled_part_has() -> None:
     """Each function, class and attribute, neither more nor fewer: mypy sees calls of the compiled part through it.
 
-    The recorder has those of the recorder in Python, but for what the wrapper in Python and its gradients call.
+    The recorder has those of the recorder in Python, but for what the wrapper in Python calls.
     """
     assert declared(STUB.body) == {name for name in vars(_extension.C) if not name.startswith("_")}
     for one in STUB.body:
         if isinstance(one, ast.ClassDef) and one.name != "CallRecorder":
             assert declared(one.body) - {"__init__"} == attributes(getattr(_extension.C, one.name)), one.name
     recorder = PythonRecorder(Settings(), mock.Mock())
-    own = {"begin_compiled", "record_compiled"}
-    inner = {"enter", "leave", "left_by", "keep_backward", "has_subscription", "events", "lock", "observe"}
+    own = {"begin_compiled", "record_compiled", "is_under_way"}
+    inner = {"enter", "leave"}
     public = {name for name in dir(recorder) if not name.startswith("_")}
     assert public - inner == attributes(_extension.C.CallRecorder) - own

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
+from nanwatch.recording.events import start_of
 from nanwatch.recording.observe import state_tensors
-from nanwatch.recording.recorder import start_of
 from nanwatch.recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, Unwalked, call_leaves, leaves
 from nanwatch.records.record import Frame
 from nanwatch.session.api import watch as start_watch
