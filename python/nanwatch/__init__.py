@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .numerics.ranges import abs_ranges as abs_ranges
     from .numerics.ranges import fingerprint as fingerprint
     from .numerics.ranges import tensor_health as tensor_health
-    from .precision.precision import fp32_modules as fp32_modules
     from .precision.precision import run_in_fp32 as run_in_fp32
     from .report.finding import Finding as Finding
     from .report.report import NonFiniteError as NonFiniteError
@@ -58,7 +57,7 @@ else:
         "sinks.sink": ("Sink",),
         "numerics.fit": ("would_fit",),
         "numerics.ranges": ("abs_range", "abs_ranges", "fingerprint", "tensor_health"),
-        "precision.precision": ("fp32_modules", "run_in_fp32"),
+        "precision.precision": ("run_in_fp32",),
         "report.finding": ("Finding",),
         "report.report": ("NonFiniteError", "Report"),
         "session.api": ("Watch", "replay", "watch"),

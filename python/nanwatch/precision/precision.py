@@ -1,4 +1,4 @@
-"""Modules that compute in float32 though all around them is narrower: `run_in_fp32`, `fp32_modules`.
+"""Modules that compute in float32 though all around them is narrower: `run_in_fp32`.
 
 A wrapper takes the slot of the module's `forward`. Hooks would see an exception only with always_call, do not see
 direct calls of `forward`, and cannot lend the module other weights. The slot is an instance attribute, so copies and
@@ -7,15 +7,14 @@ pickles take it with them, and the wrapper pickles by its class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable
 from types import MethodType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..instrumentation.wrapped_names import find_module, for_names, named_modules
+from ..instrumentation.wrapped_names import find_module, named_modules
 from ..util.visible import close_names
 from .casting import (
     NARROW,
@@ -58,41 +57,12 @@ def run_in_fp32(
         ...     layer(torch.ones(1, 2, dtype=torch.float16)).dtype
         torch.float32
     """
-    return _wrap([_resolve(module, model)], cast_output)
-
-
-def fp32_modules(model: nn.Module, patterns: str | Iterable[str], *, cast_output: bool = True) -> Fp32Handle:
-    """Apply `run_in_fp32` to every module of `model` whose name one of the glob patterns matches; one handle for all.
-
-    `*` crosses dots: "encoder.block.*.wo" is every `wo` in the encoder's blocks. Raises ValueError for a pattern that
-    matches no module that is ever called, TypeError for patterns that are no strings.
-
-    Examples:
-        >>> import nanwatch, torch
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).half()
-        >>> handle = nanwatch.fp32_modules(model, ["1"])
-        >>> model(torch.ones(1, 2, dtype=torch.float16)).dtype  # the result is cast back
-        torch.float16
-        >>> handle.remove()
-    """
-    _check(model, "fp32_modules")
-    wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-    if not wanted or not all(isinstance(pattern, str) for pattern in wanted):
-        raise TypeError(
-            f"patterns should be a pattern or several, such as 'encoder.block.*.wo', got {patterns!r}"
-        )
-    named = [entry for entry in named_modules(model, remove_duplicate=False) if is_called(entry.module)]
-    names = [entry.name for entry in named]
-    wanted = tuple(for_names(pattern, names) for pattern in wanted)
-    for pattern in wanted:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(
-                f"pattern {pattern!r} matches no module that is called; {close_names(pattern, names)}"
-            )
-    chosen = {id(e.module): e.module for e in named if any(fnmatchcase(e.name, p) for p in wanted)}
-    for module in chosen.values():
-        _check(module, "fp32_modules")
-    return _wrap(list(chosen.values()), cast_output)
+    module = _resolve(module, model)
+    wrappers = [_ForwardWrapper(module, cast_output=cast_output)]
+    if any(p.dtype in NARROW for p in module.parameters()):
+        inner = (x for x in module.modules() if x is not module and is_called(x) and not _is_script(x))
+        wrappers += [_ForwardWrapper(x, cast_output=False, is_inner=True) for x in inner]
+    return Fp32Handle(wrappers)
 
 
 class Fp32Handle:
@@ -202,19 +172,6 @@ def is_called(module: nn.Module) -> bool:
     return _SLOT in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
-def _wrap(modules: Sequence[nn.Module], cast_output: bool) -> Fp32Handle:
-    wrappers = []
-    for module in modules:
-        wrappers.append(_ForwardWrapper(module, cast_output=cast_output))
-        if any(p.dtype in NARROW for p in module.parameters()):
-            wrappers += [
-                _ForwardWrapper(inner, cast_output=False, is_inner=True)
-                for inner in module.modules()
-                if inner is not module and is_called(inner) and not _is_script(inner)
-            ]
-    return Fp32Handle(wrappers)
-
-
 # Module, its table, name in it, the tensor that was there, its copy, and the version of that.
 _Loan = tuple[nn.Module, str, str, Tensor, Tensor, int | None]
 
@@ -270,31 +227,20 @@ def _without_autocast(kinds: list[str], behind: Callable[..., Any], args: Any, k
 def _resolve(given: nn.Module | str, model: nn.Module | None) -> nn.Module:
     module: object = given
     if isinstance(given, str):
-        if model is None:
+        if not isinstance(model, nn.Module):
             raise TypeError(f"run_in_fp32({given!r}) needs the model too: run_in_fp32({given!r}, model)")
-        root = _check(model, "run_in_fp32")
-        entry = find_module(root, given)
-        if entry is None:
-            names = [known.name for known in named_modules(root)]
+        if (entry := find_module(model, given)) is None:
+            names = [known.name for known in named_modules(model)]
             raise ValueError(f"{type(model).__name__} has no module {given!r}; {close_names(given, names)}")
         module = entry.module
-    checked = _check(module, "run_in_fp32")
-    if not is_called(checked):
+    if not isinstance(module, nn.Module) or _is_script(module):
+        raise TypeError(
+            f"run_in_fp32 needs a torch.nn.Module, and none of torch.jit, got {type(module).__name__};"
+            " pass the module itself, as it was before torch.jit"
+        )
+    if not is_called(module):
         raise ValueError(
-            f"a {type(checked).__name__} is never called, so it cannot run in float32;"
-            " pass the modules in it, or use fp32_modules(model, 'its.name.*')"
-        )
-    return checked
-
-
-def _check(module: object, caller: str) -> nn.Module:
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"{caller} needs a torch.nn.Module, got {type(module).__name__}; pass the module itself"
-        )
-    if _is_script(module):
-        raise TypeError(
-            f"{caller} cannot reach into a {type(module).__name__}; pass the module as it was before torch.jit"
+            f"a {type(module).__name__} is never called, so it cannot run in float32; pass the modules in it"
         )
     return module
 
