@@ -39,30 +39,18 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
 
 
-def _split_mix(i: int) -> int:
-    x = (i + 1) * _STEP & _ONES
+def _split_mix(i: int, seed: int = 0) -> int:
+    """Return output `i` of the generator."""
+    x = ((i + 1) * _STEP + seed) & _ONES
     x = (x ^ (x >> 30)) * _FACTORS[0] & _ONES
     x = (x ^ (x >> 27)) * _FACTORS[1] & _ONES
     return x ^ (x >> 31)
 
 
-def _split_mixes(count: int, seed: int, device: torch.device) -> Tensor:
-    """Return the numbers of the generator for the first places, as torch.int64."""
-    x = torch.arange(1, count + 1, device=device) * _signed(_STEP) + seed
-    for shift, factor in zip((30, 27), _FACTORS, strict=True):
-        x = (x ^ _shifted(x, shift)) * _signed(factor)
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift right and fill with zeros."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
 @cache
 def _keys(device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return _split_mixes(_WORDS, 0, device) | 1
+        return torch.tensor([_signed(_split_mix(i) | 1) for i in range(_WORDS)], device=device)
 
 
 def _hashed(data: Tensor) -> Tensor:
@@ -96,16 +84,9 @@ def _root(sums: Tensor) -> Tensor:
 def fingerprint(x: Tensor) -> Tensor:
     """Return the fingerprint of `x`, int64 of shape (), on its device. Does not wait for it.
 
-    Copies a tensor that is not contiguous. Raises TypeError for a dtype whose elements are no whole bytes, and for a
-    tensor that is not strided.
+    Copies a tensor that is not contiguous. Takes strided tensors of the dtypes of NUMBER_FORMATS.
     """
-    name = str(x.dtype).removeprefix("torch.")
-    if name not in BY_NAME or x.layout is not torch.strided:
-        raise TypeError(
-            f"nanwatch.fingerprint got a tensor of dtype {name} and layout {x.layout}; it takes strided tensors of"
-            f" {', '.join(BY_NAME)}. Convert it, or take the fingerprint of the tensors that it is made of."
-        )
-    return _root(block_sums(x)) ^ _signed(_seal(name, x.shape))
+    return _root(block_sums(x)) ^ _signed(_seal(str(x.dtype).removeprefix("torch."), x.shape))
 
 
 def sealed(sums: Tensor, name: str, shape: Sequence[int]) -> int:
@@ -140,7 +121,7 @@ def _signs(width: int, device: torch.device) -> Tensor:
     known = _known.get(device)
     if known is None or len(known) < width:
         with torch.inference_mode(False):
-            x = _split_mixes(width, _SEED, device)
+            x = torch.tensor([_signed(_split_mix(i, _SEED)) for i in range(width)], device=device)
             bits = (x[:, None] >> torch.arange(WIDTH, device=device)) & 1
             known = _known[device] = (1 - 2 * bits).to(row_dtype(device))
     return known[:width]

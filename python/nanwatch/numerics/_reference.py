@@ -126,13 +126,18 @@ def health(x: Tensor) -> Tensor:
             rows.append(torch.tensor(zeros, dtype=wide, device=x.device))
         if not rows:
             return torch.tensor([_INF, 0, 1, _INF, 0, 0, 0, 0, 0, 0, -1], dtype=wide, device=x.device)
-        table = torch.stack(rows)
-        low, high = table.amin(0), table.amax(0)
-        counts = table[:, 5:10].sum(0) * part.repeats
-        first = torch.where(low[10] == _INF, torch.full_like(low[10], -1.0), low[10])
+        row = merged(torch.stack(rows))
         if part.repeats > 1:
-            first = torch.where(first < 0, first, _place_in(x.shape, x.stride(), first))
-        return torch.cat([torch.stack([low[0], high[1], low[2], low[3], high[4]]), counts, first.reshape(1)])
+            row[5:10] *= part.repeats
+            row[10] = torch.where(row[10] < 0, row[10], _place_in(x.shape, x.stride(), row[10]))
+        return row
+
+
+def merged(rows: Tensor) -> Tensor:
+    """Return the row of `health` of a tensor by those of its parts, in which the place of the first bad may be inf."""
+    low, high = rows.amin(0), rows.amax(0)  # both pass a nan on
+    first = torch.where(low[10] == _INF, -1.0, low[10])
+    return torch.stack([low[0], high[1], low[2], low[3], high[4], *rows[:, 5:10].sum(0), first])
 
 
 class _Stored(NamedTuple):

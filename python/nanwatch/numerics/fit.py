@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import floor, inf, isfinite, log2, log10, nan, nextafter
-from typing import Literal, NamedTuple, SupportsIndex, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -109,8 +109,8 @@ def would_fit(x: Tensor, dtype: torch.dtype | str, *, scale: float = 1.0, dim: i
     lie, the one that the matmul sums over. A float64 is rounded to float32 first.
 
     Raises TypeError for a tensor without values to read, a complex tensor, and a `dtype` that is no floating-point
-    format; for a block format also for integers and a `dim` that is no integer. Raises ValueError for a scale that is
-    not above zero and finite, or given with a block format, and for a `dim` without one.
+    format; for a block format also for integers. Raises ValueError for a scale that is not above zero and finite, or
+    given with a block format, and for a `dim` without one.
 
     Examples:
         >>> import nanwatch, torch
@@ -122,13 +122,15 @@ def would_fit(x: Tensor, dtype: torch.dtype | str, *, scale: float = 1.0, dim: i
         >>> print(nanwatch.would_fit(torch.linspace(-1, 1, 64), "mxfp4"))
         mxfp4: SQNR 20.3 dB, 0.000% saturate, 6.250% become zero
     """
-    if isinstance(dtype, str) and dtype in BLOCKS_BY_NAME:
+    target = str(dtype).removeprefix("torch.")
+    if target in BLOCKS_BY_NAME:
         if scale != 1.0:
             raise ValueError(f"would_fit got scale={scale!r} for {dtype}, whose blocks have their own")
-        if not isinstance(dim, SupportsIndex):
-            raise TypeError(f"would_fit got dim={dim!r}; the number of an axis is accepted")
-        return block_fit(x, BLOCKS_BY_NAME[dtype], dim)
-    target = _target(dtype)
+        return block_fit(x, BLOCKS_BY_NAME[target], dim)
+    if target not in FORMATS:
+        accepted = (*FORMATS, *BLOCKS_BY_NAME)
+        hint = close_names(target, accepted, "docs/block-formats.md describes those with blocks")
+        raise TypeError(f"would_fit got the format {target}; accepted are {', '.join(accepted)}; {hint}")
     if dim != -1:
         raise ValueError(f"would_fit got dim={dim!r} for {target}, which has no blocks: leave it out")
     if not isfinite(scale) or scale <= 0:
@@ -145,19 +147,16 @@ def would_fit(x: Tensor, dtype: torch.dtype | str, *, scale: float = 1.0, dim: i
             part, total = stored(x), torch.zeros(4, dtype=torch.int64, device=x.device)
             for chunk in chunks(part.values):
                 wide = chunk if row_dtype(x.device) is torch.float64 else chunk.cpu()
-                total += _count_kinds(wide.double().abs(), edges(target), float(scale)).to(x.device)
+                size = wide.double().abs()
+                is_counted, size = size.isfinite() & (size != 0), size * scale
+                is_zero = size <= ends.zero_up_to
+                kinds = size >= ends.overflows_from, is_zero, (size < ends.normal_from) & ~is_zero
+                counts = [is_counted, *(kind & is_counted for kind in kinds)]
+                total += torch.stack([kind.sum() for kind in counts]).to(x.device)
             return total * part.repeats
 
+        ends = edges(target)
         return Fit(getattr(torch, target), float(scale), *map(int, read(count, count, x).tolist()))
-
-
-def _count_kinds(magnitude: Tensor, limits: Edges, scale: float) -> Tensor:
-    """Return the elements that are finite and not zero, and how many of them overflow, become zero, or subnormal."""
-    is_counted = magnitude.isfinite() & (magnitude != 0)
-    product = magnitude * scale
-    is_zero = product <= limits.zero_up_to
-    kinds = product >= limits.overflows_from, is_zero, (product < limits.normal_from) & ~is_zero
-    return torch.stack([is_counted.sum(), *((kind & is_counted).sum() for kind in kinds)])
 
 
 class Edges(NamedTuple):
@@ -176,19 +175,6 @@ def edges(name: str) -> Edges:
     is_even = form.largest_word % 2 == 0  # then the tie goes down to it
     half = ends.smallest_subnormal / 2
     return Edges(nextafter(halfway_up, inf) if is_even else halfway_up, half, ends.smallest_normal - half)
-
-
-def _target(dtype: torch.dtype | str) -> str:
-    if not isinstance(dtype, torch.dtype | str):
-        raise TypeError(
-            f"would_fit got a {type_name(dtype)}; accepted are a torch.dtype and the name of a format"
-        )
-    name = str(dtype).removeprefix("torch.")
-    if name not in FORMATS:
-        accepted = (*FORMATS, *BLOCKS_BY_NAME)
-        hint = close_names(name, accepted, "docs/block-formats.md describes those with blocks")
-        raise TypeError(f"would_fit got the format {name}; accepted are {', '.join(accepted)}; {hint}")
-    return name
 
 
 # Block formats.

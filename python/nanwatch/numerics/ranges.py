@@ -7,8 +7,8 @@ cannot be read raises TypeError with the reason. It never counts as finite.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import inf, nan, prod
-from typing import TYPE_CHECKING, cast
+from math import inf, prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -64,24 +64,21 @@ def abs_ranges(tensors: Iterable[Tensor]) -> list[AbsRange]:
     # The caller's own code makes the tensors of a generator: before the caller's modes are put aside.
     given = list(tensors)
     with only_our_dispatch():
-        given_tensors = [readable(x, f"abs_ranges, tensor {i},") for i, x in enumerate(given)]
-        together: dict[torch.device, list[int]] = {}
-        alone: list[int] = []
-        for i, x in enumerate(given_tensors):
-            if is_plain(x):
-                together.setdefault(x.device, []).append(i)
-            else:
-                alone.append(i)
-        ranges: list[AbsRange | None] = [None] * len(given_tensors)
+        xs = [readable(x, f"abs_ranges, tensor {i},") for i, x in enumerate(given)]
+        groups: dict[object, list[int]] = {}  # of a device together, and each that is not plain alone
+        for i, x in enumerate(xs):
+            groups.setdefault(x.device if is_plain(x) else i, []).append(i)
         # Every launch is made before the first wait, so that devices work at the same time.
         tables = [
-            (group, _extension.abs_ranges([given_tensors[i] for i in group])) for group in together.values()
+            _extension.abs_ranges([xs[i] for i in group])
+            if is_plain(xs[group[0]])
+            else range_row(xs[group[0]])
+            for group in groups.values()
         ]
-        tables += [([i], range_row(given_tensors[i]).reshape(1, -1)) for i in alone]
-        for group, table in tables:
-            for i, row in zip(group, table.tolist(), strict=True):
-                ranges[i] = to_range(row)
-    return cast("list[AbsRange]", ranges)
+        ranges: dict[int, AbsRange] = {}
+        for group, table in zip(groups.values(), tables, strict=True):
+            ranges |= zip(group, map(to_range, table.reshape(-1, 3).tolist()), strict=True)
+        return [ranges[i] for i in range(len(xs))]
 
 
 def tensor_health(x: Tensor) -> TensorHealth:
@@ -195,15 +192,13 @@ class PartialHealth:
     """Health and fingerprint of a tensor that is read part by part, such as one in a file larger than memory."""
 
     def __init__(self) -> None:
-        self._rows: list[list[float]] = []
+        self._rows: list[list[float]] = [[inf, 0, 1, inf, *[0] * 6, inf]]  # that of no element
         self._sums = [torch.zeros(0, dtype=torch.int64)]
 
     def add(self, x: Tensor, start: int) -> None:
         """Read the health of a part that begins at element `start` of the tensor, in C order."""
-        row = _extension.health(x).tolist()
-        if row[-1] >= 0:
-            row[-1] += start
-        self._rows.append(row)
+        *row, first = _extension.health(x).tolist()
+        self._rows.append([*row, first + start if first >= 0 else inf])
 
     def add_bits(self, x: Tensor) -> None:
         """Read the fingerprint of a part. All parts but the last are multiples of BLOCK bytes."""
@@ -211,13 +206,8 @@ class PartialHealth:
 
     def health(self, shape: Sequence[int]) -> TensorHealth:
         """Return the health of the tensor, whose parts have all been read."""
-        low = min((row[3] for row in self._rows), default=inf)
-        high = max((row[4] for row in self._rows), default=0.0)
-        counts = [sum(row[i] for row in self._rows) for i in range(5, 10)]
-        first = min((row[10] for row in self._rows if row[10] >= 0), default=-1)
-        nans, posinfs, neginfs, *_ = counts
-        ends = (nan, nan) if nans else (low, inf if posinfs or neginfs else high)
-        return health_of([*ends, first < 0, low, high, *counts, first], shape)
+        row = _reference.merged(torch.tensor(self._rows, dtype=torch.float64))
+        return health_of(row.tolist(), shape)
 
     def fingerprint(self, dtype_name: str, shape: Sequence[int]) -> int:
         """Return `nanwatch.fingerprint` of the tensor, whose parts have all been read."""
