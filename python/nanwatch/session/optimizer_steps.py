@@ -31,21 +31,21 @@ from ..instrumentation.global_hooks import (
     find_scaler,
     with_check_after_closure,
 )
-from ..instrumentation.wrapped_names import find_module, named_modules, parameter_names, parameter_owners
+from ..instrumentation.wrapped_names import find_module, parameter_names, parameter_owners
 from ..numerics.readable import Numbers, is_plain, only_our_dispatch
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall, Event
-from ..recording.observe import nonfinite, observe, read, state_tensors
+from ..recording.observe import nonfinite, observe, state_tensors
 from ..records.note import Note
 from ..records.record import Frame, Role
 from ..report import text
 from ..report.events import SkippedStep
-from ..report.finding import Finding, find
+from ..report.finding import Finding
 from ..util.job import rank
 from ..util.modules import WeakIdentityDict, each_parameter
 from ..util.visible import warn_user
 from .options import scale_of
-from .reports import OPTIMIZER, Reports, Weight
+from .reports import OPTIMIZER, Reports
 
 if TYPE_CHECKING:
     from ..history.spikes import SpikeWatch
@@ -57,21 +57,17 @@ _MAX_KEPT = 100
 
 @dataclass(slots=True)
 class _Deferred:
-    """The failure of a backward, and the weights whose gradients were not finite in these batches.
+    """The failure of a backward, and the batches whose gradients were not finite.
 
-    `scale` is the GradScaler's in the backward. `is_skipped`: the optimizer itself said so.
+    `scale` is the GradScaler's in the backward. `is_of_weight`: the gradient of a weight was among them. `is_skipped`:
+    the optimizer itself said so.
     """
 
     incident: Incident
     batches: set[int]
-    weights: set[Weight]
     scale: float | None
+    is_of_weight: bool
     is_skipped: bool = False
-
-    def is_clean(self) -> bool:
-        """Return whether all gradients that were not finite are gone, or finite by now."""
-        tensors = _tensors(self.weights)
-        return bool(tensors) and not nonfinite(x.grad for x in tensors if x.grad is not None)
 
 
 class OptimizerSteps:
@@ -94,21 +90,17 @@ class OptimizerSteps:
         self._failures = failures
         self._tell = tell
         self.spikes: SpikeWatch | None = None
-        # The failure that waits for a step
-        self._deferred: _Deferred | None = None
+        self._deferred: _Deferred | None = None  # the failure that waits for a step
         self.skipped: deque[SkippedStep] = deque(maxlen=_MAX_KEPT)
         self.num_skipped = 0
         self.num_untaken = 0  # non-finite backwards after which a step took finite gradients
         self._in_a_row = 0
-        self._skipped_weights: set[Weight] = set()  # of the latest skipped step
         # A loss that is nan, and its batch, where a gradient is not finite either.
         self._loss: tuple[Tensor, int] | None = None
-        self._scaler: Callable[[], Any] | None = (
-            None if options.scaler is None else weakref.ref(options.scaler)
-        )
+        self._scaler: Callable[[], Any] | None = None
+        if options.scaler is not None:
+            self._scaler = weakref.ref(options.scaler)
         self._num_scales = 0
-        # Steps
-        self._given = None if options.optimizer is None else weakref.ref(options.optimizer)
         # One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
         self._takes: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._has_read_state = options.optimizer is None
@@ -121,7 +113,7 @@ class OptimizerSteps:
         hooks = [before_steps.add(self._hook(OptimizerSteps._before_step))] if options.enabled else []
         if options.enabled and options.optimizer is not None:
             self._node = recorder.add_node(OPTIMIZER, options.optimizer, False, False)
-            hooks.append(after_steps.add(self._hook(OptimizerSteps._after_step)))
+            hooks.append(after_steps.add(self._hook(OptimizerSteps._read_state)))
         self._hooks = Handles(self, hooks)
 
     def _hook(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,21 +139,23 @@ class OptimizerSteps:
         loss = None if self._recorder.paused else loss_under_way()
         if loss is None or not is_plain(loss) or not loss.is_floating_point():
             return
-        batch, self._loss = self._recorder.latest_batch, None
-        numbers = Numbers(loss) if loss.device.type == "cuda" else None
-        is_nan = loss.device.type == "cpu" and isnan(read(loss, "output", "output").abs_max or 0.0)
+        if loss.device.type not in ("cpu", "cuda"):
+            return
+        batch, self._loss, numbers = self._recorder.latest_batch, None, Numbers(loss)
 
-        def ended() -> None:  # the host waits for the gradients of a GPU here anyway
-            if is_nan or (numbers is not None and any(map(isnan, numbers.wait()))):
+        def ended() -> None:
+            if isnan(numbers.wait()[0]):
                 self._loss_is_nan(loss, batch)
 
-        if is_nan or numbers is not None:
+        # At the end of a backward the host waits for the gradients of a GPU anyway.
+        if loss.device.type == "cuda" or isnan(numbers.wait()[0]):
             torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
         """Defer the failure of a backward whose frames are not kept yet."""
         calls = [BackwardCall(*call) for call in calls]
-        fault = find_in_backward(calls, [Arrival(*arrival) for arrival in arrivals], rank=rank())
+        arrivals = [Arrival(*arrival) for arrival in arrivals]
+        fault = find_in_backward(calls, arrivals, rank=rank())
         # The gradients of a non-finite forward are its consequence.
         if fault is None or self._failures.knows(fault[0].batch):
             return
@@ -171,16 +165,11 @@ class OptimizerSteps:
         num_before, place = self._recorder.frames_of_batch(batch), finding.sequence
         sequence = None if num_before is None or place is None else num_before + place
         report = self._reports.latest(replace(finding, sequence=sequence), batch, frames)
-        faults = [(call.frame, record) for call in calls for record in call.frame.records if record.is_fault]
-        model, weights = self._model(), set[Weight]()
-        modules = {} if model is None else {named.name: named.module for named in named_modules(model)}
-        for frame, record in faults:
-            name, module = record.label.removesuffix(".grad"), modules.get(frame.name)
-            if module is not None and name in module._parameters:
-                weights.add((weakref.ref(module), name))
         outermost = max((call for call in calls if call.frame.batch == batch), key=lambda call: call.number)
         self._failures.starts.backward_failed(batch, outermost.frame.records)
-        self._defer(Incident(report), {frame.batch for frame, _ in faults}, weights)
+        bad = [x for x in arrivals if calls[x.call].frame.records[x.record].is_fault]
+        batches = {calls[x.call].frame.batch for x in bad}
+        self._defer(Incident(report), batches, is_of_weight=any(x.part == "weight" for x in bad))
 
     def _loss_is_nan(self, loss: Tensor, batch: int) -> None:
         """Act on a loss that is nan. If a gradient is not finite either, leave it to the step, which may be skipped."""
@@ -197,13 +186,15 @@ class OptimizerSteps:
 
     # Deferred until a step
 
-    def _defer(self, incident: Incident, batches: set[int], weights: set[Weight]) -> None:
+    def _defer(self, incident: Incident, batches: set[int], *, is_of_weight: bool) -> None:
         """Defer a failure, or act on it at once if too many steps in a row were skipped."""
         if (deferred := self._deferred) is None:
-            self._deferred = _Deferred(incident, batches, weights, self._scale())
+            self._deferred = _Deferred(incident, batches, self._scale(), is_of_weight)
         else:
-            # New sets: another thread may iterate over the old ones.
-            deferred.batches, deferred.weights = deferred.batches | batches, deferred.weights | weights
+            deferred.batches = (
+                deferred.batches | batches
+            )  # a new set: another thread may iterate over the old one
+            deferred.is_of_weight |= is_of_weight
         most = self._options.max_skipped_steps
         if self._in_a_row < most:
             return
@@ -235,7 +226,7 @@ class OptimizerSteps:
             return
         before, after = deferred.scale, self._scale()
         is_known = deferred.is_skipped or (before is not None and after is not None and after < before)
-        if not is_known and (only_known or not deferred.is_clean()):
+        if not is_known and (only_known or not (deferred.is_of_weight and self._are_clean())):
             return
         if not is_known and self._options.scaler is None:
             before = None  # the scaler that was found has no part in this
@@ -245,9 +236,14 @@ class OptimizerSteps:
         self.skipped.append(step)
         self.num_skipped += 1
         self._in_a_row += 1
-        self._skipped_weights = deferred.weights
         self._recorder.excuse_gradients(sorted(deferred.batches), step.note)
         self._tell(step)
+
+    def _are_clean(self) -> bool:
+        """Return whether all gradients of the model are gone or finite."""
+        model = self._model()
+        tensors = [] if model is None else list(each_parameter(model))
+        return not nonfinite(x.grad for x in tensors if x.grad is not None)
 
     def _due(self, optimizer: Optimizer, *, is_nonfinite: bool) -> Incident | None:
         """Return the incident that a step of `optimizer` is about to take; None lets it pass.
@@ -255,8 +251,7 @@ class OptimizerSteps:
         is_nonfinite: a gradient of the optimizer's parameters is not finite.
         """
         if (deferred := self._deferred) is None:
-            weights, ids = self._skipped_weights, _parameter_ids(optimizer) if self._in_a_row else set()
-            if not weights or any(id(x) in ids for x in _tensors(weights)):
+            if self._in_a_row and self._takes_gradients(optimizer):
                 self._in_a_row = 0
             return None
         found_inf = getattr(optimizer, "found_inf", None)
@@ -267,7 +262,7 @@ class OptimizerSteps:
                 deferred.scale = float(scale)
         elif is_nonfinite:
             return self.release()
-        elif not deferred.weights or deferred.is_clean():
+        elif not deferred.is_of_weight or self._are_clean():
             # The user has mended the gradients. Warn of the 1st, 2nd, 4th, 8th: 100 such batches give 7 lines.
             self._deferred = None
             self._recorder.excuse_gradients(sorted(deferred.batches), Note("not_taken"))
@@ -306,23 +301,17 @@ class OptimizerSteps:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (box := process_box()) is not None:
             box.step_begins()
-        changed = None
         if not self._recorder.paused:
             self._stepped[optimizer] = self._recorder.latest_batch
             self._check_rates(optimizer)
-        if self._options.gradients:
-            check = partial(self._check_gradients, optimizer, self._takes_gradients(optimizer))
-            changed = with_check_after_closure(optimizer, args, kwargs, check)
-            check()
-        if not self._has_read_state and self._steps_given(optimizer):
-            self._has_read_state = True
-            if optimizer.state:  # from a checkpoint
-                self._read_state(optimizer)
-        return changed
-
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._steps_given(optimizer):
+        if not self._has_read_state and optimizer.state:  # from a checkpoint
             self._read_state(optimizer)
+        if not self._options.gradients:
+            return None
+        check = partial(self._check_gradients, optimizer, self._takes_gradients(optimizer))
+        changed = with_check_after_closure(optimizer, args, kwargs, check)
+        check()
+        return changed
 
     def _takes_gradients(self, optimizer: Optimizer) -> bool:
         """Return whether the optimizer holds a parameter of the model.
@@ -347,7 +336,7 @@ class OptimizerSteps:
 
         The step of a wrapper, such as Accelerate's, calls no hooks itself.
         """
-        given = None if self._given is None else self._given()
+        given = self._options.optimizer
         return given is not None and stepping.param_groups is given.param_groups
 
     def _check_rates(self, optimizer: Optimizer) -> None:
@@ -364,8 +353,7 @@ class OptimizerSteps:
             if is_bad and self._takes_gradients(optimizer):
                 record = observe(torch.as_tensor(rate), f"lr[{number}]", "input")
                 frame = Frame(batch, OPTIMIZER, type(optimizer).__name__, (record,), "step")
-                incident = self._reports.of_frame(frame, "received")
-                self._failures.step_follows(incident)
+                self._failures.step_follows(self._reports.of_frame(frame, "received"))
                 return
 
     def _check_gradients(self, optimizer: Optimizer, takes_ours: bool) -> None:
@@ -383,14 +371,13 @@ class OptimizerSteps:
         # Read what the step takes, whoever wrote it since the backward: sums of several backwards, reductions over
         # ranks, and gradients that no hook sees, such as those of weights used without their module.
         batch, bad_parameters = recorder.latest_batch, list[Tensor]()
-        is_due = batch >= 0 and batch % self._options.every == 0
-        if self._deferred is not None or (takes_ours and is_due):
+        if self._deferred is not None or (takes_ours and self._is_due(batch)):
             bad_parameters = _nonfinite_parameters(optimizer)
         # The gradients of a non-finite forward are its consequence.
         if bad_parameters and self._deferred is None and not self._failures.knows(batch):
-            incident, weights = self._reports.of_taken(optimizer, bad_parameters, batch)
+            incident = self._reports.of_taken(optimizer, bad_parameters, batch)
             self._failures.starts.keep(batch)
-            self._defer(incident, {batch}, weights)
+            self._defer(incident, {batch}, is_of_weight=True)
         loss, self._loss = self._loss, None
         is_nan = loss is not None and not bad_parameters
         if loss is not None and is_nan and self._deferred is None:
@@ -408,25 +395,31 @@ class OptimizerSteps:
             if takes_ours:
                 self._failures.starts.let_go()
 
-    def _read_state(self, optimizer: Optimizer) -> None:
+    def _read_state(self, optimizer: Optimizer, *_: Any) -> None:
+        """Read the state of the optimizer in the options after its step."""
         batch = self._recorder.latest_batch
-        if self._recorder.paused or batch < 0 or batch % self._options.every:
+        if self._recorder.paused or not self._is_due(batch) or not self._steps_given(optimizer):
             return
         model = self._model()
         names = {} if model is None else parameter_names(model)
-        settings, records = self._options.recorder_settings(), []
+        settings, records, self._has_read_state = self._options.recorder_settings(), [], True
         for state in state_tensors(optimizer, names):
             # A state without a dimension is a count of steps.
             if state.is_parameter or (state.tensor.ndim and state.tensor.is_floating_point()):
                 role: Role = "weight" if state.is_parameter else "buffer"
                 records.append(observe(state.tensor, state.label, role, wanted=settings))
+        frame = Frame(batch, OPTIMIZER, type(optimizer).__name__, tuple(records), "step")
+        incident = None
+        if frame.fault is not None:
+            incident = self._reports.of_frame(frame, "weight" if frame.fault.role == "weight" else "buffer")
         self._recorder.add_frame(batch, self._node, records)
-        if not any(record.is_fault for record in records):
+        if incident is None:
             self.act()
-            return
-        report = self._reports.latest(None, batch)
-        finding = find(report.frames[-1:], rank=rank(), num_frames=self._recorder.frames_of_batch(batch))
-        self._failures.step_follows(Incident(replace(report, finding=finding)))
+        else:
+            self._failures.step_follows(incident)
+
+    def _is_due(self, batch: int) -> bool:
+        return batch >= 0 and batch % self._options.every == 0
 
     # The last step
 
@@ -467,12 +460,6 @@ class OptimizerSteps:
         weight = None if owner is None else owner.module._parameters.get(key)
         steppers = [x for x in self._stepped.objects() if id(weight) in _parameter_ids(x)]
         return finding if weight is None or not steppers else take_apart(finding, steppers[0], weight)
-
-
-def _tensors(weights: set[Weight]) -> list[Tensor]:
-    living = ((module(), name) for module, name in weights)
-    parameters = [module._parameters.get(name) for module, name in living if module is not None]
-    return [x for x in parameters if x is not None]
 
 
 def _parameter_ids(optimizer: Optimizer) -> set[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -37,8 +36,6 @@ from .starts import ModelRef, Starts
 
 # A host's remarks on a finding, whose record is None where no frame has it.
 Describe: TypeAlias = Callable[[Finding, Record | None], tuple[str, ...]]
-# A weight: its module, and its name in it.
-Weight: TypeAlias = tuple["weakref.ref[nn.Module]", str]
 
 OPTIMIZER = "(optimizer)"  # name of the frames of an optimizer
 _WRITTEN = (
@@ -95,10 +92,8 @@ class Reports:
         finding = finding_of(frame, record, origin, None, rank(), num_frames)
         return Incident(self.latest(finding, frame.batch, [frame]))
 
-    def of_taken(
-        self, optimizer: Optimizer, parameters: Sequence[Tensor], batch: int
-    ) -> tuple[Incident, set[Weight]]:
-        """Return the failure of gradients that a step is about to take, and which of their parameters are the model's.
+    def of_taken(self, optimizer: Optimizer, parameters: Sequence[Tensor], batch: int) -> Incident:
+        """Return the failure of the gradients of these parameters, which a step is about to take.
 
         They were finite or unseen in the backward. It names the first parameter whose module is called, as far as is
         known, else the nearest module around it that is.
@@ -119,11 +114,10 @@ class Reports:
         else:  # it is beside the model
             name, class_name = OPTIMIZER, type(optimizer).__name__
             label = next(state.label for state in state_tensors(optimizer, {}) if state.tensor is parameter)
-        record = observe(parameter.grad, f"{label}.grad", "gradient")
-        is_unseen = bool(owned) and not of_called  # no hook has seen the gradient that the backward made
-        frame = Frame(batch, name, class_name, (record,), "backward" if is_unseen else "step")
-        incident = self.of_frame(frame, "produced" if is_unseen else "received")
-        return incident, {(weakref.ref(owners[id(x)][0].module), owners[id(x)][1]) for x in owned}
+        records = (observe(parameter.grad, f"{label}.grad", "gradient"),)
+        if owned and not of_called:  # no hook has seen the gradient that the backward made
+            return self.of_frame(Frame(batch, name, class_name, records, "backward"), "produced")
+        return self.of_frame(Frame(batch, name, class_name, records, "step"), "received")
 
     def of_left_calls(self, error: Exception, batch: int) -> Report | None:
         """Return the report of the first non-finite one of the calls that the exception left.
