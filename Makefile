@@ -14,7 +14,7 @@
 #   JOBS=2              how many processes run the tests; by default one more than cores, as some tests wait for
 #                       processes of their own; four at most
 #   WHEEL_TORCH=all      the versions of PyTorch that `make wheel` compiles for, such as "2.12 2.13"
-#   ARGS="…"            more arguments for pytest, the demo, the benchmark or the self-check
+#   ARGS="…"            more arguments for pytest, the demo or the benchmark
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -59,7 +59,7 @@ else
 endif
 PY := $(PYTHON_ENVIRONMENT) $(PY_ONLY)
 
-.PHONY: all wheel demo test test-all test-pure test-torchao test-gpu test-vllm test-trainers sanitize lint format docs bench bench-gpu selfcheck clean distclean
+.PHONY: all wheel demo test test-all test-pure test-torchao test-gpu test-vllm test-trainers sanitize lint format docs bench bench-gpu clean distclean
 all: $(READY)
 
 # dist/ then holds a wheel that needs no compiler, and the sources. auditwheel finds the oldest glibc that will do.
@@ -116,7 +116,6 @@ test-trainers: $(STAMPS)/native
 
 # Lint is left to the machine without a GPU: this one may have no tool but pytest.
 test-gpu: $(READY)
-	$(PY) -m nanwatch --selfcheck
 	$(PY) -m pytest -m "cuda" $(ARGS)
 
 # Over the small tests, because the tools slow every access down. initcheck must see what every kernel
@@ -153,9 +152,6 @@ bench: $(TOOLS)
 
 bench-gpu: $(READY)
 	PYTHON=$(PY_ONLY) benchmarks/gpu_day.sh cost
-
-selfcheck: $(READY)
-	$(PY) -m nanwatch --selfcheck $(ARGS)
 
 $(STAMPS)/checked:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from .cli import doctor
-from .cli.commands import COMMANDS, run_command, until_cut
+from .cli.commands import COMMANDS, doctor_main, run_command, until_cut
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -13,7 +12,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in COMMANDS:
         return run_command(arguments[0], arguments[1:])
-    return until_cut(lambda: doctor.main(arguments, name=""))
+    return until_cut(lambda: doctor_main(arguments, name=""))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sub-commands of `nanwatch`: one entry each in COMMANDS, and what they have in common."""
+"""Commands of `nanwatch`: one entry each in COMMANDS, what they have in common, and `doctor`, the default."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import importlib
 import io
+import json
 import os
+import platform
 import sys
 import time
 import traceback
@@ -14,6 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
+from .._version import __version__
+from ..numerics import _extension
 from ..util.progress import Tell, shown, silent
 from ..util.visible import close_names, visible
 
@@ -65,7 +71,7 @@ COMMANDS = {
         "the first module in which two implementations of a model, or two traces, differ",
     ),
     "diff": (".compare:diff_main", "where two traces, or two batches of one, part"),
-    "doctor": (".doctor:main", "what is installed, what serves which device, and what is missing"),
+    "doctor": (".commands:doctor_main", "what is installed, what serves which device, and what is missing"),
     "fits": (".traces:fits_main", "the narrowest format that holds what each module makes, by a trace"),
     "replay": (".replay:main", "make the call in a capsule again, in one dtype or several"),
     "run": (".run:main", "watch the model of an unchanged training script"),
@@ -190,10 +196,8 @@ def imported(spelt: str, option: str) -> Any:
         target: Any = importlib.import_module(module_name)
         for part in path.split("."):
             target = getattr(target, part)
-        # A module is an object that is called with inputs. Its class knows, without an import of torch.
-        is_made = isinstance(target, type) or not any(
-            base.__name__ == "Module" for base in type(target).__mro__
-        )
+        # A module is an object that is called with inputs.
+        is_made = isinstance(target, type) or not isinstance(target, torch.nn.Module)
         return target() if callable(target) and is_made else target
     except Exception as error:
         # The traceback ends in this function where a name is missing, or where the maker wants an argument.
@@ -204,3 +208,87 @@ def imported(spelt: str, option: str) -> Any:
             "; what makes it is called without arguments" if is_ours and isinstance(error, TypeError) else ""
         )
         raise UseError(f"{option} {spelt}: {type(error).__name__}: {error}{hint}") from None
+
+
+# The default
+
+_DOCTOR = """\
+examples:
+  nanwatch                      versions, devices, and what is missing, as `nanwatch doctor` says
+  nanwatch --json               the same for programs: one JSON document on stdout
+  NANWATCH_CPU=avx2 nanwatch    with the CPU part held at AVX2
+  nanwatch replay --help        what a command does, and with which options
+"""
+
+
+def doctor_main(arguments: list[str], name: str = "doctor") -> int:
+    """Run the command and return the exit status. Without a name its help lists the others."""
+    description = "What is installed, which implementation serves which device, and why a part is missing."
+    parser = command_parser(name, description, _DOCTOR)
+    if not name:
+        parser.add_argument("--version", action="version", version=f"nanwatch {__version__}")
+        commands = "\n".join([f"  {command:<10}{summary}" for command, (_, summary) in COMMANDS.items()])
+        parser.epilog = f"commands, each with a --help of its own:\n{commands}\n\n{parser.epilog}"
+        parser.add_argument("command", nargs="?", metavar="COMMAND", choices=[*COMMANDS])
+    options = parser.parse_args(arguments)
+    if not name and options.command:
+        parser.error(f"the command goes first: {parser.prog} {options.command} ...")
+    lines = facts()
+    if options.json:
+        print(json.dumps(lines, indent=2))
+    else:
+        print("\n".join([f"{label:<16}{words}" for label, words in lines.items()]))
+    return 0
+
+
+def facts() -> dict[str, str]:
+    """Return the lines of the answer by their labels, which are the members of the JSON document."""
+    module: Any = _extension.C
+    build, info = _extension.build, dict(module.build_info()) if module is not None else {}
+    gpu = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda or 'none'}"
+    lines = {
+        "nanwatch": f"{__version__}, {_extension.__file__.rpartition('/numerics')[0]}",
+        "python": f"{platform.python_version()}, {platform.platform()}",
+        "torch": f"{torch.__version__}, {gpu}, {torch.get_num_threads()} threads",
+        "compiled part": "loaded" if module is not None else f"MISSING: {_extension.reason}",
+    }
+    if module is not None:
+        # A wheel's build names all the versions that it has a module for; the module knows its own.
+        lines["built with"] = f"torch {info.get('torch')}, {build.get('compiler') or info.get('compiler')}"
+        if " " in build.get("torch", ""):
+            lines["also for"] = f"torch {build['torch'].replace(' ', ', ')}"
+        lines["CUDA kernels"] = f"CUDA {build.get('cuda')}, {build.get('cuda_archs')}"
+        if not module.cuda_compiled():
+            lines["CUDA kernels"] = f"no: {build.get('cuda_reason', 'it was built without nvcc')}"
+        levels = ", ".join(map(str, module.cpu_capabilities()))
+        lines["CPU level"] = f"{module.cpu_capability()} (this machine can run {levels})"
+        if warning := str(module.cpu_capability_warning()):
+            lines["WARNING"] = warning
+    elif not _extension.reason.startswith("switched off"):
+        lines["without it"] = "every answer is the same, each takes 10 to 100 times longer"
+        lines["to get it"] = f"{_extension.REBUILD}   (in the source tree, after curing the reason)"
+    return lines | {str(device): _implementation(device) for device in _devices()}
+
+
+def _implementation(device: torch.device) -> str:
+    """Return what serves the device, and why it is not native."""
+    native: Any = _extension.C
+    if native is not None and device.type == "cpu":
+        return f"native ({native.cpu_capability()})"
+    name = f": {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
+    if native is not None and device.type == "cuda" and native.cuda_compiled():
+        return f"native{name}"
+    reason = _extension.reason
+    if native is not None:
+        reason = f"there are no native kernels for {device.type}"
+        if device.type == "cuda":
+            reason = _extension.build.get("cuda_reason", "the compiled part has no CUDA kernels")
+    return f"torch operations: {reason}{name}"
+
+
+def _devices() -> list[torch.device]:
+    """Return the CPU and every accelerator torch can use here."""
+    devices = [torch.device("cpu")]
+    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        devices += [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
+    return devices

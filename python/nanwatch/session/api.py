@@ -216,9 +216,6 @@ def rerun(
     """Do the same as `replay`, and return the remarks beside the report."""
     if os.environ.get(SWITCH) == "0":
         raise ValueError(f"{SWITCH}=0 switches every watch off, and a replay is nothing without; unset it")
-    return call_again(capsule, model, _watch, dtype, device)
-
-
-def _watch(module: nn.Module) -> Watch:
     # The re-run comes when the call is over.
-    return Watch(module, Options(on_nonfinite=lambda _: None, act_at="batch", rerun=True))
+    options = Options(on_nonfinite=lambda _: None, act_at="batch", rerun=True)
+    return call_again(capsule, model, lambda module: Watch(module, options), dtype, device)

@@ -156,11 +156,6 @@ def to_path(option: str, value: Any) -> Path | None:
     return path
 
 
-def _to_frames(option: str, value: Any) -> int:
-    # A frame of a small call takes 2 kB and is made into text when a report is written: more than this is no report.
-    return whole(option, value, most=1_000_000)
-
-
 def _to_policy(option: str, value: Any) -> Any:
     if not callable(value) and value not in _POLICIES.split("|"):
         accepted = '"raise", "warn", "record" or a callable that takes the Report'
@@ -316,7 +311,10 @@ class Options:
     modules: tuple[str, ...] = _option((), patterns, "watch only modules named like 'encoder.*'", "PATTERN")
     ignore_modules: tuple[str, ...] = _option((), patterns, "do not watch modules named so", "PATTERN")
     every: int = _option(1, whole, "read only every N-th batch", "N")
-    max_frames: int = _option(21, _to_frames, "keep the latest N calls of modules for the report", "N")
+    # A frame of a small call takes 2 kB, and a report writes it as text: more than this is no report.
+    max_frames: int = _option(
+        21, partial(whole, most=1_000_000), "keep the latest N calls of modules for the report", "N"
+    )
     on_nonfinite: OnNonfinite = _option(
         "raise",
         _to_policy,
