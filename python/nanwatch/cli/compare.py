@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..compare.models import compare
-from ..compare.traces import compare_traces
-from ..compare.twice import VARIABLE, record, twice
+from ..compare.models import compare, compare_traces
+from ..compare.recording import record
+from ..compare.twice import VARIABLE, twice
 from ..trace.comparison import KINDS, RTOL, diff
 from ..trace.trace_file import Trace
 from ..util.progress import Tell

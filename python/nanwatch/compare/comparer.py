@@ -6,17 +6,19 @@ The runs come from two models (`models.py`) or from two traces with sketches (`t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import hypot, isfinite
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from math import hypot, isfinite, prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..numerics.readable import dtype_name
 from ..trace.result import Comparison, Place, plural
 from ..util.visible import module_name
-from .calls import SUM, CallPair, Errors, ModuleCall, Run, Tokens, errors_between
-from .words import module_differences, shape_of_difference
+from .calls import SUM, CallPair, Errors, ModuleCall, Run, Tokens, coarsest, errors_between
 
 # A difference that is this many times larger than what is left of it after the module is one of convention.
 _VANISHED = 100.0
@@ -48,13 +50,13 @@ class Noise(NamedTuple):
     words: str
     shaken: NoiseRuns = ()
 
-    def floor(self, errors: list[float], shaken: list[float], factor: float) -> float:
-        """Return the floor by the rounding errors of the less noisy side, and by what shaken weights make of both."""
+    def floor(self, noise: list[Errors], shaken: list[Errors], of: str, factor: float) -> float:
+        """Return the floor by the errors of the less noisy side, and by what shaken weights make of both."""
         eps = torch.finfo(self.coarse).eps
         # float64 is measured by float32, as nothing is more precise.
         scale = eps / torch.finfo(torch.float32).eps if self.coarse is torch.float64 else 1.0
-        least = max(eps / 4, scale * min(errors)) if errors else 4 * eps
-        return least + _ROUNDED / factor * hypot(*shaken)
+        least = max(eps / 4, scale * min(getattr(errors, of) for errors in noise)) if noise else 4 * eps
+        return least + _ROUNDED / factor * hypot(*(getattr(errors, of) for errors in shaken))
 
 
 class Verdict(NamedTuple):
@@ -66,66 +68,58 @@ class Verdict(NamedTuple):
 
     comparer: Comparer
     equal: bool | None
+    why: str = ""
     first: Place | None = None
     where: str = ""
     likely: Sequence[str] = ()
-    why: str = ""
     remarks: Sequence[str] = ()
     hidden_by: str = ""
 
 
+@dataclass(eq=False)
 class Comparer:
-    """Comparison of the events of two runs, in the order of A, and the search for the first difference.
+    """Comparison of the calls of A and B, and the search for the first difference.
 
-    `conventions` has the differences that are gone later on, in words, by the kind of values and the keys of the calls.
+    A difference has to be `factor` times the floor. `conventions` has the differences that are gone later on, in words,
+    by the kind of values and the keys of the calls.
     """
 
-    def __init__(
-        self,
-        calls: Sequence[Sequence[ModuleCall]],
-        pairs: list[CallPair],
-        tokens: Tokens,
-        factor: float,
-        noise: Noise,
-        conventions: dict[Any, str],
-        remarks: Sequence[str] = (),
-    ) -> None:
-        self.pairs = pairs
-        self._remarks = [*remarks]
-        self._calls = calls
-        self._tokens = tokens
-        self._factor = factor
-        self._noise = noise
-        self._conventions = conventions
-        self._events = {(kind, pair): self._compare(kind, pair) for pair in pairs for kind in _KINDS}
+    calls: Sequence[Sequence[ModuleCall]]
+    pairs: list[CallPair]
+    tokens: Tokens
+    factor: float
+    noise: Noise
+    conventions: dict[Any, str]
+    remarks: list[str]
+
+    def __post_init__(self) -> None:
+        self._events = {(kind, pair): self._compare(kind, pair) for pair in self.pairs for kind in _KINDS}
 
     def compare(self) -> Verdict:
         """Search for the first module that differs."""
         verdict = self._search()
-        return verdict._replace(remarks=[*dict.fromkeys(self._remarks)][:_MOST_REMARKS])
+        return verdict._replace(remarks=[*dict.fromkeys(self.remarks)][:_MOST_REMARKS])
 
     def result(self, verdict: Verdict) -> Comparison:
         """Return a verdict for users, with the errors of all modules."""
-        first, facts = verdict.first, list[tuple[str, str]]()
-        headline = (
-            "Equal within the noise floor" if verdict.equal else f"No module can be named: {verdict.why}"
-        )
+        first, facts, headline = verdict.first, list[tuple[str, str]](), "Equal within the noise floor"
+        if not verdict.equal:
+            headline = f"No module can be named: {verdict.why}"
         if first is not None:
             size = _spell_error(first.error)
             copies = f"Equal in {verdict.hidden_by}; the float32 copies differ first in {first.name}, {size}"
             headline = copies if verdict.hidden_by else f"Differ first in {first.name}"
             if first.error is not None and first.limit is not None:
                 side = "above" if first.error > first.limit else "within"
-                size += f", {side} {self._factor:g} x the floor of {first.limit / self._factor:.2g}"
+                size += f", {side} {self.factor:g} x the floor of {first.limit / self.factor:.2g}"
             facts = [("Input", _spell_error(first.input_error)), ("Output", size), ("Where", verdict.where)]
-        facts += [*(("Looks like", words) for words in verdict.likely), ("Noise", self._noise.words)]
+        facts += [*(("Looks like", words) for words in verdict.likely), ("Noise", self.noise.words)]
         facts = [(head, words) for head, words in facts if words]
         places = tuple(place for pair in self.pairs if (place := self.place(pair)).error is not None)
-        calls_a, calls_b = (len(calls) for calls in self._calls)
+        calls_a, calls_b = (len(calls) for calls in self.calls)
         compared = f"{plural(len(places), 'pair')} of module calls (A made {calls_a:,} calls, B {calls_b:,})"
-        return Comparison(
-            verdict.equal, headline, first, tuple(facts), compared, tuple(verdict.remarks), places
-        )
+        remarks = tuple(verdict.remarks)
+        return Comparison(verdict.equal, headline, first, tuple(facts), compared, remarks, places)
 
     def agrees(self, pair: CallPair) -> bool:
         """Return whether neither inputs nor outputs of the pair are above the noise."""
@@ -142,33 +136,25 @@ class Comparer:
         place = Place(a.path, b.path, a.class_name, b.class_name, input_error=before and before.total)
         if after is None:
             return place
-        return place._replace(
-            error=after.total,
-            limit=self._factor * after.floor,
-            cosine=after.cosine,
-            largest_difference=after.largest_difference,
-        )
+        place = place._replace(error=after.total, limit=self.factor * after.floor, cosine=after.cosine)
+        return place._replace(largest_difference=after.largest_difference)
 
     # The search.
 
     def _differs(self, event: Event) -> bool:
         """Return whether an event is above the noise."""
         errors = self._events[event]
-        return errors is not None and errors.ratio > self._factor
+        return errors is not None and errors.ratio > self.factor
 
     def _search(self) -> Verdict:
         """Go through the events in the order of A until one differs."""
         root = next((pair for pair in self.pairs if pair.a.parent is None), None)
         result = None if root is None else self._events["outputs", root]
         if root is None or result is None:
-            return Verdict(
-                self, None, why="the outputs of the two models have shapes that do not go together"
-            )
+            return Verdict(self, None, "the outputs of the two models have shapes that do not go together")
         if self._differs(("inputs", root)):
             words = "; ".join(self._looks_like(("inputs", root), root))
-            return Verdict(
-                self, None, why=f"the models were not given the same inputs{words and f' ({words})'}"
-            )
+            return Verdict(self, None, f"the models were not given the same inputs{words and f' ({words})'}")
         last, largest = None, 0.0
         for event in sorted(self._events, key=lambda event: event[1].a.time(event[0])):
             errors = self._events[event]
@@ -177,28 +163,24 @@ class Comparer:
             if not self._differs(event):
                 last = event
             elif words := self._convention(event, errors):
-                self._remarks.append(words)
-            elif not self._noise.runs and errors.total <= self._factor * largest:
+                self.remarks.append(words)
+            elif not self.noise.runs and errors.total <= self.factor * largest:
                 grown = f"from {largest:.2g} to {errors.total:.2g} at {event[1].name} without a jump"
                 why = f"the error grows {grown}, as rounding does, and the floor is not known"
-                return Verdict(self, None, why=why)
+                return Verdict(self, None, why)
             elif last is None:
-                return Verdict(
-                    self, False, why=f"nothing could be compared before {_spell(event)}, which differs"
-                )
+                why = f"nothing could be compared before {_spell(event)}, which differs"
+                return Verdict(self, False, why)
             else:
                 pair, where = self._blame(event, last)
-                return Verdict(self, False, self.place(pair), where, self._looks_like(event, pair))
+                return Verdict(self, False, "", self.place(pair), where, self._looks_like(event, pair))
             largest = max(largest, errors.total)
         # The runs that the noise was measured in may have the fault too.
-        narrowest = torch.finfo(self._noise.narrowest)
+        narrowest = torch.finfo(self.noise.narrowest)
         units = _UNITS if narrowest.bits > 16 else _UNITS_OF_16_BITS
-        if result.total > units * narrowest.eps:
-            apart = (
-                f"{result.total:.2g} apart, more than {units} units of {dtype_name(self._noise.narrowest)}"
-            )
-            why = f"the outputs are {apart}, and what measured the noise is as far off"
-            return Verdict(self, False, why=why)
+        if (size := result.total) > units * narrowest.eps:
+            apart = f"{size:.2g} apart, more than {units} units of {dtype_name(self.noise.narrowest)}"
+            return Verdict(self, False, f"the outputs are {apart}, and what measured the noise is as far off")
         return Verdict(self, True)
 
     def _convention(self, event: Event, errors: Errors) -> str:
@@ -210,11 +192,11 @@ class Comparer:
             after = self._events["outputs", outer]
             if after is None or not (is_around or (outer is pair and kind == "inputs")):
                 continue
-            if after.ratio <= self._factor and errors.total > _VANISHED * after.total:
+            if after.ratio <= self.factor and errors.total > _VANISHED * after.total:
                 gone = _spell(("outputs", outer))
-                self._conventions[key] = f"{_spell(event)} differs, which is gone at {gone}"
+                self.conventions[key] = f"{_spell(event)} differs, which is gone at {gone}"
                 break
-        return self._conventions.get(key, "")
+        return self.conventions.get(key, "")
 
     def _blame(self, event: Event, last: Event) -> tuple[CallPair, str]:
         """Return the innermost calls with the last event that agrees and the first that does not, and where in them."""
@@ -223,22 +205,19 @@ class Comparer:
         if kind == "outputs" and pair.a.is_leaf and is_fed:
             return pair, ""
         where = f"in its own code, between {_spell(last)}, which agrees, and {_spell(event)}, which does not"
-        times = [
-            sorted((before.time(last[0]), after.time(kind)))
-            for before, after in zip(last[1], pair, strict=True)
-        ]
-        a, b = (
-            [call for call in calls if call.start <= start and call.end >= end][-1]  # the innermost
-            for calls, (start, end) in zip(self._calls, times, strict=True)
+        spans = [sorted((last[1][side].time(last[0]), pair[side].time(kind))) for side in (0, 1)]
+        innermost = (
+            [call for call in calls if call.start <= start and call.end >= end][-1]
+            for calls, (start, end) in zip(self.calls, spans, strict=True)
         )
-        return CallPair(a, b), where
+        return CallPair(*innermost), where
 
     def _looks_like(self, event: Event, pair: CallPair) -> list[str]:
         """Return in words what may make the difference of an event, for which a pair of calls is blamed."""
         (kind, calls), errors, parts = event, self._events[event], pair.a.parts or pair.b.parts
         words = [] if parts or event == ("inputs", pair) else module_differences(pair)
         if errors is not None and (rows := self._rows(kind, calls, errors.values)) is not None:
-            words += _part_of_difference(parts, *rows, self._factor * errors.floor)
+            words += _part_of_difference(parts, *rows, self.factor * errors.floor)
             first = calls.a.value(kind, errors.values[0])
             words += shape_of_difference(*rows, errors, () if first is None else first.shape)
         return words
@@ -252,7 +231,7 @@ class Comparer:
             each = [errors for i in range(count_a) if (errors := self._compare_values(kind, pair, (i, i)))]
             if len(each) == count_a:
                 return max(each, key=lambda errors: errors.ratio)
-        tried = sorted(((i, j) for i in range(count_a) for j in range(count_b)), key=sum)
+        tried = sorted(product(range(count_a), range(count_b)), key=sum)
         main = (errors for values in tried if (errors := self._compare_values(kind, pair, values)))
         # One side may pass hidden and residual apart, the other their sum.
         sums = (self._compare_values(kind, pair, values) for values in ((SUM, 0), (0, SUM)))
@@ -265,12 +244,9 @@ class Comparer:
             return None
         errors = errors_between(*rows)
         noise, shaken = (
-            self._errors_of(runs, kind, pair, values) for runs in (self._noise.runs, self._noise.shaken)
+            self._errors_of(runs, kind, pair, values) for runs in (self.noise.runs, self.noise.shaken)
         )
-        whole, worst = (
-            self._noise.floor([getattr(x, of) for x in noise], [getattr(x, of) for x in shaken], self._factor)
-            for of in ("total", "worst_row")
-        )
+        whole, worst = (self.noise.floor(noise, shaken, of, self.factor) for of in ("total", "worst_row"))
         ratio = max(errors.total / whole, errors.worst_row / worst)
         return errors._replace(floor=whole, ratio=ratio, values=values)
 
@@ -289,7 +265,7 @@ class Comparer:
     ) -> tuple[Tensor, Tensor] | None:
         """Return the rows of two values of two calls."""
         a, b = (call.value(kind, index) for call, index in zip(calls, values, strict=True))
-        return self._tokens.pair(a, b)
+        return self.tokens.pair(a, b)
 
 
 def _part_of_difference(parts: Sequence[ModuleCall], a: Tensor, b: Tensor, limit: float) -> list[str]:
@@ -309,3 +285,124 @@ def _spell(event: Event) -> str:
 
 def _spell_error(error: float | None) -> str:
     return "not comparable" if error is None else f"{error:.2g}"
+
+
+# Words for a difference.
+
+
+def shape_of_difference(a: Tensor, b: Tensor, errors: Errors, shape: Sequence[int]) -> list[str]:
+    """Return in words what the difference between the rows `a` and `b` of tensors of this shape looks like."""
+    difference, distance, floor = b - a, errors.total, errors.floor
+    if not (0 < distance < float("inf")):
+        return ["non-finite numbers on one side only"] if distance else []
+    noise = max(0.05 * distance, 4 * floor)
+    size = b.norm().clamp(min=1e-300)
+    scale = float((a * b).sum() / (a * a).sum())
+    if float((b - scale * a).norm() / size) < noise:
+        return [f"a scale: B is {scale:.7g} times A"]
+    scales = (a * b).sum(-1, keepdim=True) / (a * a).sum(-1, keepdim=True).clamp(min=1e-300)
+    low, high = float(scales.min()), float(scales.max())
+    # Another eps makes all tokens smaller, or all larger.
+    if float((b - scales * a).norm() / size) < noise and (high < 1 or low > 1):
+        return [f"a scale for each token, from {low:.4g} to {high:.4g}: the eps of a norm, or another norm"]
+    words = []
+    columns = difference.norm(dim=0)
+    off = columns > max(1e-3 * float(columns.max()), 2 * floor * float(a.norm(dim=0).max()))
+    places = off.nonzero().flatten().tolist()
+    if 0 < len(places) <= len(columns) / 2:
+        words.append(f"{len(places)} of {len(columns)} columns only, from {places[0]} to {places[-1]}")
+    return words + _token_words(errors, shape)
+
+
+def _token_words(errors: Errors, shape: Sequence[int]) -> list[str]:
+    """Return in words at which positions of the sequence a tensor of shape (batch, length, ...) differs."""
+    if len(shape) < 3 or shape[1] < 2 or len(errors.rows) != prod(shape[:-1]):
+        return []
+    by_token = errors.rows.reshape(shape[0], shape[1], -1).amax((0, 2)).to(torch.float64)
+    count = len(by_token)
+    off = (by_token > max(1e-3 * float(by_token.max()), 8 * errors.floor)).nonzero().flatten().tolist()
+    if len(off) == 1:
+        return [f"token {off[0]} of {count} only"]
+    if off and off[0] > 0 and len(off) == count - off[0]:
+        if off[0] == 1:
+            return ["all tokens but the first: a mask, positions, or the scale of the attention"]
+        return [f"tokens from {off[0]} on only: a mask or positions"]
+    return [f"tokens up to {off[-1]} only"] if off and off[-1] < count - 1 else []
+
+
+class Gap(NamedTuple):
+    """Difference of a parameter or buffer, in words, and the share of its elements that rounding does not explain."""
+
+    words: str
+    beyond: float
+
+
+def gaps(pair: CallPair) -> dict[str, Gap]:
+    """Return the parameters and buffers that both modules of a pair have, and do not have alike."""
+    a, b = pair.a.tensors(), pair.b.tensors()
+    shared = {name: (x, b[name]) for name, x in a.items() if name in b and x.shape == b[name].shape}
+    buffers = () if pair.a.module is None else pair.a.module._buffers
+    apart = {name: gap_between(name, *both, is_buffer=name in buffers) for name, both in shared.items()}
+    return {name: gap for name, gap in apart.items() if gap is not None}
+
+
+def gap_between(name: str, x: Tensor, y: Tensor, *, is_buffer: bool) -> Gap | None:
+    """Return how far two tensors of one shape are apart, or None where they are equal.
+
+    Parameters are equal in the coarser of their dtypes or not at all.
+    """
+    dtypes = "" if x.dtype is y.dtype else f", {dtype_name(x.dtype)} in A and {dtype_name(y.dtype)} in B"
+    coarse = coarsest(x.dtype, y.dtype)
+    x, y = x.cpu(), y.cpu()
+    if not is_buffer:
+        x, y = x.to(coarse), y.to(coarse)
+    if torch.equal(x, y):
+        return None
+    x, y = x.double(), y.double()
+    error = errors_between(x.reshape(1, -1), y.reshape(1, -1)).total
+    # A non-finite element is close to its equal alone, and to what the cast makes so, as the least float32 in a mask.
+    is_close = partial(torch.isclose, rtol=torch.finfo(coarse).eps, atol=0.0, equal_nan=True)
+    is_rounding = is_close(x, y) | is_close(y, x) | (x.to(coarse) == y.to(coarse))
+    beyond = 1.0 - float(is_rounding.double().mean()) if is_buffer else 1.0
+    is_turned = x.ndim == 2 and x.shape[0] == x.shape[1] and torch.equal(x.t(), y)
+    words = "is transposed" if is_turned else f"is {error:.2g} apart{dtypes}"
+    return Gap(f"its {name} {words}", beyond) if error else None
+
+
+def module_differences(pair: CallPair) -> list[str]:
+    """Return in words which settings and own parameters the two modules of a pair do not have alike."""
+    settings = _settings_apart(pair)
+    training = [settings.pop("training")] if "training" in settings else []
+    has_bias = [call.module is not None and call.module._parameters.get("bias") is not None for call in pair]
+    bias = [f"only {'A' if has_bias[0] else 'B'} has a bias"] if pair.is_leaf and len({*has_bias}) > 1 else []
+    return [*settings.values(), *bias, *(gap.words for gap in gaps(pair).values()), *training]
+
+
+def parameter_differences(pair: CallPair) -> list[str]:
+    """Return in words which own tensors modules of equal outputs do not have alike, and of leaves which eps.
+
+    Modules of two kinds or settings may keep a weight in two ways, and a buffer may have been rounded.
+    """
+    settings = _settings_apart(pair)
+    words = [settings["eps"]] if "eps" in settings and pair.is_leaf else []
+    kinds = {type(call.module).__name__ for call in pair}
+    is_one_kind = pair.a.parts or pair.b.parts or len(kinds) == 1 or kinds == {"Conv1D", "Linear"}
+    if is_one_kind and not settings.keys() - {"eps", "training"}:
+        words += [gap.words for gap in gaps(pair).values() if gap.beyond]
+    return words
+
+
+def _settings_apart(pair: CallPair) -> dict[str, str]:
+    """Return in words, by name, the numbers and words that both modules keep and do not have alike."""
+    if pair.a.parts or pair.b.parts:
+        return {}
+    a, b = (_settings(call.module) for call in pair)
+    apart = [name for name in a if name in b and a[name] != b[name]]
+    return {name: f"{name} is {a[name]} in A and {b[name]} in B" for name in apart}
+
+
+def _settings(module: nn.Module | None) -> dict[str, object]:
+    """Return the numbers and words that a module keeps, by name; any name with eps is eps."""
+    kept = {} if module is None else vars(module)
+    numbers = {name: x for name, x in kept.items() if isinstance(x, bool | int | float | str)}
+    return {"eps" if "eps" in name else name: x for name, x in numbers.items()}

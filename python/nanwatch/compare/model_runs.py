@@ -20,6 +20,7 @@ from torch.utils import _pytree
 from ..instrumentation.execution_context import RngState
 from ..instrumentation.slot import TemporaryWrapper, attached
 from ..numerics._reference import without_repeats
+from ..numerics.readable import dtype_name
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..util.modules import WeakIdentityDict, each_module, each_parameter, is_in
 from .calls import ModuleCall, Run, coarsest, most_common, own_tensors
@@ -127,7 +128,7 @@ class ModelRuns:
         snapshot.restore()
         run = self._run(model, None)
         self.calls = list(run.values())
-        self.dtype = dtype_of(self.calls)
+        self.dtype = _dtype_of(run)
         self.stored = most_common((x.dtype for x in each_parameter(model)), self.dtype)
         self._runs: dict[Any, Run] = {(self.dtype, self.stored, ()): run}
 
@@ -173,6 +174,8 @@ class ModelRuns:
             device = next((x.device.type for x in each_parameter(model)), "cpu")
             model.forward = torch.autocast(device, enabled=False)(model.forward)
         run = self._run(model, dtype)
+        if (computed := _dtype_of(run)) is not dtype:
+            raise ValueError(f"it computes in {dtype_name(computed)} there too")
         for call in run.values():
             call.module = self.modules[call.path]  # so that the copy is freed
         return run
@@ -200,9 +203,9 @@ class ModelRuns:
         return {call.key: call for call in sorted(inside, key=lambda call: call.start)}
 
 
-def dtype_of(calls: Iterable[ModuleCall]) -> torch.dtype:
+def _dtype_of(run: Run) -> torch.dtype:
     """Return the dtype of most outputs."""
-    return most_common((x.dtype for call in calls for x in call.outputs), torch.float32)
+    return most_common((x.dtype for call in run.values() for x in call.outputs), torch.float32)
 
 
 def _compiled_in_place(module: nn.Module) -> list[str]:

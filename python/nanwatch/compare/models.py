@@ -1,8 +1,15 @@
-"""`nanwatch.compare`: the first module in which two implementations of one model differ by more than rounding does."""
+"""`nanwatch.compare` of two models or of two traces: the first module that differs by more than rounding does.
+
+A trace, as of an engine, has sketches of outputs. Of inputs and weights it has ranges, which are not compared here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from math import prod
 from typing import Any
 
 import torch
@@ -10,16 +17,32 @@ from torch import Tensor, nn
 
 from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
+from ..records.fields import sizes
 from ..trace.result import Comparison
+from ..trace.trace_file import Trace, in_order, sketches
+from ..util.modules import is_in
 from ..util.visible import module_name, spell, without_wrappers
-from .calls import FLOATS, CallPair, ModuleCall, Tokens, coarsest
-from .comparer import Comparer, Noise, NoiseRuns, Verdict
-from .matching import match_calls
-from .model_runs import Caller, ModelRuns, Snapshot, dtype_of
-from .words import gap_between, gaps, parameter_differences
+from .calls import FLOATS, CallPair, ModuleCall, Run, Tokens, coarsest, match_calls, most_common
+from .comparer import Comparer, Noise, NoiseRuns, Verdict, gap_between, gaps, parameter_differences
+from .model_runs import Caller, ModelRuns, Snapshot
 
 # A buffer is unlike another one where this share of its elements is further apart than rounding makes them.
 _UNLIKE = 0.25
+_COLUMNS = (
+    "batch",
+    "call",
+    "module",
+    "class",
+    "label",
+    "role",
+    "shape",
+    "dtype",
+    "phase",
+    "recomputed",
+    "sketch",
+)
+# Time between the ends of two calls, in which there is room for the starts of as many containers around one call.
+_TICKS = 1 << 20
 
 
 def compare(
@@ -67,7 +90,7 @@ def compare(
     for name, model in (("model_a", model_a), ("model_b", model_b)):
         if not isinstance(model, nn.Module):
             raise TypeError(f"{name} should be a torch.nn.Module, got {type(model).__name__}")
-    check_factor(factor)
+    _check_factor(factor)
     if isinstance(inputs, Mapping):
         inputs = dict(inputs)  # transformers' BatchEncoding among them
         mask = inputs.get("attention_mask")
@@ -82,12 +105,6 @@ def compare(
         return verdict.comparer.result(verdict)
 
 
-def check_factor(factor: float) -> None:
-    """Raise ValueError unless a difference has to be above the noise."""
-    if not factor > 1:
-        raise ValueError(f"factor should be above 1, the noise floor itself, got {factor}")
-
-
 def _compared(models: list[ModelRuns], tokens: Tokens, factor: float) -> Verdict:
     """Compare two models as they are, and 16-bit models also as copies in float32."""
     remarks: list[str] = []
@@ -97,7 +114,9 @@ def _compared(models: list[ModelRuns], tokens: Tokens, factor: float) -> Verdict
     # Copies of a compiled model are not compiled, so they say nothing about it.
     if torch.finfo(noise.coarse).bits <= 16 and not any(model.compiled for model in models):
         stored = coarsest(*(model.stored for model in models))
-        copies = _copies(models, stored, remarks)
+        copies = [
+            [*run.values()] for run in _runs_in(models, (0, 1), torch.float32, stored, remarks).values()
+        ]
         if len(copies) == 2:
             in_float32 = _measured(models, [torch.float32] * 2, stored, remarks)
             pairs = match_calls(copies[0], copies[1], tokens)
@@ -105,10 +124,10 @@ def _compared(models: list[ModelRuns], tokens: Tokens, factor: float) -> Verdict
             words = in_float32.words + "; rounding of what one model alone holds" * bool(shaken)
             in_float32 = in_float32._replace(shaken=shaken, words=words)
             noise = noise._replace(shaken=shaken)
-            precise = Comparer(copies, pairs, tokens, factor, in_float32, conventions, remarks).compare()
+            precise = Comparer(copies, pairs, tokens, factor, in_float32, conventions, [*remarks]).compare()
     calls = [model.calls for model in models]
     pairs = match_calls(calls[0], calls[1], tokens)
-    verdict = Comparer(calls, pairs, tokens, factor, noise, conventions, remarks).compare()
+    verdict = Comparer(calls, pairs, tokens, factor, noise, conventions, [*remarks]).compare()
     comparer = verdict.comparer
     if precise is not None and verdict.equal is not None:
         verdict = _with_copies(verdict, precise, dtype_name(noise.coarse))
@@ -129,14 +148,12 @@ def _measured(
     coarse = coarsest(*dtypes)
     low = torch.float32 if coarse is torch.float64 else coarse
     high = torch.float64 if low is torch.float32 else torch.float32
-    runs = []
-    for side, model in enumerate(models):
-        if FLOATS.index(dtypes[side]) > FLOATS.index(dtypes[1 - side]):
-            continue  # its weights are rounded already
-        try:
-            runs.append((side, model.run_in(low, stored), model.run_in(high, stored)))
-        except Exception as error:  # of the user's code, which may know one precision only
-            remarks.append(f"{'AB'[side]} did not run in {dtype_name(high)}: {spell(error)}")
+    # Of two precisions: the weights of the coarser side are rounded already.
+    finer = [side for side in (0, 1) if FLOATS.index(dtypes[side]) <= FLOATS.index(dtypes[1 - side])]
+    low_runs, high_runs = (_runs_in(models, finer, dtype, stored, remarks) for dtype in (low, high))
+    runs = [
+        (side, low_runs[side], high_runs[side]) for side in finer if side in low_runs and side in high_runs
+    ]
     names = " and ".join("AB"[side] for side, *_ in runs)
     words = f"rounding error of {names}, run in {dtype_name(low)} and again in {dtype_name(high)}"
     words += ", scaled to float64" if coarse is torch.float64 else ""
@@ -145,18 +162,21 @@ def _measured(
     return Noise(coarse, coarsest(coarse, *(model.stored for model in models)), runs, words)
 
 
-def _copies(models: list[ModelRuns], stored: torch.dtype, remarks: list[str]) -> list[list[ModuleCall]]:
-    """Return the calls of copies in float32, with weights rounded to `stored`, of those models that run in it."""
-    copies = []
-    for name, model in zip("AB", models, strict=True):
+def _runs_in(
+    models: list[ModelRuns],
+    sides: Sequence[int],
+    dtype: torch.dtype,
+    stored: torch.dtype | None,
+    remarks: list[str],
+) -> dict[int, Run]:
+    """Return the runs of those sides that know this precision, with weights rounded to `stored`."""
+    runs = {}
+    for side in sides:
         try:
-            calls = list(model.run_in(torch.float32, stored).values())
-            if (dtype := dtype_of(calls)) is not torch.float32:
-                raise ValueError(f"it computes in {dtype_name(dtype)} there too")
-            copies.append(calls)
+            runs[side] = models[side].run_in(dtype, stored)
         except Exception as error:  # of the user's code, which may know one precision only
-            remarks.append(f"{name} did not run in float32: {spell(error)}")
-    return copies
+            remarks.append(f"{'AB'[side]} did not run in {dtype_name(dtype)}: {spell(error)}")
+    return runs
 
 
 def _shaken(
@@ -231,3 +251,100 @@ def _with_parameters(comparer: Comparer, result: Verdict) -> Verdict:
                 first = comparer.place(pair)
                 return result._replace(first=first, where=result.why, why="", likely=(gap.words,))
     return result
+
+
+def compare_traces(
+    a: Trace,
+    b: Trace,
+    reference: Trace | None = None,
+    *,
+    batches: tuple[int, int] | None = None,
+    factor: float = 8.0,
+) -> Comparison:
+    """Name the first module whose outputs differ between two traces that have sketches.
+
+    `batches` are those of A and of B; by default the first with sketches that both have. `reference` is a trace of A in
+    higher precision, from which the noise floor is measured; its batch is that of A. Without one a difference must also
+    be a jump. Raise ValueError for traces without sketches.
+    """
+    _check_factor(factor)
+    for trace in (a, b):
+        if not trace.sketched_batches:
+            how = "record it with watch(trace=nanwatch.Trace(path, sketches=N))"
+            raise ValueError(f"{trace.path} has no sketches; {how}")
+    if batches is None:
+        both = {*a.sketched_batches} & {*b.sketched_batches}
+        if not both:
+            raise ValueError(
+                f"no batch of {a.path} and {b.path} has sketches in both; name one of each with batches"
+            )
+        batches = min(both), min(both)
+    (calls_a, dtype_a), (calls_b, dtype_b) = _calls_of(a, batches[0]), _calls_of(b, batches[1])
+    coarse = coarsest(dtype_a, dtype_b)
+    words = f"not measured, assumed to be 4 eps of {dtype_name(coarse)}"
+    runs = []
+    if reference is None:
+        words += "; a third trace, of A in higher precision, would measure it"
+    elif dtype_a is not coarse:
+        words += f"; A is in {dtype_name(dtype_a)}, and what measures it says nothing about B"
+    else:
+        high, _ = _calls_of(reference, batches[0])
+        runs.append((0, {call.key: call for call in calls_a}, {call.key: call for call in high}))
+        words = f"rounding error of A, against {reference.path}"
+    tokens = Tokens(None)
+    pairs = match_calls(calls_a, calls_b, tokens)
+    noise = Noise(coarse, coarse, runs, words)
+    verdict = Comparer((calls_a, calls_b), pairs, tokens, factor, noise, {}, []).compare()
+    if verdict.first is not None and not verdict.where:
+        where = "in it, or in the code that makes its input, of which a trace has the range alone"
+        verdict = verdict._replace(where=where)
+    result = verdict.comparer.result(verdict)
+    return replace(result, headline=f"{result.headline} (batch {batches[0]})")
+
+
+def _calls_of(trace: Trace, batch: int) -> tuple[list[ModuleCall], torch.dtype]:
+    """Return the calls of one batch in the order of their starts, and the dtype of most outputs.
+
+    A call is recorded when it ends, so its parts come before it.
+    """
+    rows = in_order(trace.table(_COLUMNS, [batch])).to_pylist()
+    rows = [row for row in rows if row["phase"] == "forward" and not row["recomputed"]]
+    if not rows:
+        raise ValueError(f"{trace.path} has no call in batch {batch}")
+    calls: list[ModuleCall] = []
+    outermost: list[ModuleCall] = []
+    occurrences: Counter[str] = Counter()
+    dtypes = []
+    for number, (_, group) in enumerate(groupby(rows, key=lambda row: row["call"]), 1):
+        records = list(group)
+        path, end = records[0]["module"], number * _TICKS
+        inside: list[ModuleCall] = []
+        while outermost and is_in(outermost[-1].path, path) and outermost[-1].path != path:
+            inside.append(outermost.pop())
+        start = (inside[-1].start if inside else end) - 1
+        call = ModuleCall((path, occurrences[path]), records[0]["class"], None, None, start, end, not inside)
+        occurrences[path] += 1
+        for part in inside:
+            part.parent = call
+        for row in records:
+            shape = sizes(row["shape"], "shape") or ()
+            if row["role"] == "output" and row["sketch"]:
+                rows = torch.tensor(sketches(row["sketch"]))
+                is_whole = len(rows) == prod(shape[:-1])  # and not the first rows alone
+                call.outputs.append(rows.reshape(*shape[:-1], -1) if is_whole else rows)
+                dtypes.append(getattr(torch, row["dtype"] or "", torch.bool))
+            elif row["role"] == "weight":
+                call.shapes += (shape,)
+        calls.append(call)
+        outermost.append(call)
+    if len(outermost) > 1:  # the whole model was not watched
+        root = ModuleCall(("", 0), "", None, None, -1, 1 << 62, False, outputs=outermost[-1].outputs)
+        for call in outermost:
+            call.parent = root
+        calls.append(root)
+    return sorted(calls, key=lambda call: call.start), most_common(dtypes, torch.float32)
+
+
+def _check_factor(factor: float) -> None:
+    if not factor > 1:
+        raise ValueError(f"factor should be above 1, the noise floor itself, got {factor}")

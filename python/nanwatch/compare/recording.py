@@ -1,17 +1,34 @@
-"""Recording of a run for comparison: the fingerprint of each tensor that its modules and optimizers pass on."""
+"""Process of one run that `nanwatch twice` compares: trials that change it, and the recording of what it computes.
+
+A trial takes one source of chance away. A run that becomes repeatable under a trial has shown its cause. Trials that
+replace a function note who called it. The recording has the fingerprint of each tensor that modules and optimizers
+pass on.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+import random
+import sys
 import threading
-from collections.abc import Callable
+import time
+import timeit
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
+from inspect import signature
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from ..instrumentation.global_hooks import after_steps, before_steps
 from ..instrumentation.slot import set_default_call
@@ -19,7 +36,162 @@ from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
 from ..recording.walk import call_leaves, leaves
 from ..util.modules import WeakIdentityDict, each_module, has_parameters
-from ..util.visible import module_name, spell, visible
+from ..util.program_code import is_library
+from ..util.visible import module_name, spell, users_frame, visible
+
+# Trials.
+
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_START = 1_700_000_000 * 10**9
+# Parameters of a DataLoader that one without workers refuses.
+_OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
+# Calls of this process that a trial has replaced, and what puts the functions back.
+_notes: list[str] = []
+_undoes: list[Callable[[], object]] = []
+
+
+class Trial(NamedTuple):
+    """Change of a run's surroundings.
+
+    `change` is what to write into the program, as code where that is possible. `cause` is what it shows when the runs
+    become equal, with the noted calls behind it. `patch()` changes the process of the run before its program is
+    imported. `environment` is that of the process.
+    """
+
+    change: str
+    cause: str
+    patch: Callable[[], object]
+    environment: Mapping[str, str]
+
+
+def _undo() -> None:
+    """Put the replaced functions back: clocks that stand still may hang the exit of the process."""
+    while _undoes:
+        _undoes.pop()()
+
+
+def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Replace a function of a module or class. Calls that give it no argument, or no seed, are noted."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if name.endswith("urandom") or not args or args[0] is None:
+            _note_call(f"{owner.__name__}.{name}()")
+        return function(*args, **kwargs)
+
+    _undoes.append(partial(setattr, owner, name, getattr(owner, name)))
+    setattr(owner, name, call)
+
+
+def _note_call(name: str) -> None:
+    """Note that the program has called a function, and where, unless one of its libraries or an import has."""
+    frame = users_frame(sys._getframe(1))
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY) and frame.f_back is not None:
+        frame = frame.f_back
+    if frame is not None and not is_library(frame.f_code.co_filename):
+        _notes.append(f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}")
+
+
+def _seed() -> None:
+    """Seed the global generators, give 0 where no seed is, and fixed bytes for the operating system's random ones."""
+    functions: list[tuple[Any, str, Callable[..., Any]]] = [
+        (random, "seed", random.seed),
+        (torch, "seed", lambda seed: torch.manual_seed(seed).initial_seed()),
+    ]
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        functions += [(numpy, name, getattr(numpy, name)) for name in ("seed", "default_rng")]
+    for module, name, function in functions:
+        function(0)
+        _replace(module, name, partial(_with_seed, function))
+    for module, name in ((os, "urandom"), (random, "_urandom")):  # the latter is SystemRandom's
+        _replace(module, name, random.Random(0).randbytes)
+    python_seed = random.Random.seed
+
+    def seed(self: random.Random, a: Any = None, version: int = 2) -> None:
+        if a is None:
+            _note_call("random.Random()")
+        python_seed(self, 0 if a is None else a, version)
+
+    _replace(random.Random, "seed", seed)
+
+
+def _with_seed(function: Callable[..., Any], seed: Any = None, *args: Any, **kwargs: Any) -> Any:
+    return function(0 if seed is None else seed, *args, **kwargs)
+
+
+def _stop_clocks() -> None:
+    """Let each clock of the module time advance by 1 ms a call, from the same moment in each run."""
+    for name in ("time", "perf_counter", "monotonic", "process_time"):
+        # A counter for each: threads of libraries, which ask one clock, do not move the others.
+        now = itertools.count(_START, 1_000_000).__next__
+        places = [(time, name)]
+        if name == "perf_counter":  # PyTorch has imported timeit, which has it by a name of its own
+            places.append((timeit, "default_timer"))
+        for module, place in places:
+            _replace(module, place, lambda now=now: now() / 1e9)
+        _replace(time, f"{name}_ns", now)
+
+
+def _order_data() -> None:
+    """Make data loaders without workers, whose samplers have generators with the seed 0."""
+    before = DataLoader.__init__
+    parameters = signature(before)
+
+    def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+        options = parameters.bind(self, *args, **kwargs).arguments
+        for name in _OF_WORKERS:
+            options.pop(name, None)
+        samplers: list[Any] = [options.get("sampler"), getattr(options.get("batch_sampler"), "sampler", None)]
+        for sampler in samplers:
+            if hasattr(sampler, "generator"):
+                sampler.generator = torch.Generator().manual_seed(0)
+        _note_call("a DataLoader")
+        before(**{**options, "generator": torch.Generator().manual_seed(0)})
+
+    _replace(DataLoader, "__init__", init)
+
+
+def _be_deterministic() -> None:
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
+
+
+TRIALS = {
+    "seeds": Trial(
+        "torch.manual_seed(0), random.seed(0), numpy.random.seed(0) at the start, and seeds for all other generators",
+        "random numbers that the program does not seed",
+        _seed,
+        {},
+    ),
+    "order": Trial(
+        "DataLoader(generator=torch.Generator().manual_seed(0), num_workers=0) and PYTHONHASHSEED=0",
+        "the order of the data: a data loader, its workers, or a set, which Python orders anew in each process",
+        _order_data,
+        {"PYTHONHASHSEED": "0"},
+    ),
+    "time": Trial(
+        "the clocks of the module time moved on by 1 ms a call",
+        "a time that the program reads",
+        _stop_clocks,
+        {},
+    ),
+    "threads": Trial(
+        "torch.set_num_threads(1)",
+        "a sum that threads split in another way in each run",
+        partial(torch.set_num_threads, 1),
+        {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+    ),
+    "atomics": Trial(
+        "torch.use_deterministic_algorithms(True)",
+        "an operation for which PyTorch has a deterministic kernel, as for atomic additions on CUDA, or memory that"
+        " torch.empty leaves unwritten",
+        _be_deterministic,
+        {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+    ),
+}
+
+
+# The recording.
 
 _AT = {
     "weight": "before the call of {}",
@@ -69,63 +241,70 @@ class Recording:
     notes: list[str] = field(default_factory=list)
 
 
-class EnoughError(BaseException):
+class _EnoughError(BaseException):
     """Raised in the script at the start of the first batch that is not wanted. No Exception, which it might catch."""
 
 
-class Recorder:
-    """Recorder of the calls of all modules, the gradients of their outputs, and all optimizer steps.
+def record(request: str, run_script: Callable[[], object]) -> int:
+    """Run the script in this process, as a JSON request of `nanwatch.twice` says, and return the exit status.
 
-    With `most_batches` a further call of the first model ends the run by EnoughError. The first model is the first
-    module with parameters that is called from outside any other; its calls are the batches.
+    The request has the "trials" to make, "most_batches", and the "file" to which the recording is written.
+    """
+    wanted, process, status = json.loads(request), os.getpid(), 0
+    recording = Recording(notes=_notes)
+    for name in wanted["trials"]:
+        TRIALS[name].patch()
+    recorder = _Recorder(recording, wanted["most_batches"])
+    try:
+        run_script()
+    except _EnoughError:
+        pass
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            recording.error = f"exit status {error.code}"
+    except BaseException as error:
+        traceback.print_exc()
+        recording.error, status = spell(error), 1
+    recorder.is_running = False
+    _undo()
+    if recording.error:
+        batch = max(recording.batches - 1, 0)
+        recording.tensors.append(TensorPrint(batch, "end", "", "", "exception", recording.error, bits=0))
+    if os.getpid() == process:  # else a forked child that has come to the script's end
+        Path(wanted["file"]).write_text(json.dumps(vars(recording)), encoding="utf-8")
+    return status
+
+
+class _Recorder:
+    """Recorder of the calls of all modules, the gradients of their outputs, and all optimizer steps, from now on.
+
+    The first model is the first module with parameters that is called from outside any other. Its calls are the
+    batches; one beyond `most_batches` ends the run by _EnoughError. The hooks stay, as the process ends soon, and
+    record while it `is_running`.
     """
 
-    def __init__(self, most_batches: int | None = None) -> None:
-        self.recording = Recording()
+    def __init__(self, recording: Recording, most_batches: int | None) -> None:
+        self.is_running = True
+        self._recording = recording
         self._most_batches = most_batches
         self._model: nn.Module | None = None
         self._local = threading.local()
         # Path and class of modules; path, class and label of parameters.
-        self._names: WeakIdentityDict[tuple[str, ...]] = WeakIdentityDict()
-        self._is_running = False
+        self._places: WeakIdentityDict[tuple[str, ...]] = WeakIdentityDict()
 
-    def start(self) -> None:
-        """Record from now on. The hooks stay: they record nothing after `stop`, and the process ends soon."""
-        set_default_call(self._default_call())
-        before_steps.add(self._step_hook("gradient"))
-        after_steps.add(self._step_hook("step"))
-        self._is_running = True
-
-    def stop(self) -> None:
-        """Record no more."""
-        self._is_running = False
-
-    def _add_leaf(self, leaf: Any, kind: str, module: str, class_name: str, label: str) -> None:
-        if isinstance(leaf, Tensor):
-            form, bits = _read(leaf)
-        elif isinstance(leaf, bool | int | float | complex | str):
-            form = type(leaf).__name__
-            bits = int.from_bytes(blake2b(repr(leaf).encode(), digest_size=8).digest(), "little")
-        else:
-            return
-        thread = threading.current_thread()
-        # Threads that only PyTorch knows have a new number in each run.
-        name = "" if thread is threading.main_thread() else thread.name.partition("-")[0]
-        batch = max(self.recording.batches - 1, 0)
-        self.recording.tensors.append(TensorPrint(batch, kind, module, class_name, label, form, bits, name))
-
-    def _default_call(self) -> Callable[..., Any]:
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # A compiler reads this function too; to it the module is itself.
             if is_compiling() or not self._may_read():
                 return module._call_impl(*args, **kwargs)
             return self._call(module, args, kwargs)
 
-        return call
+        set_default_call(call)
+        before_steps.add(partial(self._add_parameters, "gradient"))
+        after_steps.add(partial(self._add_parameters, "step"))
 
     def _may_read(self) -> bool:
         return (
-            self._is_running
+            self.is_running
             and not is_compiling()
             and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
             and torch._C._functorch.peek_interpreter_stack() is None
@@ -136,23 +315,26 @@ class Recorder:
         stack: list[str] = vars(self._local).setdefault("stack", [])
         if not stack:
             self._begin(module)
-        name, class_name = self._name(module, stack)
+        place = self._places.get(module)
+        if place is None:  # made during the call of another
+            class_name = type(module).__name__
+            place = self._places[module] = (f"{stack[-1]}.({class_name})".lstrip("."), class_name)
         for kind, tensors in (("weight", module._parameters), ("buffer", module._buffers)):
             for label, x in tensors.items():
                 if x is not None:
-                    self._names[x] = (name, class_name, label)
-                    self._add_leaf(x, kind, name, class_name, label)
+                    self._places[x] = (*place, label)
+                    self._add(kind, (*place, label), x)
         for label, x in call_leaves(args, kwargs):
-            self._add_leaf(x, "input", name, class_name, label)
-        stack.append(name)
+            self._add("input", (*place, label), x)
+        stack.append(place[0])
         try:
             result = module._call_impl(*args, **kwargs)
         finally:
             stack.pop()
         for label, x in leaves(result, "output"):
-            self._add_leaf(x, "output", name, class_name, label)
+            self._add("output", (*place, label), x)
             if isinstance(x, Tensor) and x.grad_fn is not None:
-                x.register_hook(self._gradient_hook(name, class_name, label))
+                x.register_hook(partial(self._add, "gradient", (*place, label)))
         return result
 
     def _begin(self, module: nn.Module) -> None:
@@ -160,46 +342,38 @@ class Recorder:
         if self._model is None and has_parameters(module):
             self._model = module
         if module is self._model:
-            if self.recording.batches == self._most_batches:
-                raise EnoughError
-            self.recording.batches += 1
-        is_first = not self._names.objects()
-        for path, part in each_module(module) if self._names.get(module) is None else ():
-            if self._names.get(part) is None:
-                full = path if is_first else ".".join(filter(None, (type(module).__name__, path)))
-                self._names[part] = (full, type(part).__name__)
+            if self._recording.batches == self._most_batches:
+                raise _EnoughError
+            self._recording.batches += 1
+        outer = type(module).__name__ if self._places.objects() else ""
+        for path, part in each_module(module) if self._places.get(module) is None else ():
+            if self._places.get(part) is None:
+                self._places[part] = (".".join(filter(None, (outer, path))), type(part).__name__)
 
-    def _gradient_hook(self, name: str, class_name: str, label: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            if self._may_read():
-                self._add_leaf(gradient, "gradient", name, class_name, label)
+    def _add_parameters(self, kind: str, optimizer: Optimizer, *_: Any) -> None:
+        """Add the gradients, or the weights, of an optimizer."""
+        for i, group in enumerate(optimizer.param_groups):
+            for j, x in enumerate(group["params"]):
+                place = self._places.get(x) or ("", type(optimizer).__name__, f"param_groups[{i}][{j}]")
+                self._add(kind, place, x.grad if kind == "gradient" else x)
 
-        return hook
-
-    def _name(self, module: nn.Module, stack: list[str]) -> tuple[str, ...]:
-        if (named := self._names.get(module)) is None:  # made during the call of another
-            class_name = type(module).__name__
-            outer = stack[-1] if stack else ""
-            named = self._names[module] = (f"{outer}.({class_name})".lstrip("."), class_name)
-        return named
-
-    def _step_hook(self, kind: str) -> Callable[..., None]:
-        """Return a hook that records the gradients, or the weights, of an optimizer."""
-
-        def hook(optimizer: Optimizer, *_: Any) -> None:
-            for i, group in enumerate(optimizer.param_groups) if self._may_read() else ():
-                for j, x in enumerate(group["params"]):
-                    place = self._names.get(x) or ("", type(optimizer).__name__, f"param_groups[{i}][{j}]")
-                    value = x.grad if kind == "gradient" else x
-                    if value is not None:
-                        self._add_leaf(value, kind, *place)
-
-        return hook
+    def _add(self, kind: str, place: tuple[str, ...], value: Any) -> None:
+        """Add a tensor or a number, of a module, its class and a label; anything else has no fingerprint."""
+        if not isinstance(value, Tensor | bool | int | float | complex | str) or not self._may_read():
+            return
+        thread = threading.current_thread()
+        # Threads that only PyTorch knows have a new number in each run.
+        name = "" if thread is threading.main_thread() else thread.name.partition("-")[0]
+        batch = max(self._recording.batches - 1, 0)
+        self._recording.tensors.append(TensorPrint._make((batch, kind, *place, *_read(value), name)))
 
 
-def _read(x: Tensor) -> tuple[str, int]:
-    form = f"{dtype_name(x.dtype)} {list(x.shape)}"
+def _read(value: Any) -> tuple[str, int]:
+    if not isinstance(value, Tensor):
+        digest = blake2b(repr(value).encode(), digest_size=8).digest()
+        return type(value).__name__, int.from_bytes(digest, "little")
+    form = f"{dtype_name(value.dtype)} {list(value.shape)}"
     try:
-        return form, fingerprint(x)
+        return form, fingerprint(value)
     except TypeError as error:  # meta, sparse, nested: see nanwatch.fingerprint
         return f"{form}, not compared: {spell(error)}", 0

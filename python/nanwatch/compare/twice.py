@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -15,8 +14,7 @@ from pathlib import Path
 from ..trace.result import Comparison, Place, plural
 from ..util.progress import Tell, silent
 from ..util.visible import first_few, spell
-from .recording import EnoughError, Recorder, Recording, TensorPrint
-from .trials import TRIALS
+from .recording import TRIALS, Recording, TensorPrint
 
 # Has the request in a process that makes one of the runs.
 VARIABLE = "NANWATCH_TWICE"
@@ -27,8 +25,8 @@ _UNKNOWN = (
     "no change that was tried made the runs equal: look at threads that end in any order, other processes, id(),"
     " listings of files, unwritten memory, and files that a run leaves changed"
 )
-# Place in the first run, and the tensor in both.
-_FirstTensor = tuple[int, TensorPrint, "TensorPrint | None"]
+# Place in the first run of the first tensor that differs, and the tensor in both.
+_Difference = tuple[int, TensorPrint, TensorPrint | None]
 # Makes a run under some trials, of at most so many batches.
 _Run = Callable[[Sequence[str], int | None], Recording]
 
@@ -65,119 +63,116 @@ def twice(
     >>> print(result.to_text())  # doctest: +SKIP
     Repeatable: 2 runs of train.py are bit-equal.
     """
-    for name, number, least in (("times", times, 2), ("batches", batches, 1)):
+    for option, number, least in (("times", times, 2), ("batches", batches, 1)):
         if number is not None and number < least:
-            raise ValueError(f"{name} should be at least {least}, got {number}")
+            raise ValueError(f"{option} should be at least {least}, got {number}")
     command = [*(["-m"] if is_module else []), os.fspath(script), *arguments]
     name = os.path.basename(script)
     with tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
-        file = Path(folder, "recording.json")
 
         def run(trials: Sequence[str], most_batches: int | None) -> Recording:
             limits = [limit for limit in (most_batches, batches) if limit is not None]
-            return _run(command, name, file, trials, min(limits, default=None))
+            return _run(command, name, Path(folder, "run.json"), trials, min(limits, default=None))
 
-        first, parted = _compared(run, (), None, times, tell)
-        if parted is None and first.error:
+        first, difference = _compared(run, (), None, times, tell)
+        if difference is None and first.error:
             raise RuntimeError(f"the runs are bit-equal, but each ended by {first.error}")
-        facts = [] if parted is None else _facts(run, parted, tell)
-    remarks = [f"the run ended by {first.error}"] if first.error else []
+        facts = [] if difference is None else _facts(run, difference, tell)
+    remarks = []
     if unread := [tensor for tensor in first.tensors if "not compared" in tensor.form]:
         label, form = unread[0].label, unread[0].form
-        remarks.insert(0, f"{len(unread):,} tensors could not be compared, the first {label}: {form}")
+        remarks.append(f"{len(unread):,} tensors could not be compared, the first {label}: {form}")
+    if first.error:
+        remarks.append(f"the run ended by {first.error}")
     headline, place = f"Repeatable: {times} runs of {name} are bit-equal", None
-    if parted is not None:
-        tensor = parted[1]
+    if difference is not None:
+        tensor = difference[1]
         headline = f"Not repeatable: the runs of {name} part in batch {tensor.batch}"
-        names = tensor.module, tensor.module, tensor.class_name, tensor.class_name
+        names = (tensor.module,) * 2 + (tensor.class_name,) * 2
         place = Place(*names, tensor.label, tensor.batch, tensor.kind)
     compared = (
         f"{plural(first.batches, 'batch', 'batches')}, {plural(len(first.tensors), 'tensor')} in each run"
     )
-    return Comparison(parted is None, headline, place, tuple(facts), compared, tuple(remarks))
+    return Comparison(difference is None, headline, place, tuple(facts), compared, tuple(remarks))
 
 
-def _facts(run: _Run, parted: _FirstTensor, tell: Tell) -> list[tuple[str, str]]:
+def _facts(run: _Run, difference: _Difference, tell: Tell) -> list[tuple[str, str]]:
     """Return the first difference in words, its cause and what was tried."""
-    place, tensor, counterpart = parted
+    place, tensor, counterpart = difference
     before = f"after {place:,} equal ones" if place else "the first of all"
     facts = [("First", f"{tensor.where}, {tensor.form}, {before}")]
     if counterpart is None or counterpart.where != tensor.where:
         has = "nothing" if counterpart is None else counterpart.where
         facts.append(("", f"where the other run has {has}"))
-    tried, cause = _try(run, parted, tell)
+    tried, cause = _try(run, difference, tell)
     is_dropout = "Dropout" in tensor.class_name and tensor.kind == "output"
     facts.append(("Cause", f"dropout. {cause}" if is_dropout else cause))
     return facts + [("Tried", words) for words in tried]
 
 
-def _try(run: _Run, parted: _FirstTensor, tell: Tell) -> tuple[list[str], str]:
+def _try(run: _Run, difference: _Difference, tell: Tell) -> tuple[list[str], str]:
     """Make runs under trials until one makes them equal. Return what was tried, and the cause, in words.
 
     A trial after which the runs part later has cured one cause of several, so it stays for the trials behind it.
     """
-    place, batch = parted[0], parted[1].batch
+    place, batch = difference[0], difference[1].batch
     tried: list[str] = []
     kept: tuple[str, ...] = ()
     left = list(TRIALS)
     while left and len(tried) < _MOST_TRIALS:
-        using = (*kept, left.pop(0))
-        change = " and ".join(TRIALS[name].change for name in using)
+        names = (*kept, left.pop(0))
+        change = " and ".join(TRIALS[name].change for name in names)
         tell(f"trying {change}")
         try:
-            first, remaining = _compared(run, using, batch + 1, 2 + _CONFIRMING, tell)
+            first, remaining = _compared(run, names, batch + 1, 2 + _CONFIRMING, tell)
         except Exception as error:  # torch names operations that have no deterministic kernel in this way
             tried.append(f"failed: {change} ({spell(error)})")
             continue
         if remaining is None:
             tried.append(f"bit-equal with {change}")
-            causes = "; ".join(TRIALS[name].cause for name in using)
+            causes = "; ".join(TRIALS[name].cause for name in names)
             calls = first_few(list(dict.fromkeys(first.notes)), 3)
-            many = f"{len(using)} causes: " if len(using) > 1 else ""
+            many = f"{len(names)} causes: " if len(names) > 1 else ""
             return tried, f"A trial shows {many}{causes}{calls and f': {calls}'}"
         tried.append(f"no help: {change}")
         if remaining[0] > place:
-            place, kept = remaining[0], using
+            place, kept = remaining[0], names
             left = [name for name in TRIALS if name not in kept]
     return tried, _UNKNOWN
 
 
 def _compared(
     run: _Run, trials: Sequence[str], most_batches: int | None, times: int, tell: Tell
-) -> tuple[Recording, _FirstTensor | None]:
+) -> tuple[Recording, _Difference | None]:
     """Make runs until one differs from the first. Return the first, and the difference."""
     under = " under a trial" if trials else ""
     tell(f"making run 1{under}")
     first = run(trials, most_batches)
     for number in range(2, times + 1):
         tell(f"making run {number}{under}")
-        parted = _first_difference(first, run(trials, most_batches))
-        if parted is not None:
-            return first, parted
+        difference = _first_difference(first, run(trials, most_batches))
+        if difference is not None:
+            return first, difference
     return first, None
 
 
-def _first_difference(a: Recording, b: Recording) -> _FirstTensor | None:
-    """Return the first print of `a` that `b` has otherwise.
+def _first_difference(a: Recording, b: Recording) -> _Difference | None:
+    """Return the first tensor of `a` that `b` has otherwise.
 
     Threads are compared each by itself, because their order among each other is not the program's.
     """
-    firsts: list[_FirstTensor] = []
-    for name in dict.fromkeys(tensor.thread for tensor in (*a.tensors, *b.tensors)):
-        places = [(i, tensor) for i, tensor in enumerate(a.tensors) if tensor.thread == name]
-        counterparts = [tensor for tensor in b.tensors if tensor.thread == name]
-        for place, counterpart in zip_longest(places, counterparts):
-            if place is None:
-                firsts.append((len(a.tensors), counterpart, None))
-            elif place[1] != counterpart:
-                firsts.append((*place, counterpart))
-            else:
-                continue
-            break
-    return min(firsts, key=lambda first: first[0], default=None)
-
-
-# A run, and its process.
+    firsts: list[_Difference] = []
+    for thread in {tensor.thread for tensor in (*a.tensors, *b.tensors)}:
+        in_a, in_b = (
+            [(place, tensor) for place, tensor in enumerate(run.tensors) if tensor.thread == thread]
+            for run in (a, b)
+        )
+        for (place, tensor), (_, counterpart) in zip_longest(in_a, in_b, fillvalue=(len(a.tensors), None)):
+            first = tensor or counterpart
+            if first is not None and tensor != counterpart:
+                firsts.append((place, first, counterpart if tensor else None))
+                break
+    return min(firsts, key=lambda difference: difference[0], default=None)
 
 
 def _run(
@@ -206,31 +201,3 @@ def _run(
     if recording.error and trials:
         raise RuntimeError(recording.error)
     return recording
-
-
-def record(request: str, run_script: Callable[[], object]) -> int:
-    """Run the script in this process, as the request of VARIABLE says, write its recording and return a status."""
-    wanted, process, status = json.loads(request), os.getpid(), 0
-    recorder = Recorder(wanted["most_batches"])
-    recording = recorder.recording
-    undoes = [TRIALS[name].patch(recording.notes.append) for name in wanted["trials"]]
-    recorder.start()
-    try:
-        run_script()
-    except EnoughError:
-        pass
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            recording.error = f"exit status {error.code}"
-    except BaseException as error:
-        traceback.print_exc()
-        recording.error, status = spell(error), 1
-    recorder.stop()
-    for undo in filter(None, undoes):
-        undo()
-    if recording.error:
-        batch = max(recording.batches - 1, 0)
-        recording.tensors.append(TensorPrint(batch, "end", "", "", "exception", recording.error, bits=0))
-    if os.getpid() == process:  # else a forked child that has come to the script's end
-        Path(wanted["file"]).write_text(json.dumps(vars(recording)), encoding="utf-8")
-    return status

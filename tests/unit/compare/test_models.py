@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.compare.words import gap_between
+from nanwatch.compare.comparer import gap_between
 from nanwatch.trace.result import Comparison
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.compare.traces import compare_traces
+from nanwatch.compare.models import compare_traces
 from nanwatch.trace.trace_file import Trace
 from support.watching import watch
 
