@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -24,9 +24,18 @@ from ..report.events import UpdateFinding, update_finding
 from ..report.finding import Place
 from ..util.modules import is_in
 from ..util.visible import spell, suppressed, warn_user
-from .rules import Evaluations, Step, Suspect, ancestors, ends_of, suspects_of
-from .samples import Key, WeightSample, each_weight, ids_of, sample_after, sample_step
-from .window import Window, held_by_optimizers, place_of
+from .rules import Evaluations, Step, Suspect, ancestors, copies_among, suspects_of
+from .window import (
+    Key,
+    WeightSample,
+    Window,
+    each_weight,
+    held_by_optimizers,
+    ids_of,
+    place_of,
+    sample_after,
+    sample_step,
+)
 
 _T = TypeVar("_T")
 # Audits of the first steps, and of those after a state of the training that is new: as many as a suspicion needs.
@@ -45,6 +54,7 @@ _NEEDED = {
     "absorbed": 3,
     "not-in-optimizer": 3,
     "other-module-trained": 3,
+    "other-module-trained:copy": 6,
     "train-mode-wrong": 3,
 }
 _NEEDED_ELSE = 2
@@ -72,42 +82,10 @@ def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
     return safe
 
 
-class Suspicions:
-    """Counts of how often in a row each weight of one optimizer was suspected of each kind of fault."""
-
-    def __init__(self) -> None:
-        self._in_a_row: dict[tuple[str, str, str | None], int] = {}
-        self._certain: set[tuple[str, str, str | None]] = set()
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether a suspicion is neither certain nor gone."""
-        return any(key not in self._certain for key in self._in_a_row)
-
-    def add(
-        self, suspects: Iterable[Suspect], weights: Iterable[WeightSample]
-    ) -> Iterator[tuple[Suspect, int]]:
-        """Take the suspects of one audit, and yield the faults that are certain by now, each once: see `gathered`."""
-        new = {suspect[:3]: suspect for suspect in suspects}
-        self._in_a_row = {key: self._in_a_row.get(key, 0) + 1 for key in new}
-        ripe = [
-            suspect
-            for key, suspect in new.items()
-            if key not in self._certain and self._in_a_row[key] >= _NEEDED.get(suspect.kind, _NEEDED_ELSE)
-        ]
-        self._certain |= {suspect[:3] for suspect in ripe}
-        sizes = {weight.key: weight.size for weight in weights}
-        trained = {weight.key: weight.size for weight in weights if weight.is_trained}
-        for kind in dict.fromkeys(suspect.kind for suspect in ripe):
-            alike = [suspect for suspect in ripe if suspect.kind == kind]
-            are_trained = all((suspect.module, suspect.label) in trained for suspect in alike)
-            yield from gathered(alike, trained if are_trained else sizes)
-
-
 def gathered(ripe: Sequence[Suspect], weights: Mapping[Key, int]) -> Iterator[tuple[Suspect, int]]:
     """Yield one fault for each largest module whose weights have it: all of these, or nearly all of their elements.
 
-    The number is that of the trained weights that are meant.
+    `weights` are the trained ones with their sizes. The number is that of the weights that are meant.
     """
     hits = {(suspect.module, suspect.label) for suspect in ripe}
     named: set[tuple[str, str | None]] = set()
@@ -127,7 +105,7 @@ def gathered(ripe: Sequence[Suspect], weights: Mapping[Key, int]) -> Iterator[tu
 
 
 class _Track:
-    """What is known of one optimizer."""
+    """What is known of one optimizer: its audits, and how often in a row each weight was suspected of each fault."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -135,15 +113,16 @@ class _Track:
         self.due_until = _FIRST
         self.states: set[int] = set()
         self.is_relevant = self.has_learned = False
-        self.suspicions = Suspicions()
-        self.previous: dict[tuple[str, str], WeightSample] = {}  # in the step before, if it was audited
+        self.previous: dict[Key, WeightSample] = {}  # in the step before, if it was audited
         self.open: Step | None = None
-        self.calls_before = 0  # of all calls, those before this window
+        self.time = 0  # of the window, when the step before was over
+        self._suspected: dict[tuple[str, str, str | None], int] = {}
+        self._certain: set[tuple[str, str, str | None]] = set()
 
     def is_due(self, step: int, every: int) -> bool:
-        """Return whether to audit this step."""
-        is_suspect = self.suspicions.is_open and self.in_a_row < _MORE
-        return step <= self.due_until or step % every == 0 or is_suspect
+        """Return whether to audit this step. A suspicion that is neither certain nor gone asks for it."""
+        is_open = any(key not in self._certain for key in self._suspected) and self.in_a_row < _MORE
+        return step <= self.due_until or step % every == 0 or is_open
 
     def is_new(self, model: nn.Module, optimizer: Optimizer) -> bool:
         """Return whether the gradients, the rates of 0 and the modes together are what they were at no step before."""
@@ -151,6 +130,23 @@ class _Track:
         is_new = state not in self.states and len(self.states) < _MOST_STATES
         self.states.add(state)
         return is_new
+
+    def add(self, step: Step) -> Iterator[tuple[Suspect, int]]:
+        """Take an audit, and yield the faults that are certain by now, each once: see `gathered`."""
+        new = {suspect[:3]: suspect for suspect in suspects_of(step)}
+        self._suspected = {key: self._suspected.get(key, 0) + 1 for key in new}
+        ripe = [
+            suspect
+            for key, suspect in new.items()
+            if key not in self._certain and self._suspected[key] >= _NEEDED.get(suspect.kind, _NEEDED_ELSE)
+        ]
+        self._certain |= {suspect[:3] for suspect in ripe}
+        sizes = {weight.key: torch.Size(weight.shape).numel() for weight in step.weights.values()}
+        trained = {weight.key: sizes[weight.key] for weight in step.weights.values() if weight.is_trained}
+        for kind in dict.fromkeys(suspect.kind for suspect in ripe):
+            alike = [suspect for suspect in ripe if suspect.kind == kind]
+            are_trained = all((suspect.module, suspect.label) in trained for suspect in alike)
+            yield from gathered(alike, trained if are_trained else sizes)
 
 
 class UpdateAudit:
@@ -166,8 +162,8 @@ class UpdateAudit:
         recorder: Recorder,
         every: int,
         tell: Callable[[UpdateFinding], object],
-        is_frozen: Callable[[str], bool] = lambda _: False,
-        ranks: Any = None,
+        is_frozen: Callable[[str], bool],
+        ranks: Any,
     ) -> None:
         self.findings: list[UpdateFinding] = []
         self.is_over = False
@@ -177,7 +173,7 @@ class UpdateAudit:
         self._is_frozen, self._ranks = is_frozen, ranks
         self._tracks: weakref.WeakKeyDictionary[Optimizer, _Track] = weakref.WeakKeyDictionary()
         self._has_trained = False  # an audit has seen the model in training mode
-        self._ends: list[tuple[str, str]] = []
+        self._copies: dict[tuple[Key, ...], None] = {}
         self._evaluations = Evaluations()
         self._named: set[tuple[str, str, str | None]] = set()
         self._window = Window(recorder, model)
@@ -195,10 +191,9 @@ class UpdateAudit:
 
     def remove(self) -> None:
         """Audit no more, and keep the findings."""
-        self._end_evaluation(None)
-        if self._ranks is not None:
-            self._ranks.remove()
-            self._tell_of_ranks()
+        self._tell_of_calls(None)
+        self._ranks.remove()
+        self._tell_of_ranks()
         self._drop()
 
     def _drop(self) -> None:
@@ -206,16 +201,6 @@ class UpdateAudit:
         self._hooks.remove()
         self._starts.remove()
         self._window.remove()
-
-    def sum_up(self) -> None:
-        """Warn of the findings after the first, in one line."""
-        kinds = [finding.kind for finding in self.findings[1:]]
-        if kinds:
-            warn_user(
-                f"{len(kinds)} more finding{'' if len(kinds) == 1 else 's'} about the optimizer's steps"
-                f" ({', '.join(dict.fromkeys(kinds))}): Watch.updates has them",
-                may_raise=False,
-            )
 
     def on_frame(self, frame: Frame) -> None:
         """Take a recorded call."""
@@ -232,15 +217,19 @@ class UpdateAudit:
         if torch.is_grad_enabled() or module is None:
             self._num_forwards += 1
             self._window.batch_started(batch)
-            self._end_evaluation(inputs)
+            self._tell_of_calls(inputs)
         elif module is model and model.training and self._step:
             frame = sys._getframe(1)
             self._evaluations.called(model, inputs, lambda: place_of(frame))
 
     @_harmless
-    def _end_evaluation(self, inputs: Tensor | None) -> None:
+    def _tell_of_calls(self, inputs: Tensor | None) -> None:
+        """Tell of an evaluation that has ended, and of steps that a GradScaler goes on skipping."""
         for place in self._evaluations.trained(inputs):
             self._add(self._step, Suspect("eval-mode-wrong", "", None), 1, place)
+        if len(self._window.skips) >= _NEEDED_ELSE:
+            scale, place = self._window.skips[-1]
+            self._add(self._step + 1, Suspect("skipped-step", "", None, {"scale": scale}), 1, place)
 
     @property
     def _step(self) -> int:
@@ -250,7 +239,7 @@ class UpdateAudit:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         track = self._tracks.setdefault(optimizer, _Track())
         track.open = None
-        self._window.num_steps += 1
+        self._window.time += 1
         self._evaluations.went_on()
         self._tell_of_ranks()
         model = self._model()
@@ -276,8 +265,8 @@ class UpdateAudit:
 
     @_harmless
     def _tell_of_ranks(self) -> None:
-        faults = [] if self._ranks is None else self._ranks.faults()
-        if not faults or (model := self._model()) is None:
+        faults, model = self._ranks.faults(), self._model()
+        if not faults or model is None:
             return
         names = [fault.name.rpartition(".") for fault in faults]
         suspects = [
@@ -298,11 +287,11 @@ class UpdateAudit:
         track.open = Step(model, optimizer, track.step, weights, clips, track.previous)
         # A step without a forward before it is some library's, which fills the optimizer's state on one rank.
         is_regular = track.step <= _FIRST or track.step % self._every == 0
-        if self._ranks is not None and is_regular and self._recorder.latest_batch >= 0:
+        if is_regular and self._recorder.latest_batch >= 0:
             sizes = self._window.group_sizes()
             self._ranks.check(track.step, self._num_forwards, list(_compared(track.open, sizes)))
         if track.step == 1:  # also of an optimizer that was made anew, with other weights perhaps
-            self._ends = list(dict.fromkeys([*self._ends, *ends_of(model)]))
+            self._copies |= dict.fromkeys(copies_among(weights.values()))
 
     @_harmless
     def _after(self, optimizer: Optimizer) -> None:
@@ -314,18 +303,19 @@ class UpdateAudit:
         track.previous = {} if step is None else step.weights
         if step is not None:
             sample_after(step.weights.values())
-            step.calls = self._window.calls_since(track.calls_before)
+            step.calls = self._window.calls_since(track.time)
             keys = {weight.key for weight in step.of_optimizer()}
             step.arrivals = {key: came for key, came in self._window.arrivals.items() if key in keys}
             step.has_trained, step.has_learned = self._has_trained, track.has_learned
-            step.ends = self._ends
-            faults = list(track.suspicions.add(suspects_of(step), step.weights.values()))
+            step.copies = list(self._copies)
+            faults = list(track.add(step))
             self._has_trained |= model.training
             track.has_learned |= any(weight.grad == "some" for weight in step.trained())
             for suspect, count in faults:
                 place = _place(suspect.kind, step) or place_of(sys._getframe(1))
                 self._add(step.number, suspect, count, place)
-        track.calls_before = self._window.num_calls
+        self._window.time += 1
+        track.time = self._window.time
         relevant = [each for each in self._tracks.values() if each.is_relevant]
         if any(each.is_due(each.step + 1, self._every) for each in relevant):
             self._window.renew(optimizer)
@@ -378,7 +368,7 @@ def _is_relevant(model: nn.Module, optimizer: Optimizer) -> bool:
     return any(x.grad is not None for x in trained) and held_by_optimizers().isdisjoint(map(id, trained))
 
 
-def _compared(step: Step, group_sizes: dict[int, int]) -> Iterator[StepWeight]:
+def _compared(step: Step, group_sizes: Mapping[int, int]) -> Iterator[StepWeight]:
     """Yield the weights of a step in the form in which ranks compare them."""
     for weight in step.trained():
         x = weight.tensor()

@@ -22,17 +22,8 @@ from ..instrumentation.wrapped_names import named_modules
 from ..report.finding import Place
 from ..util.modules import is_in
 from ..util.visible import suppressed
-from .samples import Key, WeightSample, is_full, number, plain, same_bits, sample
-from .window import (
-    Arrival,
-    Backward,
-    Call,
-    Clip,
-    held_by_optimizers,
-    is_stale,
-    is_taken_scaled,
-    scale_in_use,
-)
+from . import window
+from .window import Key, WeightSample, number, plain, same_bits, sample
 
 # A weight has a fault when so much of its update is lost, by elements and by magnitude.
 _ABSORBED, _LOST = 0.75, 0.5
@@ -51,6 +42,10 @@ class Suspect(NamedTuple):
     numbers: Mapping[str, float] = {}
 
 
+def _suspect(kind: str, weight: WeightSample, **numbers: float) -> Suspect:
+    return Suspect(kind, weight.module, weight.label, numbers)
+
+
 @dataclass(eq=False)
 class Step:
     """One audited step of `optimizer`.
@@ -63,13 +58,13 @@ class Step:
     optimizer: Optimizer
     number: int
     weights: dict[Key, WeightSample]
-    clips: Sequence[Clip]
+    clips: Sequence[window.Clip]
     previous: Mapping[Key, WeightSample]
-    calls: Mapping[str, Call] = field(default_factory=dict)  # the latest of each module
-    arrivals: Mapping[Key, Sequence[Arrival]] = field(default_factory=dict)
+    calls: Mapping[str, window.Call] = field(default_factory=dict)  # the latest of each module
+    arrivals: Mapping[Key, Sequence[window.Arrival]] = field(default_factory=dict)
     has_trained: bool = False  # an audit has seen the model in training mode
     has_learned: bool = False  # and a gradient other than 0 in a step of this optimizer
-    ends: Sequence[tuple[str, str]] = ()  # an output layer and an embedding that began with equal weights
+    copies: Sequence[tuple[Key, ...]] = ()  # weights that began with equal values
 
     def of_optimizer(self) -> Iterable[WeightSample]:
         """Return the weights that the optimizer holds."""
@@ -82,9 +77,8 @@ class Step:
     @cached_property
     def scale(self) -> float | None:
         """The scale of a GradScaler in use."""
-        return scale_in_use(
-            [x for came in self.arrivals.values() for each in came for x in each.backward.factors]
-        )
+        arrivals = (arrival for came in self.arrivals.values() for arrival in came)
+        return window.scale_in_use(factor for arrival in arrivals for factor in arrival.backward.factors)
 
 
 def suspects_of(step: Step) -> Iterator[Suspect]:
@@ -94,13 +88,6 @@ def suspects_of(step: Step) -> Iterator[Suspect]:
             yield from list(rule(step))
         except Exception:
             suppressed("a rule of the audit raised")
-
-
-def _suspects(
-    weights: Iterable[WeightSample], kind: str, numbers: Mapping[str, float] | None = None
-) -> Iterator[Suspect]:
-    for weight in weights:
-        yield Suspect(kind, weight.module, weight.label, numbers or {})
 
 
 def ancestors(module: str) -> Iterator[str]:
@@ -115,7 +102,7 @@ def _no_gradient(step: Step) -> Iterator[Suspect]:
     """Yield weights without a gradient whose modules were called, unless their output may be a leftover."""
     trained = list(step.trained())
     if not trained:  # and yet gradients come, or somebody has made them
-        yield from _suspects((weight for weight in step.of_optimizer() if weight.is_meant), "no-gradient")
+        yield from (_suspect("no-gradient", weight) for weight in step.of_optimizer() if weight.is_meant)
         return
     # Some were set to None on purpose, as those of a last layer that rests. All were not.
     cleared = {key for key, came in step.arrivals.items() if any(arrival.is_full for arrival in came)}
@@ -129,7 +116,7 @@ def _no_gradient(step: Step) -> Iterator[Suspect]:
     forks = [name for name in forks if any(is_in(module, name) for module in fed)]
     for weight in without:
         if not any(weight.module != name and is_in(weight.module, name) for name in forks):
-            yield Suspect("no-gradient", weight.module, weight.label)
+            yield _suspect("no-gradient", weight)
 
 
 def _without_effect(step: Step) -> Iterator[Suspect]:
@@ -146,14 +133,14 @@ def _without_effect(step: Step) -> Iterator[Suspect]:
         )
         if weight.lr == 0:
             if weight.grad == "some":
-                yield Suspect("zero-lr", weight.module, weight.label, {"lr": 0.0})
+                yield _suspect("zero-lr", weight, lr=0.0)
         elif cancels:
             continue
         elif weight.grad == "zero":
             # A branch behind a factor of 0 gets its gradient once the factor has moved.
             is_late = before is not None and bool(before.lr) and all(clip.total < inf for clip in step.clips)
             if is_late and not is_met and not _is_idle(step, weight, {each.module for each in active}):
-                yield Suspect("zero-gradient", weight.module, weight.label)
+                yield _suspect("zero-gradient", weight)
         # A rate that rises still becomes what was meant.
         elif before is None or before.lr is None or weight.lr is None or weight.lr <= before.lr:
             yield from _absorbed(step, weight)
@@ -184,12 +171,13 @@ def _absorbed(step: Step, weight: WeightSample) -> Iterator[Suspect]:
     if share >= _ABSORBED and update[stays].abs().sum() >= _LOST * update[moving].abs().sum():
         in_float32 = (values.float() != (values.double() - update).float()) & moving
         chances = (update.abs() / spacing(values)).clamp_max(1.0)
-        numbers = {
-            "absorbed": share,
-            "float32": int(in_float32.sum()) / count,
-            "stochastic": float(chances[moving].mean()),
-        }
-        yield Suspect("absorbed", weight.module, weight.label, numbers)
+        yield _suspect(
+            "absorbed",
+            weight,
+            absorbed=share,
+            float32=int(in_float32.sum()) / count,
+            stochastic=float(chances[moving].mean()),
+        )
 
 
 def update_of(step: Step, weight: WeightSample) -> Tensor | None:
@@ -233,7 +221,7 @@ def _outside(step: Step) -> Iterator[Suspect]:
         if weight.is_trained and weight.is_meant and weight.group is None
         if before is not None and same_bits(before.before, weight.before)
     ]
-    others = held_by_optimizers(but=step.optimizer) if missing else set()
+    others = window.held_by_optimizers(but=step.optimizer) if missing else set()
     missing = [pair for pair in missing if id(pair[0].tensor()) not in others]
     # The optimizer has others of the same shapes: those of a copy, or what these were before they were replaced. In
     # another format these are masters of 16-bit weights, whose updates may round away for a while.
@@ -245,22 +233,24 @@ def _outside(step: Step) -> Iterator[Suspect]:
         # The gradient of a head whose task is over, and its optimizer gone, stays as it is.
         is_left = same_bits(before.gradient, weight.gradient)
         if has_copy and weight.before is not None and weight.before.dtype in formats:
-            yield Suspect("other-module-trained", weight.module, weight.label)
+            yield _suspect("other-module-trained", weight)
         elif not has_copy and weight.grad == "some" and not is_left:
-            yield Suspect("not-in-optimizer", weight.module, weight.label)
+            yield _suspect("not-in-optimizer", weight)
 
 
 def _frozen_moved(step: Step) -> Iterator[Suspect]:
     """Yield frozen weights that the step moves."""
     for weight in step.of_optimizer():
-        if not (weight.is_trained and weight.is_meant) and weight.has_moved:
-            yield Suspect("frozen-moved", weight.module, weight.label)
+        has_moved = weight.after is not None and not same_bits(weight.before, weight.after)
+        if has_moved and not (weight.is_trained and weight.is_meant):
+            yield _suspect("frozen-moved", weight)
 
 
 def _stale(step: Step) -> Iterator[Suspect]:
     """Yield weights whose gradients of earlier steps were never set to zero."""
-    stale = (weight for weight in step.trained() if is_stale(step.arrivals.get(weight.key, ())))
-    yield from _suspects(stale if step.previous else (), "missing-zero-grad")
+    for weight in step.trained() if step.previous else ():
+        if window.is_stale(step.arrivals.get(weight.key, ())):
+            yield _suspect("missing-zero-grad", weight)
 
 
 def _means_of_unequal_counts(step: Step) -> Iterator[Suspect]:
@@ -269,9 +259,9 @@ def _means_of_unequal_counts(step: Step) -> Iterator[Suspect]:
     Each loss is divided by the number of backwards. A loop over tasks divides by nothing, and means what it adds.
     """
     for arrivals in step.arrivals.values():
-        lines: dict[Place | None, dict[int, Backward]] = {}
+        lines: dict[Place | None, dict[int, window.Backward]] = {}
         is_emptied = not all(arrival.was_full for arrival in arrivals[1:])  # between two backwards
-        for backward, _, _ in () if is_emptied else arrivals:
+        for backward, *_ in () if is_emptied else arrivals:
             lines.setdefault(backward.place, {})[backward.batch] = backward
         for backwards in (list(line.values()) for line in lines.values()):
             counts = [backward.elements or 0.0 for backward in backwards]
@@ -280,10 +270,10 @@ def _means_of_unequal_counts(step: Step) -> Iterator[Suspect]:
                 for backward in backwards
             )
             # A function that steps with any optimizer: one backward was for another model's.
-            is_one_step = len({backward.num_steps for backward in backwards}) == 1
+            is_one_step = len({backward.time for backward in backwards}) == 1
             if len(counts) > 1 and are_divided and is_one_step and max(counts) > _UNEQUAL * min(counts) > 0:
                 numbers = {"backwards": len(counts), "least": min(counts), "most": max(counts)}
-                yield from _suspects(step.trained(), "accumulation", numbers)
+                yield from (_suspect("accumulation", weight, **numbers) for weight in step.trained())
                 return
 
 
@@ -304,50 +294,65 @@ def _clips(step: Step) -> Iterator[Suspect]:
         elif clip.at_step > max(clip.max_norm, clip.norm) * _GREW:
             kind, norm = "clipping", clip.at_step
         elif step.scale not in (None, 1) and isclose(clip.norm, clip.at_step * step.scale, rel_tol=0.01):
-            yield from _suspects(step.trained(), "not-unscaled", {"scale": step.scale})
+            yield from (_suspect("not-unscaled", weight, scale=step.scale) for weight in step.trained())
         elif is_at_work and clip.total == inf and all(weight.grad == "zero" for weight in clipped):
             kind = "clipping:to-zero" if gradients else ""
         elif is_at_work and 0 < size < eps <= size * clip.total / clip.max_norm:
             kind = "clipping:below-eps"
         if kind:
-            yield from _suspects(clipped, kind, {"norm": norm, "max_norm": clip.max_norm})
+            yield from (_suspect(kind, weight, norm=norm, max_norm=clip.max_norm) for weight in clipped)
 
 
 def _scaled(step: Step) -> Iterator[Suspect]:
-    """Yield all weights of a step that takes gradients with the loss scale."""
-    if step.scale is not None and is_taken_scaled(step.optimizer):
-        yield from _suspects(step.trained(), "not-unscaled", {"scale": step.scale})
+    """Yield the weights of a step that takes gradients with a loss scale, or divided by another one."""
+    is_scaled = step.scale is not None and window.is_taken_scaled(step.optimizer)
+    for weight in step.trained():
+        if is_scaled and step.scale is not None:
+            yield _suspect("not-unscaled", weight, scale=step.scale)
+        arrivals = step.arrivals.get(weight.key, ())
+        first, scale = (
+            (arrivals[0].gradient, arrivals[0].backward.scale) if len(arrivals) == 1 else (None,) * 2
+        )
+        if step.scale is None and scale and first is not None and weight.gradient is not None:
+            divisor = _divisor(first, weight.gradient)
+            if divisor not in (1, scale) and window.is_power_of_two(divisor):
+                yield _suspect("not-unscaled:other", weight, scale=scale, divisor=divisor)
 
 
-def ends_of(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield each output layer and embedding that began as copies of each other, as a tie does that broke."""
-    tables: dict[str, Tensor] = {}
-    outputs: dict[str, Tensor] = {}
-    for name, _, module in named_modules(model):
-        weight = module._parameters.get("weight") if isinstance(module, nn.Embedding | nn.Linear) else None
-        if weight is not None and weight.requires_grad:
-            (tables if isinstance(module, nn.Embedding) else outputs)[name] = weight
-    for name, output in outputs.items():
-        yield from ((name, end) for end, table in tables.items() if _is_copy(output, table))
+def _divisor(before: Tensor, after: Tensor) -> float:
+    """Return by what all elements of a gradient were divided; 1 where it is no one number."""
+    place = before.abs().argmax() if before.shape == after.shape else None
+    divisor = 1.0 if place is None or not after[place] else float(before[place]) / float(after[place])
+    return divisor if torch.equal(before / divisor, after) else 1.0
 
 
-def _is_copy(x: Tensor, copy: Tensor) -> bool:
-    values, table = plain(x), plain(copy)
-    if values is None or table is None or (values.device, values.dtype) != (table.device, table.dtype):
-        return False
-    is_apart = values.shape == table.shape and values.data_ptr() != table.data_ptr() and is_full(x)
-    return is_apart and same_bits(sample(values), sample(table)) and torch.equal(values, table)
+def copies_among(weights: Iterable[WeightSample]) -> Iterator[tuple[Key, ...]]:
+    """Yield the trained weights that have equal values, as a tie has that broke, or a module and its copy."""
+    groups: dict[tuple[object, ...], list[Key]] = {}
+    for weight in weights:
+        values = weight.before
+        if weight.is_trained and values is not None and bool((values != values[0]).any()):
+            content = values.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            groups.setdefault((weight.shape, values.dtype, content), []).append(weight.key)
+    yield from (tuple(keys) for keys in groups.values() if len(keys) > 1)
 
 
 def _parted(step: Step) -> Iterator[Suspect]:
-    """Yield the copies of once tied weights that the steps have made different."""
-    for name, end in step.ends:
-        output, table = (step.weights.get((module, "weight")) for module in (name, end))
-        afters = [
-            weight.after for weight in (output, table) if weight is not None and weight.after is not None
-        ]
-        if len(afters) == 2 and not same_bits(*afters):
-            yield Suspect("tie-broken", name, "weight")
+    """Yield copies of embeddings, once tied, that the steps have made different; and copies that rest for another."""
+    modules = {item.name: item.module for item in named_modules(step.model)} if step.copies else {}
+    for keys in step.copies:
+        weights = [step.weights[key] for key in keys if key in step.weights]
+        tables = [weight for weight in weights if isinstance(modules.get(weight.module), nn.Embedding)]
+        for weight in weights:
+            is_apart = any(
+                table.after is not None and not same_bits(weight.after, table.after) for table in tables
+            )
+            if weight not in tables and weight.after is not None and is_apart:
+                yield _suspect("tie-broken", weight)
+            # One of two, as experts are more, and those without tokens rest too.
+            rests = weight.group is not None and weight.grad == "none" and weight.module not in step.calls
+            if rests and [each.grad for each in weights if each is not weight] == ["some"]:
+                yield _suspect("other-module-trained:copy", weight)
 
 
 # Modes: trainings and evaluations in the wrong one, and statistics that should rest.
@@ -355,8 +360,6 @@ def _parted(step: Step) -> Iterator[Suspect]:
 # An evaluation makes calls without grad mode in a row, or one after so many forwards and steps of the training. Others
 # make the fake samples of a GAN, or condition a model on its own output.
 _RARE, _EVALUATIONS = 8, 2
-
-
 _DROPS = ("p", "dropout", "drop_prob", "dropout_p", "attention_dropout")
 
 
@@ -388,7 +391,7 @@ def _statistics_not_frozen(step: Step) -> Iterator[Suspect]:
             continue
         weights = list(module._parameters.values())
         is_frozen = not any(x is None or x.requires_grad for x in weights)
-        if is_frozen and held_by_optimizers().isdisjoint(map(id, weights)):
+        if is_frozen and window.held_by_optimizers().isdisjoint(map(id, weights)):
             yield Suspect("frozen-moved:statistics", name, None)
 
 

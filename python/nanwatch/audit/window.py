@@ -1,7 +1,8 @@
-"""Window of an audit: calls, backwards, clips and reductions between two audited steps.
+"""What an audit sees: samples of the weights at a step, and the calls, backwards, clips and reductions before it.
 
-A wrapper around `torch.autograd.backward` looks at each weight's `.grad` before and after it. Between audited steps the
-window is closed.
+Strided elements stand for a tensor: at most 1,024 of each. A wrapper around `torch.autograd.backward` looks at each
+weight's `.grad` before and after it. Between audited steps the window is closed. Nothing here keeps a tensor of the
+user alive.
 """
 
 from __future__ import annotations
@@ -11,28 +12,69 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from math import sqrt
+from math import frexp, inf, sqrt
 from types import FrameType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.global_hooks import GlobalHooks, Handles, find_scaler
+from ..instrumentation.wrapped_names import named_modules
 from ..numerics._extension import instances_of
-from ..numerics.readable import only_our_dispatch
+from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
 from ..recording.events import Event, Recorder
 from ..records.record import Frame
 from ..report.finding import Place
+from ..util.modules import is_in
 from ..util.visible import suppressing, users_frame
-from .samples import Key, each_weight, ids_of, is_full, number, plain
 
+ELEMENTS = 1024
+_MOST_LISTED = 256  # modules of a plain list
 _MOST_REDUCED, _MOST_CLIPS = 8192, 64
 _MAX_OPERATIONS = 16  # that a loss is followed through
 _MEAN = 1  # the reduction of a loss, as the nodes of PyTorch's losses keep it
-Values = tuple[tuple[int, ...], float | None, float | None]  # shape, least and largest magnitude
+Key: TypeAlias = tuple[str, str]  # module and label
+Grad: TypeAlias = Literal["none", "zero", "some"]
+Values: TypeAlias = tuple[tuple[int, ...], float | None, float | None]  # shape, least and largest magnitude
+
+
+def plain(x: Tensor | None) -> Tensor | None:
+    """Return the strided tensor with values that `x` is, or that this process holds of it; None for any other."""
+    if x is None:
+        return None
+    local = local_shard(x.detach())
+    x = x.detach() if local is None else local
+    return x if is_plain(x) and not unreadable(x) and x.is_floating_point() else None
+
+
+def sample(x: Tensor) -> Tensor:
+    """Return a copy of at most ELEMENTS elements of a plain tensor, evenly spread."""
+    flat = x.detach().reshape(-1)
+    return flat[:: max(1, -(-flat.numel() // ELEMENTS))].clone()
+
+
+def is_full(x: Tensor | None) -> bool:
+    """Return whether a tensor has an element that is not 0. Most need no more than a look at their sample."""
+    values = plain(x)
+    return values is not None and (bool(sample(values).any()) or bool(values.any()))
+
+
+def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return whether there are two samples, and they are equal, a nan being equal to itself."""
+    if a is None or b is None or a.shape != b.shape:
+        return False
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def number(x: Any) -> float | None:
+    """Return a number, or the one of a tensor with one element; None for anything else."""
+    if isinstance(x, Tensor):
+        return float(x) if x.numel() == 1 and not x.is_complex() else None
+    return float(x) if isinstance(x, int | float) else None
 
 
 def place_of(frame: FrameType | None) -> Place | None:
@@ -41,10 +83,117 @@ def place_of(frame: FrameType | None) -> Place | None:
     return None if user is None else Place(user.f_code.co_filename, user.f_lineno)
 
 
-class Call(NamedTuple):
-    """The latest call of a module in grad mode: its number among all calls, its inputs, the number of its outputs."""
+@dataclass(slots=True, eq=False)
+class WeightSample:
+    """One weight at one step. `grad` says whether there is a gradient, and `group` its place in the optimizer."""
 
-    number: int
+    module: str
+    label: str
+    tensor: weakref.ref[Tensor]
+    shape: tuple[int, ...]
+    is_trained: bool
+    is_meant: bool  # to be trained, by what the user says
+    grad: Grad
+    group: int | None = None
+    lr: float | None = None
+    before: Tensor | None = None
+    gradient: Tensor | None = None
+    after: Tensor | None = None
+
+    @property
+    def key(self) -> Key:
+        """Return module and label."""
+        return self.module, self.label
+
+
+def each_weight(model: nn.Module) -> Iterable[tuple[str, str, Tensor]]:
+    """Yield each parameter once, with the name of its module and its own; also of modules in plain lists."""
+    seen: set[int] = set()
+    named = [(name, module) for name, _, module in named_modules(model)]
+    for name, module in [*named, *_in_lists(named)]:
+        for label, x in list(module._parameters.items()):
+            if x is not None and id(x) not in seen:
+                seen.add(id(x))
+                yield name, label, x
+
+
+def _in_lists(named: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Module]]:
+    """Yield the modules that are in a list or a dict of a module, which does not know of their parameters."""
+    for name, module in named:
+        for attribute, value in list(vars(module).items()):
+            if attribute.startswith("_") or not isinstance(value, list | tuple | dict):
+                continue
+            items = list(value.items() if isinstance(value, dict) else enumerate(value))
+            for key, item in items[:_MOST_LISTED]:
+                for inner, part in item.named_modules() if isinstance(item, nn.Module) else ():
+                    yield ".".join(filter(None, (name, attribute, str(key), inner))), part
+
+
+def ids_of(optimizer: Optimizer) -> set[int]:
+    """Return the ids of an optimizer's weights."""
+    return {id(x) for group in getattr(optimizer, "param_groups", ()) for x in group["params"]}
+
+
+def held_by_optimizers(but: Optimizer | None = None) -> set[int]:
+    """Return the ids of the weights that the optimizers of this process hold, without those of one of them.
+
+    The search for optimizers takes 10 ms for a million objects.
+    """
+    return set().union(*(ids_of(optimizer) for optimizer in instances_of(Optimizer) if optimizer is not but))
+
+
+def sample_step(
+    model: nn.Module, optimizer: Optimizer, is_frozen: Callable[[str], bool]
+) -> dict[Key, WeightSample]:
+    """Sample the weights of a model before a step.
+
+    `is_frozen` says by the name of a weight or a module whether the user means it to stay as it is.
+    """
+    # An attribute of a module freezes nothing: its weights have their own.
+    frozen = [item.name for item in named_modules(model) if vars(item.module).get("requires_grad") is False]
+    places = {id(x): place for place, group in enumerate(optimizer.param_groups) for x in group["params"]}
+    weights: dict[Key, WeightSample] = {}
+    with torch.no_grad(), only_our_dispatch():
+        for name, label, x in each_weight(model):
+            is_kept = any(is_in(name, above) for above in frozen)
+            is_kept = is_kept or is_frozen(name) or is_frozen(f"{name}.{label}")
+            gradient, values = plain(x.grad), plain(x)
+            grad: Grad = "none" if x.grad is None else "some"
+            if gradient is not None and gradient.numel() and not is_full(gradient):
+                grad = "zero"
+            weight = weights[name, label] = WeightSample(
+                name, label, weakref.ref(x), tuple(x.shape), x.requires_grad, not is_kept, grad
+            )
+            if values is None or not values.numel():
+                continue
+            weight.before = sample(values)
+            if gradient is not None and gradient.shape == values.shape:
+                weight.gradient = sample(gradient)
+            weight.group = places.get(id(x))
+            if weight.group is not None:
+                weight.lr = number(optimizer.param_groups[weight.group].get("lr"))
+    return weights
+
+
+def sample_after(weights: Iterable[WeightSample]) -> None:
+    """Add what the step made of the weights, and forget gradients that it has changed."""
+    with torch.no_grad(), only_our_dispatch():
+        for weight in weights:
+            x = weight.tensor()
+            values = plain(x)
+            if weight.before is None or x is None or values is None:
+                continue
+            weight.after = sample(values)
+            # A hook of the user's, or a fused step with a scale, changed it after it was sampled.
+            gradient = plain(x.grad)
+            if gradient is None or not same_bits(sample(gradient), weight.gradient):
+                weight.gradient = None
+
+
+class Call(NamedTuple):
+    """The latest call of a module in grad mode: the window's time, its inputs, the number of its outputs."""
+
+    time: int
     inputs: set[Values]
     num_outputs: int
 
@@ -71,54 +220,65 @@ class Clip(NamedTuple):
 
 def _norm_of(weights: Iterable[weakref.ref[Tensor]]) -> float:
     """Return the 2-norm of the gradients of these weights."""
-    gradients = [x.grad for reference in weights if (x := reference()) is not None and x.grad is not None]
-    values = [readable for x in gradients if (readable := plain(x)) is not None]
-    if not values:
-        return 0.0
+    gradients = [plain(x.grad) for reference in weights if (x := reference()) is not None]
     with torch.no_grad(), only_our_dispatch():
-        norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in values]
+        norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in gradients if x is not None]
         return sqrt(sum(float(norm) ** 2 for norm in norms))
 
 
 class Backward(NamedTuple):
     """One run of the autograd engine: its line, the latest batch, and the numbers that its loss was multiplied by.
 
-    `elements` is the number that the loss is a mean over, where the loss knows it. `num_steps` counts the steps of all
-    optimizers before it.
+    `elements` is the number that the loss is a mean over, where the loss knows it. `time` is the window's.
     """
 
     place: Place | None
     batch: int
     factors: tuple[float, ...]
     elements: float | None
-    num_steps: int
+    time: int
+
+    @property
+    def scale(self) -> float | None:
+        """The loss scale, if the loss was multiplied by one power of two."""
+        factors = [factor for factor in self.factors if factor > 1]
+        return factors[0] if len(factors) == 1 and is_power_of_two(factors[0]) else None
+
+
+def is_power_of_two(x: float) -> bool:
+    """Return whether a division by this positive number rounds nothing."""
+    return frexp(x)[0] == 0.5
 
 
 class Arrival(NamedTuple):
-    """Gradient that came to a weight: whether `.grad` held something before, and whether it is other than 0."""
+    """Gradient that came to a weight: whether `.grad` held something before, and whether it is other than 0.
+
+    `gradient` is a sample of the first one of a loss with a scale.
+    """
 
     backward: Backward
     was_full: bool
     is_full: bool
+    gradient: Tensor | None = None
 
 
 def is_stale(arrivals: Sequence[Arrival]) -> bool:
     """Return whether `.grad` holds gradients of before the latest step, or of another optimizer's backward."""
     backwards = [(early.backward, late) for early, late in pairwise(arrivals)]
     return (bool(arrivals) and all(arrival.was_full for arrival in arrivals)) or any(
-        late.was_full and before.place != late.backward.place and before.num_steps < late.backward.num_steps
+        late.was_full and before.place != late.backward.place and before.time < late.backward.time
         for before, late in backwards
     )
 
 
-def _tap(module: Any, name: str) -> GlobalHooks:
+def _tap(owner: Any, name: str) -> GlobalHooks:
     """Return hooks of a function of PyTorch that has none. They get (args, kwargs, whether it has run).
 
-    The function is looked up in its module at every call. It is replaced while there is a hook.
+    The function is looked up in its module or class at every call. It is replaced while there is a hook.
     """
 
     def register(call: Callable[..., Any]) -> Any:
-        original = getattr(module, name, None)
+        original = getattr(owner, name, None)
         if original is None:  # a build of PyTorch without it
             return SimpleNamespace(remove=lambda: None)
 
@@ -135,10 +295,10 @@ def _tap(module: Any, name: str) -> GlobalHooks:
                 tell(args, kwargs, True)
 
         def restore() -> None:
-            if getattr(module, name) is tapped:
-                setattr(module, name, original)
+            if getattr(owner, name) is tapped:
+                setattr(owner, name, original)
 
-        setattr(module, name, tapped)
+        setattr(owner, name, tapped)
         return SimpleNamespace(remove=restore)
 
     return GlobalHooks(register, traced=False)
@@ -148,17 +308,22 @@ _TAPS = {
     "backward": _tap(torch.autograd, "backward"),
     "clipped": _tap(torch.nn.utils.clip_grad, "_clip_grads_with_norm_"),
     "reduced": _tap(torch.distributed, "all_reduce"),
+    "scaler_stepped": _tap(torch.amp.GradScaler, "step"),
 }
 
 
 class Window:
-    """Gatherer for the audits of a model."""
+    """Gatherer for the audits of a model.
+
+    `time` counts the beginnings and the ends of the steps of all optimizers. `skips` has the scales and the lines of
+    the latest two steps in a row that a GradScaler has skipped with a scale of at most 1.
+    """
 
     def __init__(self, recorder: Recorder, model: nn.Module) -> None:
-        self.num_calls = 0
-        self._calls: dict[str, Call] = {}
-        self.num_steps = 0  # of all optimizers
+        self.time = 0
         self.arrivals: dict[Key, list[Arrival]] = {}  # since the latest step of the weight's optimizer
+        self.skips: deque[tuple[float, Place | None]] = deque(maxlen=2)
+        self._calls: dict[str, Call] = {}
         self._recorder = recorder
         self._model = weakref.ref(model)
         self._clips: deque[Clip] = deque(maxlen=_MOST_CLIPS)
@@ -172,7 +337,8 @@ class Window:
 
         def receiver(method: str) -> Callable[..., None]:
             def receive(args: tuple[Any, ...], kwargs: dict[str, Any], has_run: bool) -> None:
-                if (window := reference()) is not None and window._frames.active:
+                window = reference()
+                if window is not None and (window._frames.active or method == "scaler_stepped"):
                     getattr(window, method)(has_run, *args, **kwargs)
 
             return receive
@@ -211,8 +377,7 @@ class Window:
             records = [record for record in frame.records if record.shape is not None]
             inputs = {(x.shape or (), x.abs_min, x.abs_max) for x in records if x.role == "input"}
             num_outputs = sum(record.role == "output" for record in records)
-            self.num_calls += 1
-            self._calls[frame.name] = Call(self.num_calls, inputs, num_outputs)
+            self._calls[frame.name] = Call(self.time, inputs, num_outputs)
 
     def batch_started(self, batch: int) -> None:
         """Take the start of a batch in grad mode."""
@@ -229,7 +394,7 @@ class Window:
                 self._num_backwards += 1
                 node = tensors.grad_fn if isinstance(tensors, Tensor) else None
                 place, batch = place_of(sys._getframe(1)), self._recorder.latest_batch
-                self._backward = Backward(place, batch, *_scaling(node), self.num_steps)
+                self._backward = Backward(place, batch, *_scaling(node), self.time)
                 self._before = {
                     key: (id(x.grad), x.grad._version, is_full(x.grad))
                     for key, x in self._weights()
@@ -239,8 +404,13 @@ class Window:
                 for key, x in self._weights():
                     known, version, was_full = self._before.get(key, (0, 0, False))
                     if x.grad is not None and (id(x.grad) != known or x.grad._version != version):
-                        arrival = Arrival(self._backward, was_full, is_full(x.grad))
-                        self.arrivals.setdefault(key, []).append(arrival)
+                        self._arrived(key, self._backward, was_full, x.grad)
+
+    def _arrived(self, key: Key, backward: Backward, was_full: bool, gradient: Tensor) -> None:
+        arrivals = self.arrivals.setdefault(key, [])
+        values = plain(gradient) if backward.scale is not None and not arrivals else None
+        first = None if values is None else sample(values)
+        arrivals.append(Arrival(backward, was_full, is_full(gradient), first))
 
     def clipped(
         self, has_run: bool, parameters: Any, max_norm: Any, total: Any = 0.0, *_: object, **__: object
@@ -259,6 +429,20 @@ class Window:
         if not has_run and group is not None:
             self._reduced.append((weakref.ref(tensor), weakref.ref(group)))
 
+    def scaler_stepped(self, has_run: bool, scaler: Any, optimizer: Optimizer, *_: Any, **__: Any) -> None:
+        """Take a call of `GradScaler.step`."""
+        # A fused optimizer takes the signs from the device: only an audit may wait for these.
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if not has_run or (is_fused and not self._frames.active):
+            return
+        state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
+        is_skipped = any(map(float, state.get("found_inf_per_device", {}).values()))
+        scale = float(scaler._scale) if is_skipped else inf
+        if scale > 1:
+            self.skips.clear()
+        elif not ids_of(optimizer).isdisjoint(id(x) for _, x in self._weights()):
+            self.skips.append((scale, place_of(sys._getframe(1))))
+
     def group_sizes(self) -> dict[int, int]:
         """Return the number of ranks over which a tensor was reduced, by the tensor's id."""
         pairs = [(tensor(), group()) for tensor, group in self._reduced]
@@ -269,9 +453,9 @@ class Window:
         weights = [weakref.ref(x) for group in optimizer.param_groups for x in group["params"]]
         return [clip._replace(at_step=_norm_of(clip.weights or weights)) for clip in self._clips]
 
-    def calls_since(self, count: int) -> dict[str, Call]:
-        """Return the latest call of each module that was called after the first `count` calls."""
-        return {name: call for name, call in self._calls.items() if call.number > count}
+    def calls_since(self, time: int) -> dict[str, Call]:
+        """Return the latest call of each module that was called since then."""
+        return {name: call for name, call in self._calls.items() if call.time >= time}
 
 
 def _scaling(node: Any) -> tuple[tuple[float, ...], float | None]:
@@ -289,14 +473,6 @@ def _scaling(node: Any) -> tuple[tuple[float, ...], float | None]:
             return tuple(factors), number(getattr(node, "_saved_total_weight", None)) if is_mean else None
         node = terms[0]
     return tuple(factors), None
-
-
-def held_by_optimizers(but: Optimizer | None = None) -> set[int]:
-    """Return the ids of the weights that the optimizers of this process hold, without those of one of them.
-
-    The search for optimizers takes 10 ms for a million objects.
-    """
-    return set().union(*(ids_of(optimizer) for optimizer in instances_of(Optimizer) if optimizer is not but))
 
 
 def scale_in_use(factors: Iterable[float]) -> float | None:

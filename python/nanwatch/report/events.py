@@ -165,6 +165,10 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Make the optimizer from the parameters of the model that computes the loss, after every copy, .to() of a"
             " copy, or wrapper.",
         ),
+        "other-module-trained:copy": (
+            "is in the optimizer and never called, and the module that it is a copy of is trained in its place",
+            "Call the copy, or give the optimizer the module that is called, and freeze the other.",
+        ),
         "not-reduced": (
             "was equal on all ranks, and is stepped with gradients that are not",
             "Call the DistributedDataParallel wrapper and not the module in it, wrap after the last .to(), and look at"
@@ -208,6 +212,14 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "not-unscaled": (
             "is used with a gradient that still has the loss scale of {scale:.0f}",
             "Call scaler.step(optimizer) in place of optimizer.step(), and scaler.unscale_(optimizer) before clipping.",
+        ),
+        "not-unscaled:other": (
+            "gets a loss times the scale {scale:.6g}, and is stepped with its gradient divided by {divisor:.6g}",
+            "Divide by the scale that the loss was multiplied by, and change the scale after the step.",
+        ),
+        "skipped-step": (
+            "is not stepped: the GradScaler skips its steps, also with the scale {scale:.3g}",
+            "Its gradients are inf or nan by themselves. watch(gradients=True) says where they become so.",
         ),
         "train-mode-wrong": (
             "is trained in evaluation mode: dropout and batch norm do not train",

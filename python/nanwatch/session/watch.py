@@ -188,8 +188,6 @@ class Watch:
         try:
             self._failures.close()
         finally:
-            if self._audit is not None:
-                self._audit.sum_up()
             self._sinks.on_close()
 
     def pause(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nanwatch import Audit, watch
 from nanwatch.report.events import UpdateFinding
 
-pytestmark = pytest.mark.filterwarnings("ignore:the optimizer's step", "ignore:.*more finding")
+pytestmark = pytest.mark.filterwarnings("ignore:the optimizer's step")
 
 
 class Forked(nn.Module):
@@ -152,6 +152,43 @@ def _clipped_at_each_backward(training: Training) -> None:
     training.put(forward=forward)
 
 
+class Rests(nn.Module):
+    """Calls a head, though a copy of it is meant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+        self.copy = copy.deepcopy(self.head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+def _copy_rests(training: Training) -> None:
+    training.model = Rests()
+    training.hold(training.model)
+
+
+def _divided_by_another_scale(training: Training) -> None:
+    training.factor = 8.0
+
+    def unscale() -> None:
+        for x in training.model.parameters():
+            x.grad /= 16
+
+    training.put(before_step=unscale)
+
+
+def _skipped(training: Training) -> None:
+    """A GradScaler whose scale is too small to be the reason."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    training.factor = float("inf")
+    training.put(
+        before_step=lambda: scaler.scale(torch.ones(1)),
+        step=lambda: (scaler.step(training.optimizer), scaler.update()),
+    )
+
+
 FAULTS: dict[str, tuple[str, str, Callable[[Training], object]]] = {
     "bfloat16": ("absorbed", "", _bfloat16),
     "detached": (
@@ -197,6 +234,9 @@ FAULTS: dict[str, tuple[str, str, Callable[[Training], object]]] = {
     ),
     "auxiliary_loss_detached": ("no-gradient", "head", _auxiliary_loss_detached),
     "clipped_at_each_backward": ("clipping", "", _clipped_at_each_backward),
+    "copy_rests": ("other-module-trained", "copy", _copy_rests),
+    "divided_by_another_scale": ("not-unscaled", "", _divided_by_another_scale),
+    "skipped": ("skipped-step", "", _skipped),
 }
 
 

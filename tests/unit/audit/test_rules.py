@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanwatch.audit.rules import Step, spacing, update_of
-from nanwatch.audit.samples import sample_after, sample_step
+from nanwatch.audit.window import sample_after, sample_step
 
 
 @pytest.mark.parametrize(
