@@ -49,7 +49,7 @@ class _Check:
         self._name = f"{socket.gethostname()}-{self._local_rank}"
         self._master = env["MASTER_ADDR"], port
         self._hosts_store = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        self._prefix = f"nanwatch/netcheck/{store_key(os.environ)}"
+        self._prefix = f"nanwatch/netcheck/{store_key()}"
         self._backend, self._timeout, self._limit = backend, timeout, timedelta(seconds=max(1.0, timeout - 1))
         self._distances = [i for i in range(1, self._count) if self._count <= _ALL_PAIRS or not i & (i - 1)]
         self._store: Any = None

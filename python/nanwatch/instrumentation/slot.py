@@ -68,8 +68,7 @@ class Changes:
         """Make the changes now, or when the module is imported. Does nothing the second time."""
         if not self._is_made:
             self._is_made = True
-            waiting = when_imported(self._module_name, self._change)
-            self._undo += [] if waiting is None else [waiting.cancel]
+            self._undo.append(when_imported(self._module_name, self._change))
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Give a class another attribute of this name."""

@@ -7,7 +7,6 @@ thread looks at the store once a second. Only that thread uses the store, so tha
 from __future__ import annotations
 
 import atexit
-import os
 import random
 import threading
 import time
@@ -65,7 +64,7 @@ class OriginConsensus:
         self.rank, self.world_size, self.peer_timeout = rank, world_size, peer_timeout
         self._on_stuck = on_stuck
         self._store: Store | None = default_store() if store is None else store
-        self._prefix = f"nanwatch/consensus/{store_key(os.environ)}/{name}"
+        self._prefix = f"nanwatch/consensus/{store_key()}/{name}"
         # Written by the thread alone, read by all.
         self._news: float | None = None
         self._known: Origin | None = None

@@ -70,7 +70,7 @@ class Exchange:
         _named[1] += 1
         self.error: Exception | None = None
         self._job, self._process = _named[0], os.getpid()
-        self._prefix = f"nanwatch/{kind}/{store_key(os.environ)}/{_named[1]}"
+        self._prefix = f"nanwatch/{kind}/{store_key()}/{_named[1]}"
         self._store = own_store(self._prefix)
         self._judge, self._timeout = judge, timeout
         self._groups: dict[Ranks, _Group] = {}

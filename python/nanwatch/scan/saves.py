@@ -161,8 +161,7 @@ def guard(added: Any) -> SimpleNamespace:
         _guards.append(reference)
         if len(_guards) == 1:
             for seam in _SEAMS:
-                if (waiting := when_imported(seam.module, functools.partial(_replace, seam))) is not None:
-                    _undo.append(waiting.cancel)
+                _undo.append(when_imported(seam.module, functools.partial(_replace, seam)))
 
     def remove() -> None:
         with _changing:

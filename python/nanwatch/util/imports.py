@@ -31,28 +31,26 @@ def needed(module: str, who: str, extra: str, instead: str = "") -> Any:
         ) from error
 
 
-def when_imported(name: str, action: Callable[[], object]) -> WhenImported | None:
+def when_imported(name: str, action: Callable[[], object]) -> Callable[[], None]:
     """Do `action` now if the module of that name is imported, else as soon as it is.
 
-    Returns what can `cancel()` the waiting, or None when there is nothing to wait for.
+    Return a function that stops the waiting. It does nothing where there is nothing to wait for.
     """
+    finder = _Waiting(name, action)
     if name in sys.modules:
         action()
-        return None
-    waiting = WhenImported(name, action)
-    sys.meta_path.insert(0, waiting)
-    return waiting
+    else:
+        sys.meta_path.insert(0, finder)
+    return finder.cancel
 
 
-class WhenImported:
+class _Waiting:
     """An entry of `sys.meta_path` that finds nothing itself, does its action once, and is gone."""
 
     def __init__(self, name: str, action: Callable[[], object]) -> None:
-        self._name = name
-        self._action = action
+        self._name, self._action = name, action
 
     def cancel(self) -> None:
-        """Stop waiting. A second time does nothing."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -61,20 +61,6 @@ class Attempt:
     master: str
     begun: float
 
-    @classmethod
-    def of(cls, environment: Mapping[str, str], begun: float) -> Attempt | None:
-        """Read the environment that torchrun has set. Return None where it set nothing, or nothing that can be read."""
-        number = whole_number(environment.get("TORCHELASTIC_RESTART_COUNT", ""))
-        if number is None:
-            return None
-        # Launchers of one job disagree (torch 2.13): of two on one machine, the one whose worker had failed said 1
-        # after the restart and the other 0. So ranks that meet in a new store go by its address.
-        has_new_store = (
-            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "False" and "MASTER_PORT" in environment
-        )
-        master = f"{environment.get('MASTER_ADDR', '')}:{environment['MASTER_PORT']}" if has_new_store else ""
-        return cls(environment.get("TORCHELASTIC_RUN_ID", ""), number, master, begun)
-
     @property
     def key(self) -> tuple[str, str | int]:
         """Return a key that all ranks of an attempt share, and no other attempt has."""
@@ -86,13 +72,23 @@ class Attempt:
 
 
 def current_attempt() -> Attempt | None:
-    """Return the attempt that this process belongs to, None where torchrun has not started it."""
-    return Attempt.of(os.environ, _BEGUN)
+    """Return the attempt that this process belongs to, None where torchrun has set nothing, or nothing readable."""
+    environment = os.environ
+    number = whole_number(environment.get("TORCHELASTIC_RESTART_COUNT", ""))
+    if number is None:
+        return None
+    # Launchers of one job disagree (torch 2.13): of two on one machine, the one whose worker had failed said 1
+    # after the restart and the other 0. So ranks that meet in a new store go by its address.
+    has_new_store = (
+        environment.get("TORCHELASTIC_USE_AGENT_STORE") == "False" and "MASTER_PORT" in environment
+    )
+    master = f"{environment.get('MASTER_ADDR', '')}:{environment['MASTER_PORT']}" if has_new_store else ""
+    return Attempt(environment.get("TORCHELASTIC_RUN_ID", ""), number, master, _BEGUN)
 
 
-def store_key(environment: Mapping[str, str]) -> str:
+def store_key() -> str:
     """Return a suffix for keys, so that attempts that meet in one store do not read each other's."""
-    attempt = Attempt.of(environment, begun=0.0)
+    attempt = current_attempt()
     return "/0" if attempt is None else "/".join(map(str, attempt.key))
 
 

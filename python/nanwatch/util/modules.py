@@ -62,10 +62,6 @@ class WeakIdentityDict(Generic[_T]):
 
     def __setitem__(self, key: object, value: _T) -> None:
         number, entries = id(key), self._entries
-        known = entries.get(number)
-        if known is not None and known[0]() is key:
-            entries[number] = known[0], value
-            return
 
         def forget(reference: object) -> None:
             entry = entries.pop(number, None)

@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,10 +57,11 @@ def close_names(
 
 def near(path: Path) -> str:
     """Return a hint for a path that does not exist: names like it in its folder; "" where there are none."""
-    with suppress(OSError):
-        close = difflib.get_close_matches(path.name, [neighbour.name for neighbour in path.parent.iterdir()])
-        return f"; close names: {', '.join(close)}" if close else ""
-    return f"; {path.parent} is no folder"
+    try:
+        hint = close_names(path.name, os.listdir(path.parent), "")
+    except OSError:
+        return f"; {path.parent} is no folder"
+    return f"; {hint}" if hint else ""
 
 
 # Wrappers put these before the names of the modules that they hold.
@@ -89,13 +90,15 @@ _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def warn_user(message: str, *, may_raise: bool = True) -> None:
-    """Warn of something in the user's run, at the user's own line.
+    """Warn of something in the user's run, at the user's own line; in a thread without one, at the main thread's.
 
     A filter of the user's may turn the warning into an exception. Pass `may_raise=False` where that would reach nobody,
     as in a thread of nanwatch's, or would take the place of another exception: the message then goes to stderr.
     """
-    message = visible(message)
-    frame = _warned_frame()
+    message, frame = visible(message), users_frame(sys._getframe(1))
+    main = threading.main_thread().ident
+    if frame is None and main is not None and main != threading.get_ident():
+        frame = users_frame(sys._current_frames().get(main))
     # None when the script of `nanwatch run` has ended.
     file, line = ("nanwatch", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
     names: dict[str, Any] = {} if frame is None else frame.f_globals
@@ -106,15 +109,6 @@ def warn_user(message: str, *, may_raise: bool = True) -> None:
         if may_raise:
             raise
         sys.stderr.write(f"{message}\n")
-
-
-def _warned_frame() -> FrameType | None:
-    """Return the innermost frame outside nanwatch and torch; in a thread without one, the main thread's."""
-    frame = users_frame(sys._getframe(1))
-    main = threading.main_thread().ident
-    if frame is None and main is not None and main != threading.get_ident():
-        frame = users_frame(sys._current_frames().get(main))
-    return frame
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:

@@ -56,7 +56,7 @@ class Job:
 
     def board(self) -> StoreProtocol:
         """Return the store's protocol as rank 1 uses it."""
-        prefix = f"nanwatch/consensus/{store_key({})}/{coordinator._job._num_settled}"
+        prefix = f"nanwatch/consensus/{store_key()}/{coordinator._job._num_settled}"
         return StoreProtocol(dist.PrefixStore(prefix, connect(self.server)), 2)
 
     def other_fails(self) -> None:

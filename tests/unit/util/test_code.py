@@ -67,7 +67,7 @@ def module(tmp_path, monkeypatch):
 def test_it_waits_for_the_import(module):
     """The action comes once, after the module's own code, and the way it was found stays its own."""
     seen = []
-    assert when_imported(module, lambda: seen.append(sys.modules[module].value)) is not None
+    when_imported(module, lambda: seen.append(sys.modules[module].value))
     finders = list(sys.meta_path)
     assert seen == []
     imported = importlib.import_module(module)
@@ -81,12 +81,12 @@ def test_it_waits_for_the_import(module):
 def test_it_is_done_at_once_or_called_off(module):
     """A module that is there needs no waiting. After `cancel`, also a second one, the import does nothing."""
     seen = []
-    waiting = when_imported(module, lambda: seen.append(1))
-    waiting.cancel()
-    waiting.cancel()
+    cancel = when_imported(module, lambda: seen.append(1))
+    cancel()
+    cancel()
     importlib.import_module(module)
     assert seen == []
-    assert when_imported(module, lambda: seen.append(1)) is None
+    when_imported(module, lambda: seen.append(1))
     assert seen == [1]
 
 
