@@ -24,8 +24,8 @@ from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, is_narrow, no_second_run
 from .diagnosis import Diagnosis
 from .experiment import Experiment, MakeCall, make_call
-from .patching.code_swap import TargetFinder, find_target
 from .patching.rounds import Rounds
+from .patching.source import TargetFinder, find_target
 from .patching.table import OPTIONS
 from .trials import NO_CONDITIONS, Conditions, Hold, Trials, loaded
 

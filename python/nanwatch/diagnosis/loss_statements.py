@@ -33,8 +33,18 @@ from .batch_snapshot import is_narrow
 from .diagnosis import Expression
 from .experiment import graph_nodes
 from .operation import tensors_in
-from .patching.code_swap import Probe, compiled_with, find_target, node_of
-from .patching.source import SourceFile, Span, Target, called_name, names_in, paths_to
+from .patching.source import (
+    Probe,
+    SourceFile,
+    Span,
+    Target,
+    called_name,
+    compiled_with,
+    find_target,
+    names_in,
+    node_of,
+    paths_to,
+)
 from .patching.table import DERIVATIVE_POLES, POLES, operation_name
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -456,7 +466,7 @@ class LossStatements(nn.Module):
 
     @contextmanager
     def exchanged(self, file: SourceFile, looks: Sequence[Span], probe: Probe) -> Iterator[None]:
-        """Run the same statements of the edited file in the block, as `code_swap.exchanged` does for a function.
+        """Run the same statements of the edited file in the block, as `source.exchanged` does for a function.
 
         Raises ValueError where the edit moved the statements.
         """

@@ -26,7 +26,7 @@ from .diagnosis import Diagnosis, enrich
 from .experiment import Allows, run
 from .incident import Incident, attempt, write_failure
 from .loss_statements import BackwardCall, LossStatements, Refused, loss_value, with_poles
-from .patching.code_swap import find_target
+from .patching.source import find_target
 from .search import find_operation
 from .trials import NO_CONDITIONS, Conditions
 

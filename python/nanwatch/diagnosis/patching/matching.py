@@ -6,23 +6,19 @@ import ast
 import functools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from .source import Edit, SourceFile, Span, Target, all_names, is_self
-from .table import ALIASES, LIKE, SPELLINGS
+from .source import Edit, SourceFile, Span, Target, all_names, called_name
+from .table import ALIASES, SPELLINGS
 
 _OPERATORS: dict[type[ast.AST], str] = {
     ast.Div: "div", ast.Pow: "pow", ast.Mult: "mul", ast.Add: "add", ast.Sub: "sub", ast.MatMult: "matmul",
 }  # fmt: skip
 _SAME_ARGUMENT = {"axis": "dim", "keepdims": "keepdim"}
-_OF_NUMBERS = (
-    ast.Constant | ast.UnaryOp | ast.BinOp | ast.operator | ast.unaryop
-    | ast.Name | ast.Attribute | ast.expr_context | ast.Call
-)  # fmt: skip
 # The functions in an expression that is a number whatever the program does.
 _NUMBER_CALL = re.compile(r"float|math\.\w+")
 # How a file may write a module of torch.
@@ -61,20 +57,18 @@ def parsed(text: str) -> ast.expr:
 class Site:
     """The function that runs a line, and what its text tells: operations, modules, and what made a name."""
 
-    def __init__(self, target: Target, file: SourceFile, node: ast.AST) -> None:
+    def __init__(self, target: Target, file: SourceFile) -> None:
         self.target = target
         self.file = file
-        self.node = node
+        self.node = node = target.node_in(file.tree)
+        self.globals = target.functions[0].__globals__
         self.parents = {child: parent for parent in ast.walk(node) for child in ast.iter_child_nodes(parent)}
         # For each local name where its bindings end, with the assignment of those that are plain.
         self._bound: dict[str, list[tuple[int, ast.Assign | None]]] = {}
-        for name in self.parents:
+        for name, above in self.parents.items():
             if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
-                above = self.parents[name]
                 plain = above if isinstance(above, ast.Assign) and len(above.targets) == 1 else None
                 self._bound.setdefault(name.id, []).append((file.span(plain or name).end, plain))
-        for bindings in self._bound.values():
-            bindings.sort(key=lambda pair: pair[0])
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes around this one, the nearest first."""
@@ -88,25 +82,17 @@ class Site:
 
     def constant(self, node: ast.AST) -> Any:
         """Return the module or number that a node stands for, by the globals of the function; else None."""
-        names = {x: None if x in self._bound else self.target.names.get(x) for x in all_names(node)}
+        names = {x: None if x in self._bound else self.globals.get(x) for x in all_names(node)}
         names = {**names, "float": float}
         calls = [ast.unparse(part.func) for part in ast.walk(node) if isinstance(part, ast.Call)]
-        is_known = (
-            all(isinstance(value, int | float | ModuleType | type) for value in names.values())
-            and all(isinstance(part, _OF_NUMBERS) for part in ast.walk(node))
-            and all(map(_NUMBER_CALL.fullmatch, calls))
-        )
-        if not is_known:
+        is_known = all(isinstance(value, int | float | ModuleType | type) for value in names.values())
+        if not is_known or not all(map(_NUMBER_CALL.fullmatch, calls)):
             return None
         try:
             value = eval(ast.unparse(node), {**names, "__builtins__": {}})
-        except (ArithmeticError, ValueError, TypeError, AttributeError):  # such as a division by 0
+        except Exception:  # such as a division by 0
             return None
         return value if isinstance(value, int | float | ModuleType) else None
-
-    def operation(self, node: ast.AST) -> Operation | None:
-        """Return the operation that the node is, None where it is none."""
-        return _operation(node, self)
 
     def definition(self, node: ast.AST) -> ast.expr | None:
         """Return what made a local name by a plain assignment, if it ran before and nothing in it has changed since."""
@@ -125,8 +111,8 @@ class Site:
         return self.definition(node) or node
 
     def _last(self, name: str, start: int) -> tuple[int, ast.Assign | None]:
-        bindings = self._bound.get(name, ())
-        return next((pair for pair in reversed(bindings) if pair[0] <= start), (-1, None))
+        bindings = [(-1, None), *(pair for pair in self._bound.get(name, ()) if pair[0] <= start)]
+        return max(bindings, key=lambda pair: pair[0])
 
     def text(self, node: ast.AST) -> str:
         """Return the text of a node of this source."""
@@ -135,18 +121,17 @@ class Site:
     def module(self, name: str) -> str:
         """Return how this file writes `torch`, `F` or `math`. Raises LookupError where it does not import it."""
         for module, rest in _MODULES[name]:
-            for alias, value in self.target.names.items():
+            for alias, value in self.globals.items():
                 if value is module:
                     return alias + rest
         raise LookupError(name)
 
 
-def _operation(node: ast.AST, site: Site | None) -> Operation | None:
-    """Return the operation that a node of the source is, or without a site one of the table."""
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return Operation(_OPERATORS[type(node.op)], (node.left, node.right))
-    if isinstance(node, ast.AugAssign) and type(node.op) in _OPERATORS:
-        return Operation(_OPERATORS[type(node.op)], (node.target, node.value))
+def operation_of(node: ast.AST, site: Site | None = None) -> Operation | None:
+    """Return the operation that a node of the source is, or without a site one of the table; None where it is none."""
+    if isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in _OPERATORS:
+        pair = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.target, node.value)
+        return Operation(_OPERATORS[type(node.op)], pair)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return Operation("neg", (node.operand,))
     if isinstance(node, ast.Subscript):
@@ -155,18 +140,18 @@ def _operation(node: ast.AST, site: Site | None) -> Operation | None:
         return Operation("item", (node.value, node.slice))
     if not isinstance(node, ast.Call) or any(isinstance(x, ast.Starred) for x in node.args):
         return None
-    name, args = "", tuple(node.args)
-    if isinstance(node.func, ast.Attribute):
-        name, owner = node.func.attr, node.func.value
-        # `self.softmax(x)` calls a module.
-        if site is not None and not is_self(owner) and not isinstance(site.constant(owner), ModuleType):
-            args = (owner, *args)
-    elif isinstance(node.func, ast.Name):
-        function = None if site is None else site.target.names.get(node.func.id)
-        is_function = isinstance(function, FunctionType | BuiltinFunctionType)
-        if site is None or (is_function and "torch" in str(function.__module__ or "torch")):
-            name = node.func.id
+    name, args = called_name(node), tuple(node.args)
     keywords = {_SAME_ARGUMENT.get(x.arg or "**", x.arg or "**"): x.value for x in node.keywords}
+    if site is not None and isinstance(node.func, ast.Attribute):
+        owner = node.func.value
+        # `self.softmax(x)` calls a module.
+        is_self = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
+        if not is_self and not isinstance(site.constant(owner), ModuleType):
+            args = (owner, *args)
+    elif site is not None:
+        function = site.globals.get(name)
+        is_function = isinstance(function, FunctionType | BuiltinFunctionType)
+        name = name if is_function and "torch" in str(function.__module__ or "torch") else ""
     if not args and "input" in keywords:
         args = (keywords.pop("input"),)
     name = name if name.startswith("__") else name.removesuffix("_")
@@ -176,18 +161,16 @@ def _operation(node: ast.AST, site: Site | None) -> Operation | None:
         if not orders and len(args) > 1:
             orders, args = [args[1]], (args[0], *args[2:])
         if any(site.constant(x) != 2 and getattr(x, "value", 0) not in ("fro", None) for x in orders):
-            name = "norm_of_another_order"
+            return None
     return Operation(name, args, keywords) if name and args else None
 
 
-def match(site: Site, pattern: str, node: ast.AST, *, alike: bool = False) -> Binding | None:
-    """Return the first way in which the pattern stands for the node; with `alike` for a function like its own."""
-    return _match(site, parsed(pattern), node, Binding(), alike)
+def match(site: Site, pattern: str, node: ast.AST) -> Binding | None:
+    """Return the first way in which the pattern stands for the node."""
+    return _match(site, parsed(pattern), node, Binding())
 
 
-def _match(
-    site: Site, pattern: ast.expr, node: ast.AST, binding: Binding, alike: bool = False
-) -> Binding | None:
+def _match(site: Site, pattern: ast.expr, node: ast.AST, binding: Binding) -> Binding | None:
     if isinstance(pattern, ast.Name):
         return _letter(site, pattern.id, node, binding)
     if isinstance(pattern, ast.Constant):
@@ -197,16 +180,17 @@ def _match(
     seen = binding._replace(nodes=binding.nodes | {node})
     if (made := site.definition(node)) is not None:
         return _match(site, pattern, made, seen)
-    wanted, operation = _operation(pattern, None), site.operation(node)
+    wanted, operation = operation_of(pattern), operation_of(node, site)
     assert wanted is not None
     if operation is None:
         return None
-    if wanted.name in (operation.name, LIKE.get(operation.name) if alike else None):
+    if wanted.name == operation.name:
         return _arguments(site, wanted, operation, seen)
     for spelling, form in SPELLINGS:
-        spelt = _operation(parsed(form), None)
-        inner = match(site, spelling, node) if spelt is not None and spelt.name == wanted.name else None
-        if spelt is not None and inner is not None:
+        spelt = operation_of(parsed(form))
+        assert spelt is not None
+        inner = match(site, spelling, node) if spelt.name == wanted.name else None
+        if inner is not None:
             args = [inner.letters[x.id] for x in spelt.args if isinstance(x, ast.Name)]
             operation = Operation(wanted.name, (*args, *inner.rest[0]), inner.rest[1])
             seen = binding._replace(nodes=binding.nodes | inner.nodes)
@@ -219,15 +203,11 @@ def _letter(site: Site, letter: str, node: ast.AST, binding: Binding) -> Binding
     if not isinstance(node, ast.expr):
         return None
     if (bound := binding.letters.get(letter)) is not None:
-        is_same = _dumps(bound, site.defined(bound)) & _dumps(node, site.defined(node))
-        return binding if is_same else None
+        texts = [{ast.dump(x), ast.dump(site.defined(x))} for x in (bound, node)]
+        return binding if texts[0] & texts[1] else None
     if letter == "N" and not isinstance(site.constant(node), int | float):
         return None
     return binding._replace(letters={letter: node, **binding.letters})
-
-
-def _dumps(*nodes: ast.AST) -> set[str]:
-    return {ast.dump(node) for node in nodes}
 
 
 def _arguments(site: Site, wanted: Operation, operation: Operation, binding: Binding) -> Binding | None:
@@ -241,10 +221,10 @@ def _arguments(site: Site, wanted: Operation, operation: Operation, binding: Bin
         if name not in keywords and not args:
             return None
         pairs.append((pattern, keywords.pop(name) if name in keywords else args.pop(0)))
-    rest = tuple(args), keywords
     # A row without `...` is for a call without further arguments. A second `...` is the same as the first.
-    if any(rest):
-        is_other = any(binding.rest) and _rest_texts(site, binding) != _rest_texts(site, Binding(rest=rest))
+    if args or keywords:
+        rest = tuple(args), keywords
+        is_other = any(binding.rest) and _rest_texts(site, binding.rest) != _rest_texts(site, rest)
         if is_other or len(patterns) == len(wanted.args):
             return None
         binding = binding._replace(rest=rest)
@@ -260,11 +240,10 @@ def _arguments(site: Site, wanted: Operation, operation: Operation, binding: Bin
     return None
 
 
-def _rest_texts(site: Site, binding: Binding, taken: Collection[str] = ()) -> list[str]:
-    """Return the source of the further arguments, but for the keywords that the form gives itself."""
-    args, keywords = binding.rest
-    named = [f"{name}={site.text(x)}" for name, x in keywords.items() if name not in taken]
-    return [*map(site.text, args), *named]
+def _rest_texts(site: Site, rest: tuple[tuple[ast.expr, ...], Mapping[str, ast.expr]]) -> dict[str, str]:
+    """Return the source of the further arguments by their keyword, or their number."""
+    named = {str(i): site.text(x) for i, x in enumerate(rest[0])}
+    return named | {name: f"{name}={site.text(x)}" for name, x in rest[1].items()}
 
 
 # Placeholders of a form: names that are no attributes, and `...` for further arguments, with a comma beside it.
@@ -281,7 +260,7 @@ def written(
     """
     hoists: dict[ast.expr, tuple[Edit, Edit]] = {}
     taken = {*re.findall(r"(\w+)=", form), *(["correction"] if "unbiased=" in form else ())}
-    rest = ", ".join(_rest_texts(site, binding, taken))
+    rest = ", ".join(text for name, text in _rest_texts(site, binding.rest).items() if name not in taken)
 
     def replaced(place: re.Match[str]) -> str:
         name, value = place[0], binding.letters.get(place[0])
@@ -313,10 +292,10 @@ def _hoist(site: Site, value: ast.expr, number: int) -> tuple[Edit, Edit]:
     Raises LookupError where no line or no name is free.
     """
     file, assignment = site.file, site.statement(value)
-    known = {getattr(x, "id", getattr(x, "arg", "")) for x in ast.walk(site.node)} | site.target.names.keys()
+    known = {getattr(x, "id", getattr(x, "arg", "")) for x in ast.walk(site.node)} | site.globals.keys()
     name = [x for x in ("logits", "scores", "operand") if x not in known][number]
     start = file.span(assignment).start
-    indent = file.column(Span(start, start))
+    indent = file.part(Span(start - getattr(assignment, "col_offset", 0), start))
     if indent.strip() or not isinstance(assignment, ast.Assign):
         raise LookupError(name)
     text = site.text(value)

@@ -1,19 +1,24 @@
 """Cures that are changes of the source, found in rounds.
 
-A round finds the operation that fails first, tries the proposals for it, and runs the whole batch with each. Where a
-change moves the failure on to a later operation, the change stays and the next round begins there.
+A round finds the operation that fails first, and runs the whole batch with each row of the table that applies to it,
+the smallest change first. Where a change moves the failure on to a later operation, the change stays and the next round
+begins there.
 """
 
 from __future__ import annotations
 
 import ast
+import math
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...report.finding import Cure
@@ -21,20 +26,272 @@ from ..causes import DOMAINS
 from ..diagnosis import Expression, Step
 from ..experiment import Experiment
 from ..trials import MOST_BY_GUARD, Trials
-from .code_swap import Probe, TargetFinder, exchanged, node_in
-from .matching import Site
-from .proposals import Proposal, Proposer, failing_nodes, operands
-from .source import SourceFile, Span, Target, first_line
-from .table import operation_name
+from .matching import Binding, Site, match, operation_of, written
+from .source import (
+    Edit,
+    Probe,
+    SourceFile,
+    Span,
+    Target,
+    TargetFinder,
+    all_names,
+    exchanged,
+    first_line,
+    moved,
+)
+from .table import CALLS, GUARDS, POLES, STABLE, names_that_run, numbers_of, operation_name
 
 _MOST_ROUNDS = 4
 # Runs of the batch, each perhaps of a large model, and seconds for all of them.
 _MOST_RUNS = 24
 _MOST_SECONDS = 25.0
-# The step that failed, and whether its gradient did.
-Failure = tuple[Step, bool]
+_MOST_STABLE = 5
+# Whole words in the name of a value that counts something, without the `s` of a plural, and what counts are computed
+# from: `num_tokens` and `n_valid` are counts, `numerator` and `discount` are not.
+_COUNTS = re.compile(
+    r"(count|cnt|num(ber|el)?|n|len(gth)?|deg(ree)?|size|mask|valid|keep|kept|hot|bincount|eq|ne)s?"
+)
+# The exponent at which a format ends, the narrowest format first.
+_ENDS = {"float16": 11.0, "bfloat16": 88.0, "float32": 88.0, "float64": 709.0}
+# Expressions whose value a call of a probe may take the place of.
+_VALUES = ast.Name | ast.Attribute | ast.Call | ast.BinOp | ast.UnaryOp | ast.Subscript | ast.IfExp
 # What expressions are in float64.
 Values = Mapping[ast.AST, Sequence[Any]]
+# A step that failed, and whether it did so in the backward.
+Failure = tuple[Step, bool]
+
+
+def says_count(text: str) -> bool:
+    """Return whether the source of an expression says that its value counts something."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", text)
+    return any(_COUNTS.fullmatch(word.lower()) for word in words) or re.search("==|!=|[<>]", text) is not None
+
+
+class Proposal(NamedTuple):
+    """A change of the source: its edits, the expression that it changes, and in words what it does."""
+
+    edits: tuple[Edit, ...]
+    node: ast.AST
+    words: str
+
+
+class Proposer:
+    """Proposes changes of a site for a step that failed. `look` returns the values of expressions in float64.
+
+    `failing` are the nodes that may be the operation that failed, the likeliest first.
+    """
+
+    def __init__(self, site: Site, step: Step, look: Callable[[list[ast.AST]], Values]) -> None:
+        self._site = site
+        self._operation = operation_name(step.operation)
+        dtypes = {record.dtype.removeprefix("torch.") for record in step.operands}
+        self._dtype = next((name for name in _ENDS if name in dtypes), "float32")
+        self._numbers = numbers_of(self._dtype)
+        self.failing = self._failing_nodes(step)
+        # The nodes inside the likeliest one, and inside what made its names.
+        inner = [node for top in self.failing[:1] for node in ast.walk(top) if node is not top]
+        made = [value for node in inner if (value := site.definition(node)) is not None]
+        parts = [*inner, *(node for value in made for node in ast.walk(value))]
+        operations = (operation_of(node, site) for node in self.failing)
+        operands = [x for operation in operations if operation is not None for x in operation.args]
+        looked = [x for x in (*operands, *parts) if isinstance(x, _VALUES) and site.constant(x) is None]
+        self.values = look([*self.failing, *looked])
+        # Numbers of the source that are not 0, and are 0 in the format of the failing operation.
+        self._vanished = [x for x in parts if isinstance(x, ast.expr) and self._vanishes(x)]
+        # The operations that made the operands of the likeliest node, where one of these was not finite.
+        is_finite = not any(record.isfinite is False for record in step.operands)
+        poles = [x for x in parts if (operation := operation_of(x, site)) and operation.name in POLES]
+        self._sources = [] if is_finite else poles
+
+    def _failing_nodes(self, step: Step) -> list[ast.AST]:
+        assert step.place is not None
+        line, position = step.place.line, self._site.file.at(step.place.positions)
+        names = names_that_run(self._operation)
+        ranks: dict[ast.AST, tuple[bool, bool, bool]] = {}
+        for node in ast.walk(self._site.node):
+            if isinstance(node, ast.expr | ast.AugAssign) and node.lineno <= line <= (
+                node.end_lineno or line
+            ):
+                operation, span = operation_of(node, self._site), self._site.file.span(node)
+                if operation is not None and (span == position or operation.name in names):
+                    is_outside = position is None or not span.covers(position)
+                    ranks[node] = operation.name not in names, span != position, is_outside
+        inside = [node for node, (_, _, is_outside) in ranks.items() if not is_outside]
+        return sorted(inside or ranks, key=ranks.__getitem__)
+
+    def _vanishes(self, node: ast.expr) -> bool:
+        """Return whether a number keeps nothing away from 0, as 1e-8 does not that is added in float16."""
+        number, above = self._number(node) or 0, self._site.parents.get(node)
+        is_added = isinstance(getattr(above, "op", ast.Add()), ast.Add)
+        rounded = torch.tensor(number, dtype=getattr(torch, self._dtype))
+        return (
+            isinstance(node, ast.Constant | ast.Name | ast.Attribute) and is_added and number > 0 == rounded
+        )
+
+    def causes(self) -> list[str]:
+        """Return a sentence for each number of the source that is 0 in the format of the failing operation."""
+        names = dict.fromkeys(map(self._site.text, self._vanished))
+        return [f"`{name}` is 0 in {self._dtype}, so it keeps nothing away from 0" for name in names]
+
+    def proposals(self) -> Iterator[Proposal]:
+        """Yield the changes, stable forms before guards, each once."""
+        known: set[tuple[Edit, ...]] = set()
+        for proposal in self._in_order():
+            is_change = any(self._site.file.part(edit.span) != edit.text for edit in proposal.edits)
+            if proposal.edits not in known and is_change:
+                known.add(proposal.edits)
+                yield proposal
+
+    def _in_order(self) -> Iterator[Proposal]:
+        for number in self._vanished:
+            form = "EPS" if isinstance(number, ast.Constant) else "max(X, EPS)"
+            binding = Binding({"X": number})
+            yield from self._written(number, number, form, binding, "give it an eps that the format has")
+        yield from islice(self._stable(), _MOST_STABLE)
+        for node in self.failing:
+            yield from self._untaken(node)
+            yield from self._calls(node)
+        for node in [*self._sources, *self.failing]:
+            for row in GUARDS:
+                yield from self.guard(node, row)
+        yield from self._infinities()
+
+    def _stable(self) -> Iterator[Proposal]:
+        """Yield stable forms that take in the failing operation."""
+        site, failing = self._site, {*self.failing[:1], *self._sources}
+        nodes = [x for x in ast.walk(site.node) if isinstance(x, ast.expr) and operation_of(x, site)]
+        for pattern, form in STABLE:
+            for node in nodes:
+                binding = match(site, pattern, node)
+                if binding is not None and failing & binding.nodes:
+                    yield from self._written(node, node, form, binding, "use the stable form that torch has")
+
+    def guard(self, node: ast.AST, row: tuple[str, str, str, str, str]) -> list[Proposal]:
+        """Return the change that a row of guards makes at a node, none where the row is for another case."""
+        pattern, part, form, condition, words = row
+        binding = match(self._site, pattern, node)
+        if binding is None or (condition and not self._holds(condition, binding)):
+            return []
+        changed = binding.letters[part] if part else node
+        is_target = isinstance(node, ast.AugAssign) and changed in (node, node.target)
+        if is_target or (part and self._site.constant(changed) is not None):
+            return []
+        numbers = {**self._numbers, "BOUND": self._bound(binding)}
+        words = re.sub(r"\b[A-Z]{3,}\b", lambda name: numbers.get(name[0], name[0]), words)
+        return self._written(node, changed, form, binding, words, numbers)
+
+    def _written(
+        self,
+        node: ast.AST,
+        changed: ast.AST,
+        form: str,
+        binding: Binding,
+        words: str,
+        numbers: Mapping[str, str] | None = None,
+    ) -> list[Proposal]:
+        """Return the change that writes a form in the place of a part of the node, none if it cannot be written."""
+        edits = written(self._site, changed, form, binding, numbers or self._numbers)
+        return [Proposal(edits, node, words)] if edits else []
+
+    def _holds(self, condition: str, binding: Binding) -> bool:
+        """Return whether the condition of a guard holds for its operand."""
+        if condition == "bound":
+            return self._bound(binding) != ""
+        if condition == "pole":
+            power = self._number(binding.letters["P"])
+            return power is None or power < 1 or power != int(power)
+        operand = binding.letters.get("B") or binding.letters["X"]
+        if condition in ("int", "number"):
+            return isinstance(self._number(operand), int if condition == "int" else int | float)
+        tensors = self._tensors(operand)
+        if not tensors or any(x.is_complex() or bool((x < 0).any()) for x in tensors):
+            return False
+        made = self._site.defined(operand)
+        return condition == "positive" or (
+            all(bool((x == x.round()).all()) for x in tensors)
+            and any(says_count(ast.unparse(x)) for x in (operand, made, self._site.defined(made)))
+        )
+
+    def _tensors(self, node: ast.AST) -> list[Tensor]:
+        return [x for x in self.values.get(node, []) if isinstance(x, Tensor)]
+
+    def _number(self, node: ast.expr) -> float | None:
+        """Return the number that a node is or was, None where it is none."""
+        values = [self._site.constant(node), *self.values.get(node, [])]
+        return next((x for x in values if isinstance(x, int | float)), None)
+
+    def _bound(self, binding: Binding) -> str:
+        """Return the bound of an exponent that float64 shows: "" where it goes past the end of the format there too."""
+        values = self._tensors(binding.letters.get("X", self._site.node))
+        if not values or any(x.is_complex() or not bool(x.isfinite().all()) for x in values):
+            return ""
+        largest = max((float(x.max()) for x in values if x.numel()), default=math.inf)
+        return f"{max(0, math.ceil(largest))}" if largest < 0.9 * _ENDS[self._dtype] else ""
+
+    def _calls(self, node: ast.AST) -> Iterator[Proposal]:
+        """Yield guards of a call of any function or module, by the operation that failed in it."""
+        if not isinstance(node, ast.Call):
+            return
+        args = node.args or [node]
+        letters = {"W": node, "X": args[0], "Y": args[-1]}
+        letters.update(("M", x.value) for x in node.keywords if (x.arg or "").endswith("mask"))
+        if len(args) == 1 and isinstance(node.func, ast.Attribute) and self._operation == "mean":
+            letters["X"] = node.func.value
+        for operations, part, form, words in CALLS:
+            if self._operation.removesuffix("_forward") in operations.split() and part in letters:
+                yield from self._written(node, letters[part], form, Binding(letters), words)
+
+    def _untaken(self, node: ast.AST) -> Iterator[Proposal]:
+        """Yield changes that give the elements that are not taken a safe operand, or none.
+
+        The gradient of an element that `where` or an index does not take is 0 times what comes of it.
+        """
+        operation, inner = operation_of(node, self._site), node
+        operands = [x for x in operation.args if all_names(x)] if operation is not None else []
+        for above in self._site.ancestors(node):
+            if not isinstance(above, ast.expr):
+                return
+            if isinstance(above, ast.Subscript) and above.value is inner and isinstance(node, ast.Call):
+                yield from self._indexed(above, node)
+                return
+            where = match(self._site, "where(C, A, B)", above)
+            if where is not None and operation is not None and operands:
+                operand = operands[-1 if operation.name == "div" else 0]
+                is_first = where.letters["A"] is inner
+                form = "torch.where(C, X, 1.0)" if is_first else "torch.where(C, 1.0, X)"
+                binding = Binding({"C": where.letters["C"], "X": operand})
+                words = "give the branch that `where` does not take a safe operand"
+                if is_first or where.letters["B"] is inner:
+                    yield from self._written(node, operand, form, binding, words)
+                return
+            inner = above
+
+    def _indexed(self, whole: ast.Subscript, call: ast.Call) -> list[Proposal]:
+        """Return the call of the elements that its index takes: `loss(a[valid], b[valid])` for `loss(a, b)[valid]`."""
+        names = [x.id for x in call.args if isinstance(x, ast.Name)]
+        if isinstance(call.func, ast.Attribute) and not names and isinstance(call.func.value, ast.Name):
+            names = [call.func.value.id]
+        if not names or not isinstance(whole.slice, ast.Name):
+            return []
+        index = whole.slice.id
+        text = re.sub(rf"\b({'|'.join(names)})\b", rf"\1[{index}]", self._site.text(call))
+        words = f"compute the elements that `{index}` takes, and no others"
+        return self._written(whole, whole, "W", Binding(), words, {"W": text})
+
+    def _infinities(self) -> Iterator[Proposal]:
+        """Propose finite numbers for the infinities that the function writes, as in a mask."""
+        lowest = self._numbers["LOWEST"]
+        for node in ast.walk(self._site.node):
+            value = self._site.constant(node) if isinstance(node, ast.expr) else None
+            above = self._site.parents.get(node)
+            is_negated = isinstance(above, ast.UnaryOp) and self._site.constant(above) is not None
+            if value not in (math.inf, -math.inf) or is_negated:
+                continue
+            # A mask of the wrong sign is found in a softmax.
+            numbers = [lowest] * (value < 0 or "softmax" in self._operation) + [lowest[1:]] * (value > 0)
+            for number in numbers:
+                edit = Edit(self._site.file.span(node), number)
+                yield Proposal((edit,), node, "write a finite number for the infinity")
 
 
 class Program(NamedTuple):
@@ -50,7 +307,7 @@ class Program(NamedTuple):
         old, new = (" ".join(text.split()) for text in (file.part(edit.span), edit.text))
         place = f"{Path(file.name).name}:{file.line_of(edit.span)}"
         words = f"{proposal.words}: write `{new}` for `{old}` at {place}"
-        targets = self.targets if site.target in self.targets else (*self.targets, site.target)
+        targets = tuple(dict.fromkeys((*self.targets, site.target)))
         return Program({**self.files, file.name: file.edited(proposal.edits)}, targets, (*self.words, words))
 
     @contextmanager
@@ -67,15 +324,24 @@ class Program(NamedTuple):
         file = self.files.get(place.filename)
         for target in self.targets:
             if file is not None and target.file.name == place.filename:
-                node = node_in(target, file.tree)
-                if isinstance(node, ast.Module) or first_line(node) <= place.line <= (
-                    node.end_lineno or node.lineno
-                ):
+                node = target.node_in(file.tree)
+                if isinstance(node, ast.Module) or first_line(node) <= place.line <= (node.end_lineno or 0):
                     return target
         target_there = at(place)
         if isinstance(target_there, str):
             return target_there
         return next((x for x in self.targets if x.functions == target_there.functions), target_there)
+
+    def cure(self, effect: str) -> Cure:
+        """Return the changes as a cure, whose effect is in words."""
+        files = {target.file.name: target.file for target in self.targets}
+        patch = "".join(file.patch(self.files[name]) for name, file in files.items())
+        code = ""
+        if not patch:  # a cell of a notebook
+            ((name, file), *_) = files.items()
+            lines = zip(file.text.splitlines(), self.files[name].text.splitlines(), strict=False)
+            code = next((new.strip() for old, new in lines if old != new), "")
+        return Cure("; and ".join(self.words), True, None, patch, effect, code)
 
 
 class Rounds:
@@ -90,9 +356,8 @@ class Rounds:
 
     def go(self, step: Step) -> None:
         """Make the rounds, from the step that failed."""
-        remarks = self._trials.remarks
+        remarks, program = self._trials.remarks, Program()
         failure: Failure | None = step, self._trials.finding.phase == "backward"
-        program = Program()
         for _ in range(_MOST_ROUNDS):
             if failure is None or failure[0].place is None:
                 break
@@ -101,8 +366,8 @@ class Rounds:
                 if not self._tried:
                     remarks.append(f"no change of the source was tried: {target}")
                 break
-            file = program.files.get(target.file.name, target.file)
-            program, failure = self._round(program, Site(target, file, node_in(target, file.tree)), failure)
+            site = Site(target, program.files.get(target.file.name, target.file))
+            program, failure = self._round(program, site, *failure)
             if self._trials.cures:
                 return
         if self._tried:
@@ -111,35 +376,42 @@ class Rounds:
                 f"these changes of the source were tried, and none was enough: {names}{self._too_far}"
             )
 
-    def _round(self, program: Program, site: Site, failure: Failure) -> tuple[Program, Failure | None]:
+    def _round(
+        self, program: Program, site: Site, step: Step, is_backward: bool
+    ) -> tuple[Program, Failure | None]:
         """Try the proposals for the failure. Return the program and the failure that the next round begins with."""
-        step, is_backward = failure
-        failing = failing_nodes(site, step)
         inside: tuple[Program, Failure | None] = program, None
-        values = self._values(program, site, [*operands(site, failing), *failing])
-        proposer = Proposer(site, step, failing, values)
+        proposer = Proposer(site, step, partial(self._in_float64, program, site))
         self._trials.remarks += proposer.causes()
         for proposal in proposer.proposals():
             if self._trials.runs >= _MOST_RUNS or time.monotonic() > self._end:
                 break
+            edits, node = proposal.edits, site.file.span(proposal.node)
+            changed = moved(node if node.covers(edits[-1].span) else edits[-1].span, edits)
+            probe = Probe()
             try:
                 trial = program.edited(site, proposal)
-                changed, probe = _changed(site.file, proposal), Probe()
-                hold = partial(trial.running, probe, site.target, [changed])
-                experiment = self._trials.run(hold, follows=True)
+                experiment = self._trials.run(
+                    partial(trial.running, probe, site.target, [changed]), follows=True
+                )
             except (SyntaxError, ValueError):
                 continue
-            self._tried.append(f"`{proposal.edits[-1].text}`")
+            self._tried.append(f"`{edits[-1].text}`")
             if experiment.error is not None or 0 not in probe.values:
                 continue
-            if self._works(experiment, probe, trial, values, proposal, _hidden(site, step, proposal, values)):
+            exact = proposer.values.get(proposal.node, ())
+            effect = self._effect(
+                experiment, probe.values[0], exact, _hidden(site, step, proposal, proposer.values)
+            )
+            if effect is not None:
+                self._trials.cures.append(trial.cure(effect))
                 return trial, None
             later, is_later_backward = experiment.failure, experiment.failed_in_backward
             # An earlier failure than before is none to go on from. With strangers it was bad before the batch.
             is_earlier = is_backward and not is_later_backward
             if later is None or later.place is None or later.strangers or is_earlier:
                 continue
-            spans = [changed, *(site.file.moved(site.file.span(x), proposal.edits) for x in failing[:1])]
+            spans = [changed, *(moved(site.file.span(x), edits) for x in proposer.failing[:1])]
             file = trial.files[site.file.name]
             position = file.at(later.place.positions) if later.place.filename == file.name else None
             if position is None or not any(span.covers(position) for span in spans):
@@ -150,32 +422,27 @@ class Rounds:
                 inside = trial, (later, True)
         return inside
 
-    def _works(
-        self,
-        experiment: Experiment,
-        probe: Probe,
-        trial: Program,
-        values: Values,
-        proposal: Proposal,
-        hidden: str,
-    ) -> bool:
-        """Judge a trial, and keep a change that works. `hidden` is what a guard would hide."""
-        seen = probe.tensors(0)
-        if not self._trials.is_finite(experiment):
-            return False
-        exact = [x for x in values.get(proposal.node, []) if isinstance(x, Tensor)]
-        is_close, effect = self._trials.agreement(experiment, seen, exact)
-        is_right = is_close and not hidden
-        if is_right:
-            self._trials.cures.append(_cure(trial, effect))
-        elif not self._too_far:
-            self._too_far = f"; with {self._tried[-1]} the batch is finite, but {hidden or effect}"
-        return is_right
+    def _effect(
+        self, experiment: Experiment, values: Sequence[Any], exact: Sequence[Any], hidden: str
+    ) -> str | None:
+        """Return in words what a trial moves, None where it does not work.
 
-    def _values(self, program: Program, site: Site, nodes: Sequence[ast.AST]) -> Values:
+        `values` are those of the changed expression, `exact` are they in float64. `hidden` is what a guard would hide.
+        """
+        if not self._trials.is_finite(experiment):
+            return None
+        tensors = ([x for x in kept if isinstance(x, Tensor)] for kept in (values, exact))
+        is_close, effect = self._trials.agreement(experiment, *tensors)
+        if is_close and not hidden:
+            return effect
+        self._too_far = self._too_far or (
+            f"; with {self._tried[-1]} the batch is finite, but {hidden or effect}"
+        )
+        return None
+
+    def _in_float64(self, program: Program, site: Site, nodes: Sequence[ast.AST]) -> Values:
         """Run the batch in float64. Return the values of these nodes."""
-        probe = Probe()
-        unique = [node for node in dict.fromkeys(nodes) if hasattr(node, "lineno")]
+        probe, unique = Probe(), list(dict.fromkeys(nodes))
         spans = [site.file.span(node) for node in unique]
         self._trials.in_float64(partial(program.running, probe, site.target, spans))
         return {node: probe.values.get(i, []) for i, node in enumerate(unique)}
@@ -192,20 +459,3 @@ def _hidden(site: Site, step: Step, proposal: Proposal, values: Values) -> str:
     least, largest = domain[0] - MOST_BY_GUARD, domain[1] + MOST_BY_GUARD
     outside = next((end for end in ends if not least <= end <= largest), None)
     return "" if outside is None else f"float64 too has {outside:.3g} there"
-
-
-def _changed(file: SourceFile, proposal: Proposal) -> Span:
-    """Return the span of the changed expression in the edited file."""
-    span, edit = file.span(proposal.node), proposal.edits[-1].span
-    return file.moved(span if span.covers(edit) else edit, proposal.edits)
-
-
-def _cure(program: Program, effect: str) -> Cure:
-    files = {target.file.name: target.file for target in program.targets}
-    patch = "".join(file.patch(program.files[name]) for name, file in files.items())
-    code = ""
-    if not patch:  # a cell of a notebook
-        ((name, file), *_) = files.items()
-        lines = zip(file.text.splitlines(), program.files[name].text.splitlines(), strict=False)
-        code = next((new.strip() for old, new in lines if old != new), "")
-    return Cure("; and ".join(program.words), True, None, patch, effect, code)

@@ -1,23 +1,40 @@
-"""Source as text and syntax tree: a file, its edits, and its patches."""
+"""Source of the functions that a trial changes: its text and syntax tree, and edited code in a function's place.
+
+The edited function is compiled from its whole file. In the place of the function's own code comes one that calls the
+edited function in the thread of the trial, and the old one in all others.
+"""
 
 from __future__ import annotations
 
 import ast
+import copy
 import difflib
 import linecache
 import re
-from bisect import bisect_right
+import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
+
+from ...instrumentation.slot import is_of_thread
+from ...numerics._extension import instances_of
+from ..diagnosis import Expression
+from ..operation import tensors_in
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 # Larger ones are generated, and parsing them takes seconds.
 _MOST_BYTES = 4 << 20
 # What ends a line of Python; git knows the first two.
 _LINE_END = re.compile(rb"\r\n|\n|\r")
+# Stands in compiled code for the object that takes its place among the constants.
+_STAND_IN = "nanwatch.diagnosis.patching.source"
+# Larger values are not kept, and of the evaluations of one expression, as in a loop, no more than the first.
+_MOST_ELEMENTS = 1 << 24
+_MOST_KEPT = 16
 
 
 class Span(NamedTuple):
@@ -60,33 +77,28 @@ class SourceFile:
         path = Path(name)
         try:
             if path.is_file():
-                if path.stat().st_size > _MOST_BYTES:
-                    return None
-                return cls(name, path.read_bytes().decode(), is_file=True)
+                is_small = path.stat().st_size <= _MOST_BYTES
+                return cls(name, path.read_bytes().decode(), is_file=True) if is_small else None
             text = "".join(linecache.getlines(name))
             return cls(name, text, is_file=False) if text else None
         except (OSError, SyntaxError, ValueError):
             return None
 
-    def span(self, node: ast.AST) -> Span:
+    def span(self, node: Any) -> Span:
         """Return the span of a node that has a place."""
-        places = ("lineno", "col_offset", "end_lineno", "end_col_offset")
-        return self._between(*(getattr(node, name) for name in places))
-
-    def _between(self, line: int, column: int, end_line: int, end_column: int) -> Span:
-        return Span(self._starts[line - 1] + column, self._starts[end_line - 1] + end_column)
+        return self._between(node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
 
     def at(self, positions: Sequence[int | None] | None) -> Span | None:
         """Return the span of what `code.co_positions()` has of an instruction; None where it does not tell."""
         known = [place for place in positions or () if place is not None]
-        if len(known) != 4:
-            return None
-        line, end_line, start, end = known
-        return self._between(line, start, end_line, end)
+        return self._between(*known) if len(known) == 4 else None
+
+    def _between(self, line: int, end_line: int, column: int, end_column: int) -> Span:
+        return Span(self._starts[line - 1] + column, self._starts[end_line - 1] + end_column)
 
     def line_of(self, span: Span) -> int:
         """Return the number of the line in which the span begins."""
-        return bisect_right(self._starts, span.start)
+        return sum(start <= span.start for start in self._starts)
 
     def bracketed(self, span: Span) -> Span:
         """Return the span with the round brackets directly around it, if there is a pair; else the same."""
@@ -95,10 +107,6 @@ class SourceFile:
         if before.endswith(b"(") and after[gap : gap + 1] == b")":
             return Span(len(before) - 1, span.end + gap + 1)
         return span
-
-    def column(self, span: Span) -> str:
-        """Return the text of its line before the span."""
-        return self.part(Span(self._starts[self.line_of(span) - 1], span.start))
 
     def part(self, span: Span) -> str:
         """Return the text of a span."""
@@ -110,15 +118,6 @@ class SourceFile:
         for span, text in sorted(edits, reverse=True):
             data = data[: span.start] + text.encode() + data[span.end :]
         return SourceFile(self.name, data.decode(), is_file=self.is_file)
-
-    @staticmethod
-    def moved(span: Span, edits: Sequence[Edit]) -> Span:
-        """Return the span in the edited text of what is at `span` in this one, which covers an edit or does not touch
-        it.
-        """
-        start = span.start + sum(edit.growth for edit in edits if edit.span.end <= span.start)
-        inside = sum(edit.growth for edit in edits if span.covers(edit.span) and edit.span.end > span.start)
-        return Span(start, start + span.end - span.start + inside)
 
     def patch(self, after: SourceFile) -> str:
         """Return a unified diff from this file to the other version; "" where nothing is on the disk."""
@@ -135,36 +134,18 @@ class SourceFile:
         )
 
 
+def moved(span: Span, edits: Sequence[Edit]) -> Span:
+    """Return the span in the edited text of what is at `span`, which covers an edit or does not touch it."""
+    start = span.start + sum(edit.growth for edit in edits if edit.span.end <= span.start)
+    inside = sum(edit.growth for edit in edits if span.covers(edit.span) and edit.span.end > span.start)
+    return Span(start, start + span.end - span.start + inside)
+
+
 def _relative(path: Path) -> str:
     """Return the path from the top of its git work tree, else from the current folder, else from its own."""
-    for folder in path.parents:
-        if (folder / ".git").exists():
-            return path.relative_to(folder).as_posix()
-    here = Path.cwd()
-    return (path.relative_to(here) if path.is_relative_to(here) else Path(path.name)).as_posix()
-
-
-class Target(NamedTuple):
-    """The functions that run a line, which share one code, and the file that they were compiled from.
-
-    Statements without a function of their own have the node of what is around them, and `exchange` runs an edited file
-    in their place.
-    """
-
-    functions: tuple[FunctionType, ...]
-    file: SourceFile
-    node: FunctionNode | ast.Module
-    exchange: Callable[[SourceFile, Sequence[Span], Any], AbstractContextManager[None]] | None = None
-
-    @property
-    def code(self) -> CodeType:
-        """The code as it is now."""
-        return self.functions[0].__code__
-
-    @property
-    def names(self) -> dict[str, Any]:
-        """The globals of the functions."""
-        return self.functions[0].__globals__
+    tops = [folder for folder in path.parents if (folder / ".git").exists()]
+    top = next((x for x in (*tops, Path.cwd()) if path.is_relative_to(x)), path.parent)
+    return path.relative_to(top).as_posix()
 
 
 # Readers of a syntax tree
@@ -205,6 +186,206 @@ def called_name(node: ast.AST) -> str:
     return getattr(function, "attr", "") or getattr(function, "id", "")
 
 
-def is_self(node: ast.AST) -> bool:
-    """Return whether this is the name of a method's own object."""
-    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+def functions_in(tree: ast.AST) -> list[FunctionNode]:
+    """Return all functions in a tree, the outer ones first."""
+    return [node for node in ast.walk(tree) if isinstance(node, FunctionNode)]
+
+
+def node_of(file: SourceFile, code: CodeType) -> FunctionNode | ast.Module | None:
+    """Return the only node that the code can be compiled from, by its name and line."""
+    if code.co_name == "<module>":
+        return file.tree
+    nodes = [
+        node
+        for node in functions_in(file.tree)
+        if first_line(node) == code.co_firstlineno and getattr(node, "name", "<lambda>") == code.co_name
+    ]
+    return nodes[0] if len(nodes) == 1 else None
+
+
+# Functions, and other code in their place
+
+
+class Probe:
+    """Keeps copies of the values of expressions of the edited code by their number, as they are evaluated."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, list[Any]] = {}
+
+    def seen(self, value: Any, number: int) -> Any:
+        """Keep the tensors of a value, or the number that it is, and return it."""
+        kept = self.values.setdefault(number, [])
+        if len(kept) < _MOST_KEPT:
+            kept += [x.detach().clone() for x in tensors_in(value) if x.numel() <= _MOST_ELEMENTS]
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                kept.append(value)
+        return value
+
+
+class Target(NamedTuple):
+    """The functions that run a line, which share one code, and the file that they were compiled from.
+
+    Statements without a function of their own have the node of what is around them, and `exchange` runs an edited file
+    in their place.
+    """
+
+    functions: tuple[FunctionType, ...]
+    file: SourceFile
+    node: FunctionNode | ast.Module
+    exchange: Callable[[SourceFile, Sequence[Span], Probe], AbstractContextManager[None]] | None = None
+
+    def node_in(self, tree: ast.Module) -> FunctionNode | ast.Module:
+        """Return its node in the tree of an edited file. Raises ValueError where that is not known."""
+        if isinstance(self.node, ast.Module):
+            return tree
+        before, after = functions_in(self.file.tree), functions_in(tree)
+        if len(before) != len(after):
+            raise ValueError("the edit moved the function")
+        return after[before.index(self.node)]
+
+
+# Finds what runs the code of a place, or says why nothing can be put there.
+TargetFinder = Callable[[Expression], Target | str]
+
+
+def find_target(place: Expression) -> Target | str:
+    """Return the functions that run the code of a place, or why there is none to exchange."""
+    file = SourceFile.load(place.filename)
+    if file is None:
+        return f"the source of {place.filename} is not at hand"
+    functions = [] if place.code is None else _functions_with(place.code, place.filename)
+    if not functions:
+        return "the line belongs to no function that could be exchanged"
+    code = functions[0].__code__
+    if code not in _compiled(file.tree, file, code, code.co_firstlineno):
+        return (
+            f"{place.filename} is not what runs: it was edited since it was imported, or rewritten on import"
+        )
+    node = node_of(file, code)
+    if node is None:
+        return f"several functions begin on line {code.co_firstlineno}, and which of them failed is not known"
+    return Target(tuple(functions), file, node)
+
+
+def _functions_with(code: CodeType, filename: str) -> list[FunctionType]:
+    """Return the functions of this code; of a comprehension, or a function that is gone, those around it."""
+    modules = (x for x in list(sys.modules.values()) if getattr(x, "__file__", None) == filename)
+    members = [value for module in modules for value in vars(module).values()]
+    members += [value for kind in members if isinstance(kind, type) for value in vars(kind).values()]
+    # The garbage collector does not know objects after gc.freeze(): a module and its classes name most of these.
+    known = {id(x): x for x in (*members, *instances_of(FunctionType)) if type(x) is FunctionType}
+    functions = [
+        x for x in known.values() if x.__code__.co_filename == filename and code in _codes(x.__code__)
+    ]
+    innermost = max((x.__code__ for x in functions), key=lambda x: x.co_firstlineno, default=None)
+    return [x for x in functions if x.__code__ is innermost]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code, and those of the functions in it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
+
+
+def _compiled(tree: ast.Module, file: SourceFile, code: CodeType, line: int) -> list[CodeType]:
+    """Return the codes of the name of `code` that begin on that line, compiled as it was.
+
+    IPython compiles each statement of a cell by itself, with the future statements of earlier cells. A method of a name
+    that the same unit has imported, such as torch.log, is then called by other instructions.
+    """
+    units = [tree] if file.is_file else [ast.Module([statement], []) for statement in tree.body]
+    flags = code.co_flags & annotations.compiler_flag
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        modules = [compile(unit, file.name, "exec", flags, dont_inherit=True) for unit in units]
+    codes = (inner for module in modules for inner in _codes(module))
+    return [inner for inner in codes if (inner.co_name, inner.co_firstlineno) == (code.co_name, line)]
+
+
+@contextmanager
+def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Probe) -> Iterator[None]:
+    """Let calls of the target in this thread run the code of the edited `file`, for the block.
+
+    `looks` are spans in that file: the probe is given the value of the outermost expression inside each. Raises
+    ValueError where the edited function cannot take the other's place.
+    """
+    if target.exchange is not None:
+        with target.exchange(file, looks, probe):
+            yield
+        return
+    before = target.functions[0].__code__
+    # A tree to change; a copy of the file's takes 5 times as long.
+    tree = ast.fix_missing_locations(_Looks(file, looks).visit(ast.parse(file.text)))
+    node = target.node_in(tree)
+    assert isinstance(node, FunctionNode)
+    code = next(iter(_compiled(tree, file, before, first_line(node))), None)
+    if code is None or code.co_freevars != before.co_freevars:
+        raise ValueError("the edited function has other free variables")
+    code = _with_constant(code, probe)
+    try:
+        for function in target.functions:
+            function.__code__ = _branch(function, code)
+        yield
+    finally:
+        for function in target.functions:
+            function.__code__ = before
+
+
+def compiled_with(tree: ast.Module, file: SourceFile, looks: Sequence[Span], probe: Probe) -> CodeType:
+    """Return the code of statements of the file, which gives the probe the values of the expressions at `looks`."""
+    tree = _Looks(file, looks).visit(copy.deepcopy(tree))  # the file's own stays as it is
+    code = compile(ast.fix_missing_locations(tree), file.name, "exec", dont_inherit=True)
+    return _with_constant(code, probe)
+
+
+def _branch(function: FunctionType, code: CodeType) -> CodeType:
+    """Return code for the place of the function's own, which runs `code` in this thread, and the own in all others."""
+    owner, names = threading.get_ident(), (function.__globals__, function.__name__)
+    edited, before = (
+        FunctionType(x, *names, function.__defaults__, function.__closure__)
+        for x in (code, function.__code__)
+    )
+    edited.__kwdefaults__ = before.__kwdefaults__ = function.__kwdefaults__
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (edited if is_of_thread(owner) else before)(*args, **kwargs)
+
+    return _with_constant(_branching.__code__, call).replace(co_freevars=code.co_freevars)
+
+
+def _branching(*args: Any, **kwargs: Any) -> Any:
+    return "nanwatch.diagnosis.patching.source".__call__(*args, **kwargs)  # type: ignore[operator]
+
+
+def _with_constant(code: CodeType, value: Any) -> CodeType:
+    return code.replace(
+        co_consts=tuple(
+            _with_constant(x, value) if isinstance(x, CodeType) else value if x == _STAND_IN else x
+            for x in code.co_consts
+        )
+    )
+
+
+class _Looks(ast.NodeTransformer):
+    """Gives the probe the value of the outermost expression inside each span."""
+
+    def __init__(self, file: SourceFile, spans: Sequence[Span]) -> None:
+        self._file = file
+        self._spans = dict(enumerate(spans))
+
+    def visit(self, node: Any) -> Any:
+        numbers: list[int] = []
+        is_value = isinstance(node, ast.expr) and isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
+        if is_value and hasattr(node, "lineno"):
+            span = self._file.span(node)
+            numbers = [number for number, place in self._spans.items() if place.covers(span)]
+        for number in numbers:
+            del self._spans[number]
+        node = self.generic_visit(node)
+        for number in numbers:
+            function = ast.Attribute(ast.Constant(_STAND_IN), "seen", ast.Load())
+            call = ast.Call(function, [node, ast.Constant(number)], [])
+            node = ast.copy_location(call, node)
+        return node

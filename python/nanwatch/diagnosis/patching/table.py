@@ -134,7 +134,7 @@ _LOG = "keep what the logarithm is taken of away from 0"
 # "" is the whole of the pattern. Conditions: the operand is a Python `number`, an `int`, a `count` (whole numbers, and its
 # source says that they count), `positive` (float64 shows nothing below 0); the exponent has a `pole` at 0, or a `bound`
 # that float64 shows.
-GUARDS = (
+GUARDS: tuple[tuple[str, str, str, str, str], ...] = (
     ("A / B", "B", "max(B, 1)", "int", "divide by at least 1"),
     ("A / B", "B", "max(B, EPS)", "number", "divide by at least EPS"),
     ("A / B", "B", "B.clamp(min=1)", "count", "divide by at least 1"),
@@ -168,10 +168,7 @@ GUARDS = (
     ("acosh(X)", "X", "X.clamp(min=1 + NEAR)", "", "keep the operand of acosh above 1"),
     ("acos(X)", "X", "X.clamp(-1, 1)", "", "keep the operand of acos inside -1 to 1"),
     ("acos(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", "keep the operand of acos inside -1 to 1"),
-    ("asin(X)", "X", "X.clamp(-1, 1)", "", "keep the operand of asin inside -1 to 1"),
-    ("asin(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", "keep the operand of asin inside -1 to 1"),
     ("atanh(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", "keep the operand of atanh inside -1 to 1"),
-    ("erfinv(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", "keep the operand of erfinv inside -1 to 1"),
     ("logit(X, ...)", "", "torch.logit(X, eps=NEAR)", "", "give logit an eps that the format has"),
     ("atan2(Y, X)", "X", "torch.where((X == 0) & (Y == 0), EPS, X)", "", "take no angle of (0, 0)"),
     ("hypot(A, B)", "", "torch.sqrt(A**2 + B**2 + TINY)", "", "add an eps inside the root"),
@@ -199,18 +196,25 @@ GUARDS = (
     ("eigh(X)", "X", "X + torch.diag(torch.linspace(0, 1e-4, X.shape[-1]).to(X))", "", "move equal eigenvalues apart, whose gradient is infinite"),
     ("svd(X, ...)", "X", "X + torch.eye(*X.shape[-2:]).to(X) * torch.linspace(0, 1e-4, X.shape[-1]).to(X)", "", "move equal singular values apart, whose gradient is infinite"),
 )  # fmt: skip
-# Functions for which a guard of another one's operand stands.
-LIKE = {
+# Functions for which the guards of another one's operand stand.
+_LIKE = {
     "log2": "log", "log10": "log", "digamma": "lgamma", "exp2": "exp", "expm1": "exp", "sinh": "exp", "cosh": "exp",
+    "asin": "acos", "erfinv": "atanh",
 }  # fmt: skip
-# Guards by the operation that failed, for a call of any function or module: `W` is the call, X and Y its arguments.
+GUARDS += tuple(
+    (row[0].replace(name, like, 1), row[1], row[2], row[3], re.sub(rf"\b{name}\b", like, row[4]))
+    for like, name in _LIKE.items()
+    for row in GUARDS
+    if row[0].startswith(f"{name}(")
+)
+# Guards of a call of any function or module, by the operation that failed: `W` is the call, X and Y are its arguments,
+# and M is an argument that is called a mask.
 CALLS = (
-    ("nll_loss", "W if (Y != -100).any() else X.sum() * 0.0", "take 0 where all labels are ignored"),
-    ("nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy mean", "W if X.numel() else X.sum() * 0.0",
+    ("nll_loss", "W", "W if (Y != -100).any() else X.sum() * 0.0", "take 0 where all labels are ignored"),
+    ("nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy mean", "W", "W if X.numel() else X.sum() * 0.0",
      "take 0 for the mean of nothing"),
+    ("softmax _softmax _safe_softmax", "M", "M & ~M.all(-1, keepdim=True)", "mask no row everywhere"),
 )  # fmt: skip
-# The guard of an argument that is called a mask, `M`, of a call in which a softmax fails.
-MASK = "M & ~M.all(-1, keepdim=True)", "mask no row everywhere"
 # Options of modules that end a failure, each with the least value that does.
 _EPS = "eps", 1e-5, "divide by more than 0 where all values are the same"
 OPTIONS = {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanwatch import NonFiniteError, watch
-from nanwatch.diagnosis.patching.proposals import says_count
+from nanwatch.diagnosis.patching.rounds import says_count
 from nanwatch.report.finding import Cure, Finding
 
 INF = float("inf")
