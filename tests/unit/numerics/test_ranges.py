@@ -52,6 +52,16 @@ def test_every_length(implementation: Implementation, dtype: torch.dtype) -> Non
         check(implementation, x)
 
 
+def test_each_part_of_a_large_tensor_is_read(implementation: Implementation) -> None:
+    """The magnitude of one element in each 64 KiB is seen: a large tensor is read as four streams, 256 KiB apart."""
+    x = implementation.place(torch.ones(5 << 18))
+    for place in range(5000, len(x), 1 << 14):
+        for value, want in ((3.0, (1.0, 3.0, True)), (0.5, (0.5, 1.0, True))):
+            x[place] = value
+            assert tuple(implementation.abs_range(x)) == want
+        x[place] = 1.0
+
+
 INTEGER_ENDS = [
     (torch.int8, [-128, 5], (5.0, 128.0, True)),
     (torch.int16, [-(2**15), 7], (7.0, 2.0**15, True)),
