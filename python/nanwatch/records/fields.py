@@ -8,14 +8,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from ..util import reading
 
 _T = TypeVar("_T")
-_KINDS = {bool: "bool", int: "int64", float: "float64", str: "string"}
+_KINDS = {bool: "bool", int: "int64", float: "float64"}
 
 
 class Cell(NamedTuple):
@@ -33,31 +33,30 @@ class Column(NamedTuple):
     kind: str
     may_be_null: bool
     field: str
+    type: Any
+    is_json: bool
+    """Values are written as the text of their JSON, such as `[2, 3]`."""
+    is_null_if_empty: bool
     owner: type | None = None
     """The named tuple that `field` holds, where the column has a field of it."""
     part: str = ""
     """The field of `owner`."""
-    choices: tuple[str, ...] = ()
-    reader: Callable[[Any, str], Any] | None = None
-    """Reader of values that are written as the text of their JSON, such as `[2, 3]`."""
-    default: str | None = None
-    """What null stands for."""
 
     def cells(self, values: Iterable[Any]) -> Iterable[Any]:
         """Return the column from the values of the field."""
         if self.owner is not None:
             values = [None if value is None else getattr(value, self.part) for value in values]
-        if self.reader is not None:
+        if self.is_json:
             return (None if value is None else _spell(value) for value in values)
-        return (value or None for value in values) if self.default is not None else values
+        return (value or None for value in values) if self.is_null_if_empty else values
 
     def value(self, cell: Any) -> Any:
         """Return what the cell stands for. Raise ValueError for what no cell holds."""
         if cell is None and self.may_be_null:
-            return self.default
-        if self.reader is not None:
-            return self.reader(json.loads(cell), self.name)
-        return reading.read(Literal[self.choices], cell, self.name) if self.choices else cell
+            return "" if self.is_null_if_empty else None
+        if self.is_json:
+            return reading.read(self.type, json.loads(cell), self.name)
+        return reading.read(self.type, cell, self.name) if get_origin(self.type) is Literal else cell
 
 
 class Fields(Generic[_T]):
@@ -96,47 +95,25 @@ def _spell(value: tuple[Any, ...]) -> str:
 
 def sizes(text: str | None, where: str) -> tuple[int, ...] | None:
     """Return the shape or index that is spelt so; None for None. Raise ValueError where it is spelt otherwise."""
-    return None if text is None else _INDEX(json.loads(text), where)
+    return None if text is None else reading.read(tuple[int, ...], json.loads(text), where)
 
 
-_INDEX = partial(reading.read, tuple[int, ...])
-
-
-def _columns(kind: type, is_part: bool = False) -> Iterable[Column]:
-    taken: set[str] = set()
+def _columns(kind: type, owner: type | None = None) -> Iterable[Column]:
+    """Yield the columns of a named tuple; with `owner`, of the parts of a field that holds one."""
+    columns: dict[str, Column] = {}
     for field, annotation in get_type_hints(kind, include_extras=True).items():
-        cell, plain, may_be_null = _read_annotation(annotation)
-        is_tuple, is_choice = get_origin(plain) is tuple, get_origin(plain) is Literal
-        reader = None
-        if hasattr(plain, "_fields"):
-            if not is_part:
-                inner = [column for column in _columns(plain, True) if column.name not in taken]
-                yield from (
-                    column._replace(may_be_null=True, field=field, owner=plain, part=column.field)
-                    for column in inner
-                )
-                continue
-            reader = partial(reading.read, plain)
-        elif is_tuple:
-            if get_args(plain)[0] is not int:
-                continue
-            reader = _INDEX
-        taken.add(cell.name or field)
-        yield Column(
-            cell.name or field,
-            cell.kind or ("string" if reader or is_choice else _KINDS[plain]),
-            may_be_null or cell.is_null_if_empty,
-            field,
-            choices=get_args(plain) if is_choice else (),
-            reader=reader,
-            default="" if cell.is_null_if_empty else None,
-        )
-
-
-def _read_annotation(annotation: Any) -> tuple[Cell, Any, bool]:
-    """Return the mark, the type without None, and whether the value may be None."""
-    cell = Cell()
-    if get_origin(annotation) is Annotated:
-        annotation, cell = get_args(annotation)
-    choices: Sequence[Any] = get_args(annotation)
-    return (cell, choices[0], True) if type(None) in choices else (cell, annotation, False)
+        cell, plain = Cell(), annotation
+        if get_origin(plain) is Annotated:
+            plain, cell = get_args(plain)
+        may_be_null = type(None) in get_args(plain)
+        plain = get_args(plain)[0] if may_be_null else plain
+        is_named = hasattr(plain, "_fields")
+        if is_named and owner is None:
+            for part in _columns(plain, plain):
+                columns.setdefault(part.name, part._replace(field=field, part=part.field))
+        elif get_origin(plain) is not tuple or get_args(plain)[0] is int:
+            name, is_json = cell.name or field, is_named or get_origin(plain) is tuple
+            nullable = may_be_null or cell.is_null_if_empty or owner is not None
+            column = (name, cell.kind or _KINDS.get(plain, "string"), nullable, field, plain, is_json)
+            columns[name] = Column(*column, cell.is_null_if_empty, owner)
+    return columns.values()
