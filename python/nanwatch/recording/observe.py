@@ -143,7 +143,8 @@ def observe(
     `weight.scale`.
     """
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
-        return _no_tensor(value, label, role)
+        reason = Note("absent" if value is None else "not_a_tensor")
+        return _unread(label, role, Note("not_checked", value) if isinstance(value, Unwalked) else reason)
     with only_our_dispatch():
         x = dequantized(value)
         x, wanted = (value, wanted) if x is None else (x, _NOTHING)
@@ -174,28 +175,24 @@ def nonfinite(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [x for x, its_range in zip(candidates, ranges, strict=True) if not its_range.isfinite]
 
 
-def _no_tensor(value: Any, label: str, role: Role) -> Record:
-    if isinstance(value, Unwalked):
-        return _unchecked(label, role, None, "", value)
-    note = Note("absent" if value is None else "not_a_tensor")
-    return Record(label, role, None, "", None, None, None, None, note)
+def _unread(
+    label: str, role: Role, note: Note, shape: tuple[int, ...] | None = None, dtype: str = ""
+) -> Record:
+    return Record(label, role, shape, dtype, None, None, None, None, note)
 
 
 def _read(x: Tensor, label: str, role: Role, fingerprints: bool) -> Record:
     # Any attribute of a tensor may raise: that of a subclass is its own code, and a nested one has no shape.
     try:
-        if is_captured(x):
-            return _unchecked(label, role, _shape(x), dtype_name(x), CAPTURED)
-        span, bits = range_and_fingerprint(x) if fingerprints else (abs_range(x), None)
-        # By name: importing DTensor where nobody uses it costs 0.3 s.
-        note = _shard_note(x) if type(x).__name__ == "DTensor" else None
-        return Record(label, role, _shape(x), dtype_name(x), *span, None, note, bits)
+        if not is_captured(x):
+            span, bits = range_and_fingerprint(x) if fingerprints else (abs_range(x), None)
+            # By name: importing DTensor where nobody uses it costs 0.3 s.
+            note = _shard_note(x) if type(x).__name__ == "DTensor" else None
+            return Record(label, role, _shape(x), dtype_name(x), *span, None, note, bits)
+        reason = CAPTURED
     except Exception as error:
-        return _unchecked(label, role, _shape(x), dtype_name(x), _reason(x, error))
-
-
-def _unchecked(label: str, role: Role, shape: tuple[int, ...] | None, dtype: str, reason: str) -> Record:
-    return Record(label, role, shape, dtype, None, None, None, None, Note("not_checked", reason))
+        reason = _reason(x, error)
+    return _unread(label, role, Note("not_checked", reason), _shape(x), dtype_name(x))
 
 
 def _reason(x: Tensor, error: Exception) -> str:
@@ -247,7 +244,7 @@ def completed_record(
     string, the reason why there are none.
     """
     if isinstance(values, str):
-        return _unchecked(label, role, shape, dtype, values)
+        return _unread(label, role, Note("not_checked", values), shape, dtype)
     record = Record(label, role, shape, dtype, values[0], values[1], values[2] != 0, None)
     if len(values) == 3:
         return record
