@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch.nn import functional
 from ..numerics.readable import is_captured, is_plain, only_our_dispatch, unreadable
 from ..recording.events import Recorder
 from ..util.visible import suppressing
-from .global_hooks import GlobalHooks, Handles
+from .slot import Changes
 
 LARGEST = "attention logits"
 # The exact reading makes this many logits of a head at a time: 1 MiB of float32.
@@ -113,35 +114,36 @@ def _masked(logits: Tensor, mask: Tensor) -> Tensor:
     return logits.masked_fill_(~mask, 0.0) if mask.dtype is torch.bool else logits.add_(mask)
 
 
-class _Replacement:
-    """Function in the place of one of torch.nn.functional: calls `read(args, kwargs)` after each call."""
-
-    def __init__(self, name: str, read: Callable[..., object]) -> None:
-        self._name, self._is_over = name, False
-        self._original = original = getattr(functional, name)
-
-        @functools.wraps(original)
-        def function(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
-            if not is_compiling() and not self._is_over:
-                read(args, kwargs)
-            return output
-
-        self._function = function
-        setattr(functional, name, function)
-
-    def remove(self) -> None:
-        """Put the original back. Where another library has put a function over this one, it stays and reads nothing."""
-        self._is_over = True
-        if getattr(functional, self._name) is self._function:
-            setattr(functional, self._name, self._original)
+_watches: list[weakref.ref[AttentionWatch]] = []
+_lock = threading.RLock()  # the garbage collector may end a watch anywhere
 
 
-# hook(args, kwargs) after each call.
-_READ: list[tuple[Any, GlobalHooks]] = [
-    (sdpa_logits, GlobalHooks(functools.partial(_Replacement, "scaled_dot_product_attention"))),
-    (_softmax_logits, GlobalHooks(functools.partial(_Replacement, "softmax"))),
-]
+def _reading(original: Any, logits_of: Callable[..., Tensor | None]) -> Any:
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        for reference in () if is_compiling() else _watches.copy():
+            if (watch := reference()) is not None:
+                watch.read(logits_of, args, kwargs)
+        return output
+
+    return function
+
+
+def _replace_functions() -> None:
+    attention, softmax = functional.scaled_dot_product_attention, functional.softmax
+    _functions.replace(functional, "scaled_dot_product_attention", _reading(attention, sdpa_logits))
+    _functions.replace(functional, "softmax", _reading(softmax, _softmax_logits))
+
+
+_functions = Changes("torch.nn.functional", _replace_functions)
+
+
+def _end(reference: weakref.ref[AttentionWatch]) -> None:
+    with _lock:
+        _watches.remove(reference)
+        if not _watches:
+            _functions.undo()
 
 
 class AttentionWatch:
@@ -151,41 +153,35 @@ class AttentionWatch:
         self._recorder = recorder
         self._every = every
         self._latest: dict[str, tuple[Tensor, int]] = {}  # by module
-        method = weakref.WeakMethod(self._read)
-
-        def hook(logits_of: Callable[..., Tensor | None], args: Any, kwargs: Any) -> None:
-            if (read := method()) is not None:
-                with (
-                    suppressing("a call of attention could not be read"),
-                    torch.no_grad(),
-                    only_our_dispatch(),
-                ):
-                    read(logits_of, args, kwargs)
-
-        hooks = [hooks.add(functools.partial(hook, logits_of)) for logits_of, hooks in _READ]
-        self._handles = Handles(self, hooks)
+        reference = weakref.ref(self)
+        with _lock:
+            _watches.append(reference)
+            _functions.make()
+        self._end = weakref.finalize(self, _end, reference)
 
     def remove(self) -> None:
         """Put the functions back. Does nothing the second time."""
-        self._handles.remove()
+        self._end()
 
     def found(self) -> dict[str, AttentionLogits]:
         """Return the latest logits by the name of the module."""
         latest = dict(self._latest)
         return {name: AttentionLogits(tuple(x.tolist()), batch) for name, (x, batch) in latest.items()}
 
-    def _read(self, logits_of: Callable[..., Tensor | None], args: Any, kwargs: Any) -> None:
+    def read(self, logits_of: Callable[..., Tensor | None], args: Any, kwargs: Any) -> None:
+        """Take the logits of a call of attention, whose arguments `logits_of` reads."""
         call = self._recorder.call_under_way()
         if call is None or call[0] % self._every:
             return
         batch, name, class_name = call
-        if (logits := logits_of(class_name, *args, **kwargs)) is None:
-            return
-        # A value that is not finite shows as the largest number: the rows of the module tell where it came from.
-        most = torch.finfo(logits.dtype).max
-        logits = logits.nan_to_num(nan=most, posinf=most)
-        self._recorder.add_output(LARGEST, logits)
-        known, known_batch = self._latest.get(name, (logits, -1))
-        if known_batch == batch and known.shape == logits.shape:
-            logits = torch.maximum(known, logits)
-        self._latest[name] = logits, batch
+        with suppressing("a call of attention could not be read"), torch.no_grad(), only_our_dispatch():
+            if (logits := logits_of(class_name, *args, **kwargs)) is None:
+                return
+            # A value that is not finite shows as the largest number: the rows of the module tell where it came from.
+            most = torch.finfo(logits.dtype).max
+            logits = logits.nan_to_num(nan=most, posinf=most)
+            self._recorder.add_output(LARGEST, logits)
+            known, known_batch = self._latest.get(name, (logits, -1))
+            if known_batch == batch and known.shape == logits.shape:
+                logits = torch.maximum(known, logits)
+            self._latest[name] = logits, batch

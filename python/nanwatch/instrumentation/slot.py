@@ -71,8 +71,14 @@ class Changes:
             self._undo.append(when_imported(self._module_name, self._change))
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Give a class another attribute of this name."""
-        self._undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+        """Give a class or a module another attribute of this name, which stays where a library replaces it later."""
+        original = getattr(owner, name)
+
+        def restore() -> None:
+            if getattr(owner, name) is value:
+                setattr(owner, name, original)
+
+        self._undo.append(restore)
         setattr(owner, name, value)
 
     def undo(self) -> None:
