@@ -18,7 +18,7 @@ recording/walk.py. To let Dynamo trace that walk doubled the time to trace GPT-2
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -191,7 +191,6 @@ def _holds_watched(model: nn.Module) -> bool:
 
 # The operator, and its arguments.
 
-NOBODY = -1  # the caller of a call that no watched call of the same graph made
 # Between the lines of a plan. No newline: Inductor writes an operator's arguments into comments of the code that it
 # makes for a GPU, as they are.
 PLAN_SEPARATOR = "\x1f"
@@ -200,23 +199,13 @@ PLAN_SEPARATOR = "\x1f"
 SEQUENCE = torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
-def _record(
-    sequence: Tensor, site: Tensor, caller: Tensor | None, plan: str, tensors: Sequence[Tensor]
-) -> None:
-    sequence.add_(1)
-    calls = watching_at(int(site))
-    if plan[:1] in ("", PLAN_SEPARATOR):  # it names no class
-        for call in calls:
-            call.recorder.begin_compiled(call.node, plan, list(tensors))
-        return
-    nodes = {} if caller is None else {id(outer.recorder): outer.node for outer in watching_at(int(caller))}
-    for call in reversed(calls):
-        call.recorder.record_compiled(call.node, nodes.get(id(call.recorder), NOBODY), plan, list(tensors))
+def _record(*arguments: Any) -> None:
+    """Call the kernel of the compiled part, which is registered for CPU and CUDA, with tensors of other devices."""
+    record_.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *arguments)  # type: ignore[attr-defined]
 
 
 # No argument may be called `node` or `self`: Inductor passes an operator's arguments by name, among names of its own.
-# The compiled part has a kernel of its own, and falls back to this one. The fake does nothing, as no code reads the
-# count in `sequence`.
+# The fake does nothing, as no code reads the count in `sequence`.
 record_ = _extension.define(
     "record_(Tensor(a!) sequence, Tensor site, Tensor? caller, str plan, Tensor[] tensors) -> ()",
     _record,
