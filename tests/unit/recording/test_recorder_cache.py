@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import itertools
-import threading
-import time
 import tracemalloc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +19,7 @@ from torch import Tensor, nn
 from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
 from support.long_reads import during_the_read, long_to_read
-from support.toys import Own, fresh, latest, mlp, seen
+from support.toys import Own, fresh, latest, seen
 from support.watching import watch
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")
@@ -296,34 +292,6 @@ def test_an_activation_changed_between_two_modules_is_read_again(between: Any) -
     assert w.counters["stale_hits"] == 0
 
 
-class Parts(nn.Module):
-    """Calls its part on each of the tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = nn.Identity()
-
-    def forward(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [self.part(x) for x in tensors]
-
-
-def test_no_view_is_taken_for_another_of_its_storage() -> None:
-    """Views that differ in size, stride or offset alone, all alive in one batch, have their own ranges."""
-    torch.manual_seed(0)
-    base = torch.randn(32)
-    shapes = [((n,), (step,)) for n in (1, 2, 3, 4) for step in (1, 2, 3)]
-    steps = list(itertools.product((1, 2, 3, 4), (1, 2, 3)))
-    shapes += [(size, pair) for size in ((2, 2), (2, 3), (3, 2)) for pair in steps]
-    views = [base.as_strided(*shape, offset) for shape in shapes for offset in range(4)]
-    model = Parts()
-    with watch(model, verify_hits=True, max_frames=len(views) + 1) as w:
-        model(views)
-    found = [(r.abs_min, r.abs_max) for frame in w.frames[:-1] for r in frame.records if r.role == "output"]
-    assert found == [fresh(view) for view in views]
-    assert w.counters["cache_hits"] > 0
-    assert w.counters["stale_hits"] == 0
-
-
 def test_tensors_without_a_version_counter_are_read_each_time() -> None:
     """Nothing signals a change of a tensor made in inference mode: no hit, and every range is current."""
     with torch.inference_mode():
@@ -363,26 +331,6 @@ def test_nothing_grows_over_many_batches() -> None:
     finally:
         tracemalloc.stop()
     assert (labels, weights) == (5, 2)
-
-
-def in_thread(target: Callable[[], object]) -> None:
-    """Call it in a thread of its own."""
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join()
-
-
-def test_a_batch_that_a_thread_left_open_is_freed_by_the_next_thread() -> None:
-    """A thread ends by an exception in compiled code, where no operator reports the end of the call."""
-    model, x = mlp(), torch.ones(1, 3)
-    with watch(model) as w:
-        in_thread(lambda: w._recorder.begin_compiled(0, "\x1fit input[0]", [x]))
-        assert weakref.getweakrefcount(x) == 1
-        # `join` returns before the system has ended the thread. A call until then finds nothing to free.
-        deadline = time.monotonic() + 10
-        while weakref.getweakrefcount(x) and time.monotonic() < deadline:
-            in_thread(lambda: model(x))
-        assert weakref.getweakrefcount(x) == 0
 
 
 def write(x: Tensor) -> None:
