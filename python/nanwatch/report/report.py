@@ -13,7 +13,7 @@ from ..records.record import Frame
 from ..util import reading
 from ..util.job import Attempt, current_attempt, rank
 from ..util.progress import wants_color
-from ..util.visible import suppressed, visible
+from ..util.visible import first_few, module_name, suppressed, visible
 from . import text
 from .events import Suspect
 from .finding import Finding, Origin
@@ -22,7 +22,7 @@ from .page import InNotebook
 
 SCHEMA = "nanwatch.report"
 VERSION = 2
-_OFTEN_EMPTY = {"suspects": (), "origin": None}  # left out of JSON when they are
+_OFTEN_EMPTY = {"never_called": (), "suspects": (), "origin": None}  # left out of JSON when they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,10 @@ class Report(InNotebook):
     `frames` come oldest first. `finding` is None when all is finite. `batch` is the latest number, None before the
     first batch, and `rank` that of the process. `parameter_mesh` is the position of this rank in the device meshes over
     which the model's parameters are sharded, also while they are gathered. `attempt` is the start of a torchrun job to
-    which the report belongs, None without torchrun. `suspects`, in the report of a failure, are weights that grew much
-    or are far from their siblings. `origin`, in a job of several ranks, says where the ranks agreed that the first
-    non-finite value was; None where they have not.
+    which the report belongs, None without torchrun. `never_called` are modules that nobody called, though their weights
+    took part in the training. `suspects`, in the report of a failure, are weights that grew much or are far from their
+    siblings. `origin`, in a job of several ranks, says where the ranks agreed that the first non-finite value was; None
+    where they have not.
 
     Examples:
         >>> import nanwatch, pathlib, torch
@@ -71,6 +72,7 @@ class Report(InNotebook):
     rank: int = 0
     parameter_mesh: tuple[str, ...] = ()
     attempt: Attempt | None = None
+    never_called: tuple[str, ...] = ()
     suspects: tuple[Suspect, ...] = ()
     origin: Origin | None = None
 
@@ -139,10 +141,11 @@ def report_of(
     finding: Finding | None = None,
     batch: int | None = None,
     parameter_mesh: tuple[str, ...] = (),
+    never_called: tuple[str, ...] = (),
     suspects: tuple[Suspect, ...] = (),
 ) -> Report:
     """Return a report of this process, with its rank and its attempt in the job."""
-    return Report(frames, finding, batch, rank(), parameter_mesh, current_attempt(), suspects)
+    return Report(frames, finding, batch, rank(), parameter_mesh, current_attempt(), never_called, suspects)
 
 
 def read_report(document: Any) -> Report:
@@ -245,11 +248,19 @@ _HEADER = 3
 Style: TypeAlias = Literal["plain", "head", "module", "quiet", "nonfinite"]
 # Parameters of the escape sequence for each style: normal, bold, cyan, dim, and bold red.
 _COLORS: dict[Style, str] = {"plain": "0", "head": "1", "module": "36", "quiet": "2", "nonfinite": "1;31"}
+_MOST_NAMED = 5
 
 
 def _suspicion_lines(report: Report) -> list[str]:
-    """Return the lines on suspect weights and on CUDA graphs."""
+    """Return the lines on modules that nobody called, on suspect weights, and on CUDA graphs."""
     lines = [str(fact) for suspect in report.suspects for fact in suspect.facts()]
+    if names := report.never_called:
+        named = first_few([*map(module_name, names)], _MOST_NAMED)
+        lines.insert(
+            0,
+            f"Never called as modules, though their weights are trained: {named}."
+            " What they compute is seen only where a watched module receives it.",
+        )
     notes = (record.note for frame in report.frames for record in frame.records)
     if any(note is not None and note.text == CAPTURED for note in notes):
         lines.append("Calls were captured into a CUDA graph: its replays are not seen.")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..history.monitor import apart_from_siblings
+from ..history.suspicion import apart_from_siblings
 from ..numerics import _extension
 from ..numerics.formats import TensorHealth, limits
 from ..numerics.ranges import PartialHealth, health_of, tensor_health

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..diagnosis.batch_snapshot import LeftCall, left_calls, open_calls
 from ..diagnosis.incident import Incident
-from ..history.monitor import Suspicion
+from ..history.suspicion import Suspicion
 from ..instrumentation.functions import Function
 from ..instrumentation.wrapped_names import (
     find_module,
@@ -72,8 +72,11 @@ class Reports:
     def of(self, frames: tuple[Frame, ...], finding: Finding | None, batch: int | None) -> Report:
         """Return the report of these frames, the oldest first."""
         self.look_at_mesh()
+        never_called = self._suspicion.never_called(frames, self.options.observes)
         suspects = () if finding is None else self._suspicion.suspects(frames)
-        return report_of(frames[-self.options.max_frames :], finding, batch, self._mesh, suspects)
+        return report_of(
+            frames[-self.options.max_frames :], finding, batch, self._mesh, never_called, suspects
+        )
 
     def latest(self, finding: Finding | None, batch: int | None, more: Iterable[Frame] = ()) -> Report:
         """Return a report of the recorder's frames, and of `more` that it has not kept."""

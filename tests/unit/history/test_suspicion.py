@@ -1,10 +1,13 @@
-"""Lines of a report beside its frames: weights that grew or are far from their siblings."""
+"""Lines of a report beside its frames: modules that nobody called, weights that grew or are far from their siblings."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import nanwatch
 from nanwatch.report.events import Suspect
@@ -21,21 +24,63 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Six layers."""
+    """Calls one Linear by its forward, one by its weight alone. All others are called, or not trained, or PyTorch's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block() for _ in range(6))
+        self.direct = nn.Linear(4, 4)
+        self.weight_alone = nn.Linear(4, 4, bias=False)
+        self.left_out = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.layers[0].inner.weight  # type: ignore[union-attr, assignment]
+        self.normed = weight_norm(nn.Linear(4, 4))
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.zero = nn.Linear(4, 4)
+        nn.init.zeros_(self.zero.weight)
+        nn.init.zeros_(self.zero.bias)
+        self.free = nn.ParameterList([nn.Parameter(torch.ones(4))])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        return x
+        x = self.direct.forward(x) + nn.functional.linear(x, self.weight_alone.weight)
+        x = self.zero(self.normed(nn.functional.linear(x, self.tied.weight)))
+        attended: Tensor = self.attention(x, x, x)[0]
+        return attended * self.free[0]
+
+
+def train(model: nn.Module, steps: int) -> Iterator[int]:
+    """Train, and yield before each step and at the end, when there are no gradients."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        model(torch.randn(3, 4)).square().sum().backward()
+        yield step
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    yield steps
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+def test_modules_that_nobody_called_are_named() -> None:
+    """While there are gradients, after the steps have taken them, and when a checkpoint was loaded meanwhile."""
+    model = Model()
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    with nanwatch.watch(model) as watch:
+        assert watch.report().never_called == ()
+        for step in train(model, 3):
+            if step == 0:
+                model.load_state_dict(state)
+            report = watch.report()
+            assert report.never_called == ("direct", "weight_alone")
+    assert nanwatch.Report.from_json(report.to_json()) == report
+    named = "Never called as modules, though their weights are trained: direct, weight_alone."
+    assert named in str(report)
+    assert named in report.to_html()
 
 
 def suspects_of(model: Model, scale: float) -> tuple[Suspect, ...]:
