@@ -2,7 +2,7 @@
 
 To match calls, names come first, then weights (equal in both, or side by side in a fused projection). The aligner of
 traces matches the rest between these, in the order of execution: by class, by the shape of a norm's parameters, by the
-last part of the name, and by values. Containers match by what they hold.
+last part of the name, and by values. Containers match that hold the same matched calls.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ _PROJECTIONS = 8
 _SAME_WEIGHT = 0.02
 # A matrix with so many equal rows is the same one, with a fault in the others.
 _SAME_ROWS = 0.5
-# Containers of which less is alike, by the matched calls inside, are not the same.
-_LEAST_SHARE = 0.5
 # Values that close are those of one tensor, with a fault or without.
 _NEAR = 0.1
 # Path of the module, and which of its calls it is.
@@ -146,58 +144,52 @@ class CallPair(NamedTuple):
         return self.a.is_leaf and self.b.is_leaf
 
 
-class Tokens:
-    """Which tokens count: a mask of shape (batch, length), or None for all."""
+def rows_of(x: Tensor, tokens: Tensor | None) -> Tensor:
+    """Return the rows, by the last dimension, of the tokens that count, by a mask (batch, length) or None for all.
 
-    def __init__(self, mask: Tensor | None) -> None:
-        self._mask = None if mask is None else mask.detach().to("cpu", torch.bool)
+    A tensor without padding has no others.
+    """
+    lead, rows = x.shape[:-1], x.reshape(-1, x.shape[-1] if x.ndim else 1)
+    if tokens is None:
+        return rows
+    if lead[:2] == tokens.shape:
+        chosen = tokens.reshape(*tokens.shape, *(1,) * (len(lead) - 2)).expand(lead)
+    elif len(lead) == 3 and (lead[0], lead[2]) == tokens.shape:  # heads before tokens
+        chosen = tokens[:, None, :].expand(lead)
+    elif lead == (tokens.numel(),):
+        chosen = tokens
+    else:
+        return rows
+    return rows[chosen.reshape(-1)]
 
-    def rows(self, x: Tensor) -> Tensor:
-        """Return the rows, by the last dimension, of the tokens that count. A tensor without padding has no others."""
-        mask, lead, rows = self._mask, x.shape[:-1], x.reshape(-1, x.shape[-1] if x.ndim else 1)
-        if mask is None:
-            return rows
-        if lead[:2] == mask.shape:
-            chosen = mask.reshape(*mask.shape, *(1,) * (len(lead) - 2)).expand(lead)
-        elif len(lead) == 3 and (lead[0], lead[2]) == mask.shape:  # heads before tokens
-            chosen = mask[:, None, :].expand(lead)
-        elif lead == (mask.numel(),):
-            chosen = mask
-        else:
-            return rows
-        return rows[chosen.reshape(-1)]
 
-    def pair(self, a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """Return the rows of both in the same layout, or None where the shapes do not go together."""
-        if a is None or b is None:
-            return None
-        if a.ndim == b.ndim == 4 and a.shape != b.shape == a.transpose(1, 2).shape:
-            b = b.transpose(1, 2)  # heads before tokens on one side, after them on the other
-        rows_a, rows_b = self.rows(a), self.rows(b)
-        width = max(rows_a.shape[-1], rows_b.shape[-1])
-        if rows_a.numel() != rows_b.numel() or not rows_a.numel() or rows_a.numel() % width:
-            return None
-        return rows_a.reshape(-1, width).to(torch.float64), rows_b.reshape(-1, width).to(torch.float64)
+def rows_of_both(a: Tensor | None, b: Tensor | None, tokens: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Return the rows of two tensors in the same layout, or None where the shapes do not go together."""
+    if a is None or b is None:
+        return None
+    if a.ndim == b.ndim == 4 and a.shape != b.shape == a.transpose(1, 2).shape:
+        b = b.transpose(1, 2)  # heads before tokens on one side, after them on the other
+    rows_a, rows_b = rows_of(a, tokens), rows_of(b, tokens)
+    width = max(rows_a.shape[-1], rows_b.shape[-1])
+    if rows_a.numel() != rows_b.numel() or not rows_a.numel() or rows_a.numel() % width:
+        return None
+    return rows_a.reshape(-1, width).to(torch.float64), rows_b.reshape(-1, width).to(torch.float64)
 
 
 class Errors(NamedTuple):
-    """Distance of two tensors: relative error of all and of each row, cosine, and largest difference of an element.
+    """Distance of two tensors: relative error of all, each row and the worst, cosine, largest difference of an element.
 
     Between two models also the noise floor, how many times the floor the error is, and which values were compared.
     """
 
     total: float
     rows: Tensor
+    worst_row: float
     cosine: float
     largest_difference: float
     floor: float = 0.0
     ratio: float = 0.0
     values: tuple[int, int] = (0, 0)
-
-    @property
-    def worst_row(self) -> float:
-        """The relative error of the worst row."""
-        return float(self.rows.max()) if len(self.rows) else 0.0
 
 
 def errors_between(a: Tensor, b: Tensor) -> Errors:
@@ -210,10 +202,12 @@ def errors_between(a: Tensor, b: Tensor) -> Errors:
     distances = difference.norm(dim=-1).masked_fill(apart.any(-1), float("inf"))
     whole, overall = float(norms.norm()), float(distances.norm())
     least = max(_LEAST_ROW * whole / max(len(norms), 1) ** 0.5, 1e-300)
+    rows = distances / norms.clamp(min=least)
     both = whole * float(b.norm())
     return Errors(
         overall / whole if whole else (0.0 if overall == 0 else float("inf")),
-        distances / norms.clamp(min=least),
+        rows,
+        float(rows.max()) if len(rows) else 0.0,
         float((a * b).sum()) / both if both else 1.0,
         float("inf") if bool(apart.any()) else float(difference.abs().max()) if difference.numel() else 0.0,
     )
@@ -221,16 +215,16 @@ def errors_between(a: Tensor, b: Tensor) -> Errors:
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the floating-point parameters and buffers, the weight with a row for each output."""
-    kept = {**module._parameters, **module._buffers}
-    tensors = {name: x.detach() for name, x in kept.items() if x is not None and _is_read(x)}
+    kept = {name: x for name, x in {**module._parameters, **module._buffers}.items() if x is not None}
+    are_read = {
+        name: x.is_floating_point() and x.layout is torch.strided and not x.is_meta
+        for name, x in kept.items()
+    }
+    tensors = {name: x.detach() for name, x in kept.items() if are_read[name] and x.numel()}
     # transformers' Conv1D keeps its weight turned.
     if type(module).__name__ == "Conv1D" and "weight" in tensors and tensors["weight"].ndim == 2:
         tensors["weight"] = tensors["weight"].t()
     return tensors
-
-
-def _is_read(x: Tensor) -> bool:
-    return x.is_floating_point() and x.layout is torch.strided and not x.is_meta and x.numel() > 0
 
 
 # Matching.
@@ -238,7 +232,7 @@ def _is_read(x: Tensor) -> bool:
 _Calls = Sequence[ModuleCall]
 
 
-def match_calls(a: _Calls, b: _Calls, tokens: Tokens) -> list[CallPair]:
+def match_calls(a: _Calls, b: _Calls, tokens: Tensor | None) -> list[CallPair]:
     """Return the pairs of calls that compute the same, in the order of A."""
     matcher = _Matcher(a, b, tokens)
     matcher.align([lambda call: without_wrappers(call.path)], lambda call: True)
@@ -254,12 +248,12 @@ def match_calls(a: _Calls, b: _Calls, tokens: Tokens) -> list[CallPair]:
 class _Matcher:
     """The pairs of the calls below the two models, and the calls that have none yet."""
 
-    def __init__(self, a: _Calls, b: _Calls, tokens: Tokens) -> None:
+    def __init__(self, a: _Calls, b: _Calls, tokens: Tensor | None) -> None:
         self.pairs: list[CallPair] = []
         self._tokens = tokens
         self._sides = [[call for call in side if call.parent is not None] for side in (a, b)]
         self._free = {call for side in self._sides for call in side}
-        self._sizes = {call: {tokens.rows(x).numel() for x in call.outputs} for call in self._free}
+        self._sizes = {call: {rows_of(x, tokens).numel() for x in call.outputs} for call in self._free}
 
     def _add(self, *pair: ModuleCall) -> None:
         self.pairs.append(CallPair(*pair))
@@ -321,15 +315,14 @@ class _Matcher:
         self.align(levels, lambda call: call.is_leaf, self._are_near)
 
     def _are_near(self, a: ModuleCall, b: ModuleCall) -> bool:
-        """Return whether the first outputs are nearly the same."""
         if any(call.module is not None and call.module._modules for call in (a, b)):
             return False  # compiled containers, whose parts make no calls
         values = [[call.value("outputs", index) for index in (0, SUM)] for call in (a, b)]
-        pairs = (self._tokens.pair(x, y) for x in values[0] for y in values[1])
+        pairs = (rows_of_both(x, y, self._tokens) for x in values[0] for y in values[1])
         return any(rows is not None and errors_between(*rows).total < _NEAR for rows in pairs)
 
     def match_containers(self) -> None:
-        """Match each container to the free one with the largest share of matched calls inside in common."""
+        """Match containers that hold the same pairs of leaves."""
         leaves = [pair for pair in self.pairs if pair.is_leaf]
         inside_a, inside_b = (
             {
@@ -340,13 +333,8 @@ class _Matcher:
             for number, side in enumerate(self._sides)
         )
         for call_a, parts in inside_a.items():
-            shares = {
-                call: len(parts & others) / len(parts | others)
-                for call, others in inside_b.items()
-                if parts | others and self._fit(call_a, call)
-            }
-            call_b = max(shares, key=lambda call: shares[call], default=None)
-            if call_b is not None and shares[call_b] >= _LEAST_SHARE:
+            alike = (call for call, others in inside_b.items() if parts == others and self._fit(call_a, call))
+            if parts and (call_b := next(alike, None)) is not None:
                 self._add(call_a, call_b)
 
 

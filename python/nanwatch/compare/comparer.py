@@ -13,12 +13,12 @@ from math import hypot, isfinite, prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..numerics.readable import dtype_name
 from ..trace.result import Comparison, Place, plural
 from ..util.visible import module_name
-from .calls import SUM, CallPair, Errors, ModuleCall, Run, Tokens, coarsest, errors_between
+from .calls import SUM, CallPair, Errors, ModuleCall, Run, coarsest, errors_between, rows_of_both
 
 # A difference that is this many times larger than what is left of it after the module is one of convention.
 _VANISHED = 100.0
@@ -80,13 +80,13 @@ class Verdict(NamedTuple):
 class Comparer:
     """Comparison of the calls of A and B, and the search for the first difference.
 
-    A difference has to be `factor` times the floor. `conventions` has the differences that are gone later on, in words,
-    by the kind of values and the keys of the calls.
+    `tokens` is the mask of those that count. A difference has to be `factor` times the floor. `conventions` has the
+    differences that are gone later on, in words, by the kind of values and the keys of the calls.
     """
 
     calls: Sequence[Sequence[ModuleCall]]
     pairs: list[CallPair]
-    tokens: Tokens
+    tokens: Tensor | None
     factor: float
     noise: Noise
     conventions: dict[Any, str]
@@ -142,7 +142,6 @@ class Comparer:
     # The search.
 
     def _differs(self, event: Event) -> bool:
-        """Return whether an event is above the noise."""
         errors = self._events[event]
         return errors is not None and errors.ratio > self.factor
 
@@ -263,9 +262,8 @@ class Comparer:
     def _rows(
         self, kind: str, calls: tuple[ModuleCall, ModuleCall], values: tuple[int, int]
     ) -> tuple[Tensor, Tensor] | None:
-        """Return the rows of two values of two calls."""
         a, b = (call.value(kind, index) for call, index in zip(calls, values, strict=True))
-        return self.tokens.pair(a, b)
+        return rows_of_both(a, b, self.tokens)
 
 
 def _part_of_difference(parts: Sequence[ModuleCall], a: Tensor, b: Tensor, limit: float) -> list[str]:
@@ -351,7 +349,6 @@ def gap_between(name: str, x: Tensor, y: Tensor, *, is_buffer: bool) -> Gap | No
 
     Parameters are equal in the coarser of their dtypes or not at all.
     """
-    dtypes = "" if x.dtype is y.dtype else f", {dtype_name(x.dtype)} in A and {dtype_name(y.dtype)} in B"
     coarse = coarsest(x.dtype, y.dtype)
     x, y = x.cpu(), y.cpu()
     if not is_buffer:
@@ -365,7 +362,7 @@ def gap_between(name: str, x: Tensor, y: Tensor, *, is_buffer: bool) -> Gap | No
     is_rounding = is_close(x, y) | is_close(y, x) | (x.to(coarse) == y.to(coarse))
     beyond = 1.0 - float(is_rounding.double().mean()) if is_buffer else 1.0
     is_turned = x.ndim == 2 and x.shape[0] == x.shape[1] and torch.equal(x.t(), y)
-    words = "is transposed" if is_turned else f"is {error:.2g} apart{dtypes}"
+    words = "is transposed" if is_turned else f"is {error:.2g} apart"
     return Gap(f"its {name} {words}", beyond) if error else None
 
 
@@ -394,15 +391,12 @@ def parameter_differences(pair: CallPair) -> list[str]:
 
 def _settings_apart(pair: CallPair) -> dict[str, str]:
     """Return in words, by name, the numbers and words that both modules keep and do not have alike."""
-    if pair.a.parts or pair.b.parts:
+    if pair.a.parts or pair.b.parts or pair.a.module is None:
         return {}
-    a, b = (_settings(call.module) for call in pair)
+    a, b = (
+        {name: x for name, x in vars(call.module).items() if isinstance(x, bool | int | float | str)}
+        for call in pair
+    )
+    a, b = ({"eps" if "eps" in name else name: x for name, x in kept.items()} for kept in (a, b))
     apart = [name for name in a if name in b and a[name] != b[name]]
     return {name: f"{name} is {a[name]} in A and {b[name]} in B" for name in apart}
-
-
-def _settings(module: nn.Module | None) -> dict[str, object]:
-    """Return the numbers and words that a module keeps, by name; any name with eps is eps."""
-    kept = {} if module is None else vars(module)
-    numbers = {name: x for name, x in kept.items() if isinstance(x, bool | int | float | str)}
-    return {"eps" if "eps" in name else name: x for name, x in numbers.items()}

@@ -6,9 +6,9 @@ A trace, as of an engine, has sketches of outputs. Of inputs and weights it has 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, product
 from math import prod
 from typing import Any
 
@@ -22,9 +22,9 @@ from ..trace.result import Comparison
 from ..trace.trace_file import Trace, in_order, sketches
 from ..util.modules import is_in
 from ..util.visible import module_name, spell, without_wrappers
-from .calls import FLOATS, CallPair, ModuleCall, Run, Tokens, coarsest, match_calls, most_common
+from .calls import FLOATS, CallPair, ModuleCall, Run, coarsest, match_calls, most_common
 from .comparer import Comparer, Noise, NoiseRuns, Verdict, gap_between, gaps, parameter_differences
-from .model_runs import Caller, ModelRuns, Snapshot
+from .model_runs import Caller, ModelRuns, Snapshot, TensorKey
 
 # A buffer is unlike another one where this share of its elements is further apart than rounding makes them.
 _UNLIKE = 0.25
@@ -97,122 +97,121 @@ def compare(
         tokens = mask if tokens is None and isinstance(mask, Tensor) and mask.ndim == 2 else tokens
     snapshot = Snapshot([model_a, model_b])
     with snapshot.kept():
-        models = [
+        sides = [
             ModelRuns(model, call, inputs, snapshot, most_bytes)
             for model, call in ((model_a, call_a), (model_b, call_b))
         ]
-        verdict = _compared(models, Tokens(tokens), factor)
+        verdict = _Models(
+            sides, None if tokens is None else tokens.detach().to("cpu", torch.bool), factor
+        ).compare()
         return verdict.comparer.result(verdict)
 
 
-def _compared(models: list[ModelRuns], tokens: Tokens, factor: float) -> Verdict:
-    """Compare two models as they are, and 16-bit models also as copies in float32."""
-    remarks: list[str] = []
-    conventions: dict[Any, str] = {}
-    noise = _measured(models, [model.dtype for model in models], None, remarks)
-    precise = None
-    # Copies of a compiled model are not compiled, so they say nothing about it.
-    if torch.finfo(noise.coarse).bits <= 16 and not any(model.compiled for model in models):
-        stored = coarsest(*(model.stored for model in models))
-        copies = [
-            [*run.values()] for run in _runs_in(models, (0, 1), torch.float32, stored, remarks).values()
-        ]
-        if len(copies) == 2:
-            in_float32 = _measured(models, [torch.float32] * 2, stored, remarks)
-            pairs = match_calls(copies[0], copies[1], tokens)
-            shaken = _shaken(pairs, models, stored, remarks)
-            words = in_float32.words + "; rounding of what one model alone holds" * bool(shaken)
-            in_float32 = in_float32._replace(shaken=shaken, words=words)
-            noise = noise._replace(shaken=shaken)
-            precise = Comparer(copies, pairs, tokens, factor, in_float32, conventions, [*remarks]).compare()
-    calls = [model.calls for model in models]
-    pairs = match_calls(calls[0], calls[1], tokens)
-    verdict = Comparer(calls, pairs, tokens, factor, noise, conventions, [*remarks]).compare()
-    comparer = verdict.comparer
-    if precise is not None and verdict.equal is not None:
-        verdict = _with_copies(verdict, precise, dtype_name(noise.coarse))
-    verdict = _with_parameters(comparer, verdict)
-    names = () if verdict.first is None else (verdict.first.module_a, verdict.first.module_b)
-    for side, model, path in zip("AB", models, names, strict=False):
-        if path in model.compiled:
-            graph = f"{module_name(path)} of {side} is compiled, and the modules inside a graph make no calls"
-            how = "compile its parts one by one in place of it, and compare again to name one"
-            verdict = verdict._replace(remarks=(*verdict.remarks, f"{graph}: {how}"))
-    return verdict
+class _Models:
+    """Comparison of two models, with the runs that measure their noise."""
 
+    def __init__(self, sides: list[ModelRuns], tokens: Tensor | None, factor: float) -> None:
+        self._sides, self._tokens, self._factor = sides, tokens, factor
+        self._conventions: dict[Any, str] = {}
+        self._remarks: list[str] = []
 
-def _measured(
-    models: list[ModelRuns], dtypes: list[torch.dtype], stored: torch.dtype | None, remarks: list[str]
-) -> Noise:
-    """Run the models, with weights rounded to `stored`, in the coarser of the dtypes and in higher precision."""
-    coarse = coarsest(*dtypes)
-    low = torch.float32 if coarse is torch.float64 else coarse
-    high = torch.float64 if low is torch.float32 else torch.float32
-    # Of two precisions: the weights of the coarser side are rounded already.
-    finer = [side for side in (0, 1) if FLOATS.index(dtypes[side]) <= FLOATS.index(dtypes[1 - side])]
-    low_runs, high_runs = (_runs_in(models, finer, dtype, stored, remarks) for dtype in (low, high))
-    runs = [
-        (side, low_runs[side], high_runs[side]) for side in finer if side in low_runs and side in high_runs
-    ]
-    names = " and ".join("AB"[side] for side, *_ in runs)
-    words = f"rounding error of {names}, run in {dtype_name(low)} and again in {dtype_name(high)}"
-    words += ", scaled to float64" if coarse is torch.float64 else ""
-    if not names:
-        words = f"not measured, assumed to be 4 eps of {dtype_name(coarse)}"
-    return Noise(coarse, coarsest(coarse, *(model.stored for model in models)), runs, words)
+    def compare(self) -> Verdict:
+        """Compare the models as they are, and 16-bit models also as copies in float32."""
+        noise, precise = self._noise([side.dtype for side in self._sides]), None
+        # Copies of a compiled model are not compiled, so they say nothing about it.
+        if torch.finfo(noise.coarse).bits <= 16 and not any(side.compiled for side in self._sides):
+            stored = coarsest(*(side.stored for side in self._sides))
+            runs = [self._run_in(number, torch.float32, stored) for number in (0, 1)]
+            copies = [[*run.values()] for run in runs if run is not None]
+            if len(copies) == 2:
+                in_float32 = self._noise([torch.float32] * 2, stored)
+                pairs = match_calls(copies[0], copies[1], self._tokens)
+                shaken = self._shaken(pairs, stored)
+                words = in_float32.words + "; rounding of what one model alone holds" * bool(shaken)
+                noise = noise._replace(shaken=shaken)
+                precise = self._compared(copies, pairs, in_float32._replace(shaken=shaken, words=words))
+        calls = [side.calls for side in self._sides]
+        result = self._compared(calls, match_calls(calls[0], calls[1], self._tokens), noise)
+        verdict = result
+        if precise is not None and result.equal is not None:
+            verdict = _with_copies(result, precise, dtype_name(noise.coarse))
+        verdict = _with_parameters(result.comparer, verdict)
+        names = () if verdict.first is None else (verdict.first.module_a, verdict.first.module_b)
+        for name, side, path in zip("AB", self._sides, names, strict=False):
+            if path in side.compiled:
+                graph = (
+                    f"{module_name(path)} of {name} is compiled, and the modules inside a graph make no calls"
+                )
+                how = "compile its parts one by one in place of it, and compare again to name one"
+                verdict = verdict._replace(remarks=(*verdict.remarks, f"{graph}: {how}"))
+        return verdict
 
+    def _compared(self, calls: list[list[ModuleCall]], pairs: list[CallPair], noise: Noise) -> Verdict:
+        remarks = [*self._remarks]
+        return Comparer(calls, pairs, self._tokens, self._factor, noise, self._conventions, remarks).compare()
 
-def _runs_in(
-    models: list[ModelRuns],
-    sides: Sequence[int],
-    dtype: torch.dtype,
-    stored: torch.dtype | None,
-    remarks: list[str],
-) -> dict[int, Run]:
-    """Return the runs of those sides that know this precision, with weights rounded to `stored`."""
-    runs = {}
-    for side in sides:
+    def _noise(self, dtypes: list[torch.dtype], stored: torch.dtype | None = None) -> Noise:
+        """Run the models, with weights rounded to `stored`, in the coarser of the dtypes and in higher precision."""
+        coarse = coarsest(*dtypes)
+        low = torch.float32 if coarse is torch.float64 else coarse
+        high = torch.float64 if low is torch.float32 else torch.float32
+        runs = []
+        for number in (0, 1):
+            if FLOATS.index(dtypes[number]) > FLOATS.index(dtypes[1 - number]):
+                continue  # its weights are rounded already
+            low_run, high_run = (self._run_in(number, dtype, stored) for dtype in (low, high))
+            if low_run is not None and high_run is not None:
+                runs.append((number, low_run, high_run))
+        names = " and ".join("AB"[number] for number, *_ in runs)
+        words = f"rounding error of {names}, run in {dtype_name(low)} and again in {dtype_name(high)}"
+        words += ", scaled to float64" if coarse is torch.float64 else ""
+        if not names:
+            words = f"not measured, assumed to be 4 eps of {dtype_name(coarse)}"
+        return Noise(coarse, coarsest(coarse, *(side.stored for side in self._sides)), runs, words)
+
+    def _run_in(self, number: int, dtype: torch.dtype, stored: torch.dtype | None) -> Run | None:
+        """Return the run of a side in a precision, or None, with a remark, where it does not know it."""
         try:
-            runs[side] = models[side].run_in(dtype, stored)
-        except Exception as error:  # of the user's code, which may know one precision only
-            remarks.append(f"{'AB'[side]} did not run in {dtype_name(dtype)}: {spell(error)}")
-    return runs
+            return self._sides[number].run_in(dtype, stored)
+        except Exception as error:  # of the user's code
+            self._remarks.append(f"{'AB'[number]} did not run in {dtype_name(dtype)}: {spell(error)}")
+            return None
 
+    def _shaken(self, pairs: list[CallPair], stored: torch.dtype) -> NoiseRuns:
+        """Run each model that alone holds a tensor in this way with that tensor shaken, as a cast may have rounded it.
 
-def _shaken(
-    pairs: list[CallPair], models: list[ModelRuns], stored: torch.dtype, remarks: list[str]
-) -> NoiseRuns:
-    """Run each model that alone holds a tensor in this way with that tensor shaken, as a cast may have rounded it.
-
-    Such are a buffer of frequencies that the other side computes, and a weight into which a factor went. A buffer that
-    is further from all of its name on the other side than rounding makes it is a difference of its own.
-    """
-    shared = set[tuple[str, str]]()
-    for pair in pairs:
-        alike = pair.a.tensors().keys() & pair.b.tensors().keys() - gaps(pair).keys()
-        shared |= {(part.path, name) for call in pair for part in call.parts or (call,) for name in alike}
-    tensors = [model.tensors() for model in models]
-    prints = [{key: fingerprint(x.to(stored)) for key, x in held.items()} for held in tensors]
-    runs = []
-    for side, model in enumerate(models):
-        keys, prints_there = [], {*prints[1 - side].values()}
-        for key, x in tensors[side].items():
-            if key in shared or prints[side][key] in prints_there:
-                continue
-            path, name = key
-            is_buffer = name in model.modules[path]._buffers
-            there = [y for (_, same), y in tensors[1 - side].items() if same == name and y.shape == x.shape]
-            gaps_to = [gap_between(name, x, y, is_buffer=True) for y in there if is_buffer]
-            if gaps_to and all(gap is not None and gap.beyond > _UNLIKE for gap in gaps_to):
-                where = f"{name} of {module_name(path)} of {'AB'[side]}"
-                remarks.append(f"{where} is further from each {name} of {'BA'[side]} than rounding makes it")
-            else:
-                keys.append(key)
-        if keys:
-            runs.append(
-                (side, model.run_in(torch.float32, stored), model.run_in(torch.float32, stored, keys))
-            )
-    return runs
+        Such are a buffer of frequencies that the other side computes, and a weight into which a factor went. A buffer
+        that is further from all of its name on the other side than rounding makes it is a difference of its own.
+        """
+        paired, unlike = set[TensorKey](), set[TensorKey]()
+        for pair in pairs:
+            paths = [part.path for call in pair for part in call.parts or (call,)]
+            paired |= {*product(paths, pair.a.tensors().keys() & pair.b.tensors().keys())}
+            unlike |= {*product(paths, gaps(pair))}
+        tensors = [side.tensors() for side in self._sides]
+        prints = [{key: fingerprint(x.to(stored)) for key, x in held.items()} for held in tensors]
+        runs = []
+        for number, side in enumerate(self._sides):
+            prints_there, keys = {*prints[1 - number].values()}, []
+            for (path, name), x in tensors[number].items():
+                if (path, name) in paired - unlike or prints[number][path, name] in prints_there:
+                    continue
+                there = [
+                    y for (_, same), y in tensors[1 - number].items() if (same, y.shape) == (name, x.shape)
+                ]
+                is_buffer = name in side.modules[path]._buffers
+                apart = [gap_between(name, x, y, is_buffer=True) for y in there if is_buffer]
+                if apart and all(gap is not None and gap.beyond > _UNLIKE for gap in apart):
+                    if (path, name) in paired:
+                        continue  # the words for the pair have it
+                    where = f"{name} of {module_name(path)} of {'AB'[number]} is further from each {name}"
+                    self._remarks.append(f"{where} of {'BA'[number]} than rounding makes it")
+                else:
+                    keys.append((path, name))
+            if keys:
+                plain, shaken = (side.run_in(torch.float32, stored, names) for names in ((), keys))
+                runs.append((number, plain, shaken))
+        return runs
 
 
 def _with_copies(result: Verdict, precise: Verdict, name: str) -> Verdict:
@@ -240,16 +239,14 @@ def _with_parameters(comparer: Comparer, result: Verdict) -> Verdict:
     faults = [(pair, words) for pair, words in unlike[::-1] if is_lost or comparer.agrees(pair)]
     if result.equal and faults:
         pair, words = faults[0]
-        where = (
-            "in its own parameters or eps; with these inputs the model's output shows no more than rounding"
-        )
+        where = "in its own parameters or eps; with these inputs the output shows no more than rounding"
         result = result._replace(equal=False, first=comparer.place(pair), where=where, likely=words)
     if result.equal is False and result.first is None:
         same_names = [pair for pair in pairs if len({without_wrappers(call.path) for call in pair}) == 1]
-        for pair in same_names[::-1]:
-            for gap in gaps(pair).values():
-                first = comparer.place(pair)
-                return result._replace(first=first, where=result.why, why="", likely=(gap.words,))
+        stored = next(((pair, gap.words) for pair in same_names[::-1] for gap in gaps(pair).values()), None)
+        if stored is not None:
+            first = comparer.place(stored[0])
+            result = result._replace(first=first, where=result.why, why="", likely=(stored[1],))
     return result
 
 
@@ -263,21 +260,16 @@ def compare_traces(
 ) -> Comparison:
     """Name the first module whose outputs differ between two traces that have sketches.
 
-    `batches` are those of A and of B; by default the first with sketches that both have. `reference` is a trace of A in
+    `batches` are those of A and of B; by default the first with sketches in both. `reference` is a trace of A in
     higher precision, from which the noise floor is measured; its batch is that of A. Without one a difference must also
-    be a jump. Raise ValueError for traces without sketches.
+    be a jump. Raises ValueError where no batch has sketches in both.
     """
     _check_factor(factor)
-    for trace in (a, b):
-        if not trace.sketched_batches:
-            how = "record it with watch(trace=nanwatch.Trace(path, sketches=N))"
-            raise ValueError(f"{trace.path} has no sketches; {how}")
     if batches is None:
         both = {*a.sketched_batches} & {*b.sketched_batches}
         if not both:
-            raise ValueError(
-                f"no batch of {a.path} and {b.path} has sketches in both; name one of each with batches"
-            )
+            how = "record both with watch(trace=nanwatch.Trace(path, sketches=N)), or name one of each with batches"
+            raise ValueError(f"no batch of {a.path} and {b.path} has sketches in both; {how}")
         batches = min(both), min(both)
     (calls_a, dtype_a), (calls_b, dtype_b) = _calls_of(a, batches[0]), _calls_of(b, batches[1])
     coarse = coarsest(dtype_a, dtype_b)
@@ -291,10 +283,9 @@ def compare_traces(
         high, _ = _calls_of(reference, batches[0])
         runs.append((0, {call.key: call for call in calls_a}, {call.key: call for call in high}))
         words = f"rounding error of A, against {reference.path}"
-    tokens = Tokens(None)
-    pairs = match_calls(calls_a, calls_b, tokens)
+    pairs = match_calls(calls_a, calls_b, None)
     noise = Noise(coarse, coarse, runs, words)
-    verdict = Comparer((calls_a, calls_b), pairs, tokens, factor, noise, {}, []).compare()
+    verdict = Comparer((calls_a, calls_b), pairs, None, factor, noise, {}, []).compare()
     if verdict.first is not None and not verdict.where:
         where = "in it, or in the code that makes its input, of which a trace has the range alone"
         verdict = verdict._replace(where=where)
