@@ -403,25 +403,23 @@ class Evaluations:
     """
 
     def __init__(self) -> None:
-        self._first: Callable[[], Tensor | None] = lambda: None  # inputs of the calls in a row
-        self._latest: Callable[[], Tensor | None] = lambda: None
-        self._progress = 0  # forwards in grad mode and steps since the latest call
-        self._gaps: list[int] = []
-        self._evaluation: list[Place | None] = []
+        self._inputs: list[Callable[[], Tensor | None]] = []  # of the calls in a row
+        self._gaps: list[int] = []  # forwards in grad mode and steps before each row
+        self._progress = 0  # and since the latest call
+        self._places: list[Place | None] = []
 
     def called(self, model: nn.Module, inputs: Tensor | None, find_place: Callable[[], Place | None]) -> None:
         """Take a call without grad mode."""
-        reference = (lambda: None) if inputs is None else weakref.ref(inputs)
-        is_row = self._progress == 0 and bool(self._gaps) and (inputs is None or inputs is not self._latest())
         if self._progress:
             self._gaps.append(self._progress)
-            self._first, self._evaluation, self._progress = reference, [], 0
-        self._latest = reference
+            self._inputs, self._places, self._progress = [], [], 0
+        is_row = bool(self._inputs) and (inputs is None or inputs is not self._inputs[-1]())
+        self._inputs = [*self._inputs[:1], (lambda: None) if inputs is None else weakref.ref(inputs)]
         is_rare = len(self._gaps) > _EVALUATIONS and min(self._gaps[1:]) >= _RARE
-        if (is_row or is_rare) and not self._evaluation:
+        if (is_row or is_rare) and not self._places:
             modules = (item.module for item in named_modules(model))
             if any(module.training and (_drops(module) or _takes_statistics(module)) for module in modules):
-                self._evaluation = [find_place()]
+                self._places = [find_place()]
 
     def went_on(self) -> None:
         """Take a step of an optimizer."""
@@ -430,9 +428,10 @@ class Evaluations:
     def trained(self, inputs: Tensor | None = None) -> list[Place | None]:
         """Take a call in grad mode. Return the line of the evaluation that has ended with it, in a list, or []."""
         self._progress += 1
-        evaluation, self._evaluation = self._evaluation, []
-        is_second_pass = inputs is not None and (inputs is self._first() or inputs is self._latest())
-        return [] if is_second_pass else evaluation
+        places, self._places = self._places, []
+        return (
+            [] if any(inputs is not None and inputs is reference() for reference in self._inputs) else places
+        )
 
 
 _RULES: tuple[Callable[[Step], Iterator[Suspect]], ...] = (
