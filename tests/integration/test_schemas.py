@@ -16,7 +16,7 @@ from torch import nn
 
 import nanwatch
 from nanwatch.cli import files
-from nanwatch.report.spike import Curve, Departure, SpikeReport
+from nanwatch.report.spike import Departure, SpikeReport
 from support.black_boxes import black_box, needs_box
 from support.paths import ROOT
 
@@ -31,7 +31,6 @@ SPIKE = SpikeReport(
     forward=(LOSS,),
     rates=(1e-3, 1e-2),
     shares=((3, 0.9),),
-    curves=(Curve("", "loss", (2.4, None, 9.1)),),
 )
 
 

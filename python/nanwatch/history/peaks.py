@@ -20,7 +20,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ..recording.events import PeakName
-from ..report.spike import Curve, Departure
+from ..report.spike import Departure
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"
 
@@ -112,16 +112,13 @@ class PeakHistory:
         magnitudes = zip(self.names, self._first.tolist(), self._latest.tolist(), strict=False)
         return [(name, first, latest) for name, first, latest in magnitudes if first]
 
-    def _recent(self) -> Floats:
-        return self._bits[max(0, self._num_rows - DEPTH) : self._num_rows]
-
     def departures(self, *, falls: bool = False) -> list[Departure]:
         """Return the tensors that left their history in the latest step, in their order; with `falls`, also downwards.
 
         A tensor that was always missing leaves it by coming. With `falls`, one that always was there leaves it by
         being zero, if other tensors of its module are there: else the module may not have been called.
         """
-        rows = self._recent()
+        rows = self._bits[max(0, self._num_rows - DEPTH) : self._num_rows]
         if len(rows) <= LEAST:
             return []
         before, latest = rows[:-1], rows[-1]
@@ -139,11 +136,6 @@ class PeakHistory:
             Departure(*self.names[place], float(values[place]), float(usual[place]), float(far[place]))
             for place in np.flatnonzero(far >= CHANGED)
         ]
-
-    def curve(self, name: tuple[str, str]) -> Curve:
-        """Return the latest values of a tensor, oldest first."""
-        values = np.exp2(self._recent()[:, self.names.index(name)]).tolist()
-        return Curve(*name, tuple(value if isfinite(value) else None for value in values))
 
 
 # The rule for a loss or a gradient norm that jumps is that of a tensor, upwards alone. Distances of a loss are also
@@ -166,7 +158,7 @@ class Signal:
     def __init__(self, label: str, *, in_bits: bool) -> None:
         self._label = label
         self._in_bits = in_bits
-        self._latest: deque[float] = deque(maxlen=DEPTH)
+        self._latest: deque[float] = deque(maxlen=LEVEL)
         self._distances: deque[float] = deque(maxlen=WINDOW)
         self._shares: deque[float] = deque(maxlen=WINDOW)  # distances over the level
         self._first = 0.0  # level
@@ -177,8 +169,8 @@ class Signal:
         if not isfinite(value):
             return None
         departure = None
-        if len(self._latest) >= LEVEL:
-            level = median(list(self._latest)[-LEVEL:])
+        if len(self._latest) == LEVEL:
+            level = median(self._latest)
             self._first = self._first or abs(level)
             unit = 1.0 if self._in_bits else max(abs(level), _FLOOR * self._first) or 1.0
             distance = value - level
@@ -202,10 +194,6 @@ class Signal:
             far = max(plain, share)
             is_jump = plain >= _JUMP or (share >= _JUMP_OF_SHARE and distance >= _LEAST_JUMP * first)
         return Departure("", self._label, value, level, far) if is_jump else None
-
-    def curve(self) -> Curve:
-        """Return the latest values, oldest first."""
-        return Curve("", self._label, tuple(2.0**x if self._in_bits else x for x in self._latest))
 
 
 def _deviations(before: Sequence[float], distance: float, least: float) -> float:

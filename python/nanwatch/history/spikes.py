@@ -10,7 +10,7 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import sqrt
 from statistics import median
 from typing import Any, Protocol, TypeVar
@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 from ..instrumentation.attention import LARGEST
 from ..numerics.readable import Numbers, is_plain
 from ..recording.events import Event, PeakName, Recorder
-from ..report.spike import Cause, Curve, Departure, SpikeReport
+from ..report.spike import Cause, Departure, SpikeReport
 from ..util.job import rank
 from ..util.visible import spell, suppressed, warn_user
 from .peaks import OF_CALL, Floats, PeakHistory, Signal
@@ -36,7 +36,6 @@ _MOST_REPORTS = 16
 # Losses of so many samples are kept by sample.
 _MOST_SAMPLES = 4096
 _SHOWN_SAMPLES = 3
-_SHOWN_CURVES = 6
 # A learning rate jumps when it is so many times the median of the latest 16. It may be the cause for 32 steps.
 _RATE_FACTOR, _RATE_STEPS, _RATE_LASTS = 3.0, 16, 32
 # Optimizers with histories of their own, as those of a GAN. Further ones share the last.
@@ -259,19 +258,8 @@ class SpikeWatch:
         # The step of another optimizer, as of a GAN's other part, has been made. This one is about to be made.
         rates = next((rates for other_track in self._tracks.values() if (rates := other_track.rates())), None)
         cause, first = cause_of(jumps, forward, backward, rates)
-        curves = tuple(_curves(track, first, forward, backward))
-        return SpikeReport(
-            batch,
-            rank(),
-            tuple(jumps),
-            cause,
-            first,
-            tuple(forward),
-            tuple(backward),
-            rates,
-            _shares(losses),
-            curves,
-        )
+        departures = tuple(forward), tuple(backward)
+        return SpikeReport(batch, rank(), tuple(jumps), cause, first, *departures, rates, _shares(losses))
 
 
 def cause_of(
@@ -296,17 +284,6 @@ def cause_of(
     if backward and all(jump.label != "loss" for jump in jumps):
         return "gradient", backward[0]
     return "loss", None
-
-
-def _curves(
-    track: _Track, first: Departure | None, forward: Sequence[Departure], backward: Sequence[Departure]
-) -> Iterator[Curve]:
-    yield from (signal.curve() for signal in (track.loss, track.norm))
-    for history, departures in ((track.forward, forward), (track.backward, backward)):
-        names = [(x.module, x.label) for x in (first, *departures) if x is not None]
-        tracked_names = set(history.names)
-        for name in [name for name in dict.fromkeys(names) if name in tracked_names][:_SHOWN_CURVES]:
-            yield history.curve(name)
 
 
 def _shares(losses: list[float]) -> tuple[tuple[int, float], ...]:

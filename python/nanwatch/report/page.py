@@ -22,8 +22,6 @@ _FRAME = "width: 100%; height: 36em; border: 0"  # of a page in a notebook
 LOW_BITS = NEAR_FACTOR.bit_length() - 1  # as text has it
 NEAR_BITS = 2
 TEXT, NUMBER = "", "number"
-# The colours of the lines of a chart, in this order.
-COLORS = ("output", "gone", "gradient", "weight", "input", "buffer", "near", "fine")
 
 
 class Level(NamedTuple):

@@ -12,7 +12,7 @@ from ..records.note import Note
 from ..records.record import Frame, event_frame
 from ..util import reading
 from ..util.visible import module_name, visible
-from .page import COLORS, NUMBER, TEXT, Chart, InNotebook, Section, Table, page
+from .page import NUMBER, TEXT, InNotebook, Table, page
 from .report import Report, read_report
 from .text import Fact
 
@@ -61,22 +61,13 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """Latest values of a tensor or of a number, oldest first; None for a step that had none."""
-
-    module: str
-    label: str
-    values: tuple[float | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class SpikeReport(InNotebook):
     """A spike: what jumped in `batch`, the class of the first signal that left its history, and its tensor.
 
     `jumps` are of the loss and of the gradients. `first` is the tensor that shows the cause, None where no tensor has
     left its history. `forward` and `backward` are all that have, in the order in which they were made. `rates` are the
     learning rate before and after it jumped. `shares` are the samples with the largest shares of the loss, where the
-    loss was handed over by sample. `curves` are the latest histories.
+    loss was handed over by sample.
 
     Examples:
         >>> from nanwatch.report.spike import Departure, SpikeReport
@@ -96,7 +87,6 @@ class SpikeReport(InNotebook):
     backward: tuple[Departure, ...] = ()
     rates: tuple[float, float] | None = None
     shares: tuple[tuple[int, float], ...] = ()
-    curves: tuple[Curve, ...] = ()
     files: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
 
@@ -156,21 +146,6 @@ class SpikeReport(InNotebook):
 
     def to_html(self) -> str:
         """Return the report as one page of HTML without a script. Raises ImportError without jinja2."""
-        lines = [
-            {
-                "name": f"{curve.label} of {module_name(curve.module)}" if curve.module else curve.label,
-                "color": COLORS[i % len(COLORS)],
-                "x": range(1 - len(curve.values), 1),
-                "at": range(1 - len(curve.values), 1),
-                "y": curve.values,
-            }
-            for i, curve in enumerate(self.curves)
-        ]
-        label = "the latest values of each number and tensor, on a logarithmic scale"
-        hint = "What is not positive and finite is a gap."
-        sections: list[Section] = [
-            Chart("curves", "The latest steps", hint, label, "steps before the spike", "value", lines)
-        ]
         departures = [("forward", x) for x in self.forward] + [("backward", x) for x in self.backward]
         rows = [
             [phase, module_name(x.module), x.label, *(f"{n:.3g}" for n in (x.value, x.usual, x.deviations))]
@@ -180,7 +155,7 @@ class SpikeReport(InNotebook):
         columns |= dict.fromkeys(("abs max", "usually", "deviations"), NUMBER)
         rest = len(departures) - _SHOWN
         more = f"and {rest:,} more, which the JSON has" if rest > 0 else ""
-        sections += [Table("departures", "Left its history", columns, rows, after=more)] if rows else []
+        sections = [Table("departures", "Left its history", columns, rows, after=more)] if rows else []
         amount = f"batch {self.batch}, rank {self.rank}"
         who, facts = "SpikeReport.to_html()", tuple(self.facts())
         return page(who, self.headline, amount, facts, sections, is_bad=True)

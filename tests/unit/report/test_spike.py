@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanwatch.report.report import Report
-from nanwatch.report.spike import Curve, Departure, SpikeReport, read_saved
+from nanwatch.report.spike import Departure, SpikeReport, read_saved
 from support.html_page import Page
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m"
@@ -22,7 +23,6 @@ REPORT = SpikeReport(
     forward=(Departure("head", "output", 80.0, 4.0, 12.0), Departure("", "output", 80.0, 4.0, 11.0)),
     rates=(0.001, 0.1),
     shares=((7, 0.91), (0, 0.02)),
-    curves=(Curve("", "loss", (2.0, None, 4.0, 3.0)), Curve(HOSTILE, "output", (1.0,))),
 )
 
 
@@ -38,15 +38,11 @@ def test_text_tells_all_with_visible_names() -> None:
     ]
 
 
-def test_the_page_draws_a_line_for_each_history_and_escapes_names() -> None:
-    page = Page(REPORT.to_html())
+def test_the_page_has_a_row_for_each_departure_and_escapes_names() -> None:
+    page = Page(replace(REPORT, backward=(Departure(HOSTILE, "weight.grad", 0.5, 0.0, inf),)).to_html())
     assert "script" not in {tag for tag, _ in page.tags}
-    # A point for each step that had a value.
-    assert [title for title in page.titles if title.startswith("loss")] == [
-        "loss, -3: 2",
-        "loss, -1: 4",
-        "loss, 0: 3",
-    ]
+    assert [tag for tag, _ in page.tags].count("tr") == 1 + 3
+    assert r"backward <script>alert(1)</script>\x1b[31m weight.grad 0.5 0 inf" in page.text
 
 
 @given(st.from_type(SpikeReport))
