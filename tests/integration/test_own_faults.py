@@ -99,7 +99,7 @@ BROKEN = [
     ("diagnosis.search._of_backward", backward, "the finding could not be examined: RuntimeError: broken"),
     ("diagnosis.experiment.run_backward", backward, "the backward could not be examined: RuntimeError: broken"),
     ("session.starts.BackwardCall.capture", loss, "the statements of the loss could not be kept"),
-    ("diagnosis.rerun.BackwardCall.statements", loss, "the loss could not be computed again: RuntimeError: broken"),
+    ("diagnosis.rerun.BackwardCall.statements", loss, "the loss was not computed again: RuntimeError: broken"),
 ]  # fmt: skip
 
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, jit, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.slot import unwatched
@@ -112,7 +112,7 @@ class BatchSnapshot:
     """The outermost call of a batch, as it was about to be made: `module(*args, **kwargs)`.
 
     `versions` are those of its tensors, `buffers` the values of the model's small buffers. `elapsed`: seconds from the
-    start to the failure. `sizes`: of the gradients of its outputs in a failed backward, by label, where they are known.
+    start to the failure.
     """
 
     module: nn.Module
@@ -125,7 +125,6 @@ class BatchSnapshot:
     versions: tuple[tuple[Tensor, int], ...] = ()
     buffers: BufferValues = field(default_factory=dict)
     elapsed: float = 0.0
-    sizes: Mapping[str, float] = field(default_factory=lambda: _NOTHING)
 
     @classmethod
     def of(cls, start: Start, buffers: BufferValues, rng: RngState) -> BatchSnapshot:
@@ -165,22 +164,23 @@ class BatchSnapshot:
             with ExitStack() as modes:
                 modes.enter_context(torch.inference_mode() if self.inference else torch.no_grad())
                 modes.enter_context(torch.compiler.set_stance("force_eager"))
-                modes.callback(setattr, checkpoint, "CheckpointFunction", checkpoint.CheckpointFunction)
-                setattr(checkpoint, "CheckpointFunction", _NoCheckpoint)  # noqa: B010 - a class, for mypy
+                # Its backward refuses to give the gradients of chosen tensors.
+                modes.enter_context(isolation.in_place_of(CheckpointFunction, "apply", _call_plainly))
                 for autocast in self.autocast:
                     modes.enter_context(autocast.context())
                 if self.grad and torch.backends.mha.get_fastpath_enabled():
                     # Without a graph nn.TransformerEncoderLayer takes a path on which its parts are not called.
                     modes.callback(torch.backends.mha.set_fastpath_enabled, True)
                     torch.backends.mha.set_fastpath_enabled(False)
-                if _is_job():
+                if number := num_processes():
                     # A forked child has none of the threads that a collective of gloo needs.
-                    if num_processes() > 1 or isolation.is_child():
+                    if number > 1 or isolation.is_child():
                         modes.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
-                    modes.enter_context(_replicas_alone())
+                    # It would tell the other ranks that a batch has begun.
+                    replicas = nn.parallel.DistributedDataParallel
+                    modes.enter_context(isolation.in_place_of(replicas, "forward", _call_alone))
                 self.rng.restore()
-                if isolation.current is not None:
-                    modes.enter_context(isolation.current.running())
+                modes.enter_context(isolation.limited())
                 # The class's own `__call__` is no part of the snapshot, and may wait for a lock that it holds already.
                 yield lambda: nn.Module.__call__(self.module, *self.args, **self.kwargs)
 
@@ -271,13 +271,10 @@ def _put_back_others(root: nn.Module) -> Callable[[], None]:
     return after.close
 
 
-def _is_job() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def num_processes() -> int:
-    """Return the number of processes of the job."""
-    return torch.distributed.get_world_size() if _is_job() else 1
+    """Return the number of processes of the job, 0 without a job."""
+    job = torch.distributed
+    return job.get_world_size() if job.is_available() and job.is_initialized() else 0
 
 
 def no_second_run(root: nn.Module | None = None) -> str:
@@ -329,34 +326,12 @@ class _NoCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def _replicas_alone() -> Iterator[None]:
-    """Let this thread call replicas in the block without DistributedDataParallel.
-
-    It would tell the other ranks that a batch has begun, as the replicas of other threads have to.
-    """
-    replicas: Any = nn.parallel.DistributedDataParallel
-    forward, owner, is_over = replicas.forward, threading.get_ident(), threading.Event()
-
-    def call(replica: Any, *args: Any, **kwargs: Any) -> Any:
-        is_alone = threading.get_ident() == owner and not is_over.is_set()
-        return replica.module(*args, **kwargs) if is_alone else forward(replica, *args, **kwargs)
-
-    replicas.forward = call
-    try:
-        yield
-    finally:
-        is_over.set()  # two threads may end their blocks in any order
-        replicas.forward = forward
+def _call_alone(replica: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return replica.module(*args, **kwargs)  # type: ignore[operator]
 
 
-class _NoCheckpoint:
-    """Stand-in for the re-entrant checkpoint, whose backward refuses to give the gradients of chosen tensors."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
-        """Call the function."""
-        return function(*args)
+def _call_plainly(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+    return function(*args)
 
 
 def draws_outside_torch(root: nn.Module) -> bool:

@@ -122,9 +122,8 @@ def run(
     follows: True or a mode finds the operation that began the first bad value. The mode knows the calls under way.
     divisor: the gradients that the backward begins with are divided by it.
 
-    A batch with a graph has a backward too, from its outputs, as if their mean were the loss, or with the sizes of
-    gradients that the snapshot knows; and, with `squares`, one as if the mean of their squares were the loss. A watch
-    of the model sees nothing of it.
+    A batch with a graph has a backward too, from its outputs, as if their mean were the loss, and with `squares` one as
+    if the mean of their squares were. A watch of the model sees nothing of it.
     """
     provenance = ProvenanceMode(run.__code__) if follows is True else follows or None
     experiment, open_calls = Experiment(provenance=provenance), list[ModuleCall]()
@@ -164,15 +163,12 @@ def run(
             with wrap_calls((*names, *snapshot.module.modules()), seen):
                 output = call()
             experiment.results = [x.detach() for _, x in leaves(output, "output") if isinstance(x, Tensor)]
-            if ends := dict(with_graph(output)) if snapshot.grad else {}:
-                roots, sizes = list(ends.values()), snapshot.sizes
-                given = [
-                    torch.full_like(x, sizes.get(label, _share(x)) / divisor) for label, x in ends.items()
-                ]
+            if roots := [x for _, x in with_graph(output) if snapshot.grad]:
+                given = [torch.full_like(x, 1 / max(x.numel(), 1) / divisor) for x in roots]
                 experiment.given = [gradient_record(x) for x in given]
                 run_backward(roots, leaves_below(roots), given, experiment.keep_gradients)
                 if squares:
-                    given = [2 * x.detach() * _share(x) for x in roots]
+                    given = [2 * x.detach() * gradient for x, gradient in zip(roots, given, strict=True)]
                     run_backward(roots, leaves_below(roots), given, experiment.keep_gradients)
     except Exception as error:
         # Without its traceback, whose frames hold the activations of the run.
@@ -270,12 +266,3 @@ def with_graph(output: Any) -> Iterator[tuple[str, Tensor]]:
     yield from (
         (label, x) for label, x in leaves(output, "output") if isinstance(x, Tensor) and x.requires_grad
     )
-
-
-def mean_gradients(outputs: list[Tensor]) -> list[Tensor]:
-    """Return for each tensor the gradient that the mean of its elements gives it, as a loss would."""
-    return [torch.full_like(x, _share(x)) for x in outputs]
-
-
-def _share(x: Tensor) -> float:
-    return 1 / max(x.numel(), 1)

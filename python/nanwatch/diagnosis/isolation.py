@@ -20,7 +20,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, NoReturn
@@ -31,8 +30,6 @@ from ..instrumentation.slot import waiting_ends
 from ..util.program_code import is_library
 from ..util.visible import spell
 
-_HARD_PAUSE = 2  # omp_pause_hard
-_PR_SET_PDEATHSIG = 1
 # The parent acts on these, and a handler of the program's must not run twice.
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGPIPE")
 # Ends a run in the main thread: a wait for a lock lets a signal through. Ignored by default; Windows has none.
@@ -71,7 +68,7 @@ def is_child() -> bool:
 
 
 def run_in_child(work: Callable[[], Any], seconds: float) -> Any:
-    """Return the text or other plain document that `work` returns in a forked child.
+    """Return the text or other plain document that `work` returns in a forked child, which has one thread.
 
     seconds: how long the child may go without a call of `send`.
 
@@ -79,28 +76,24 @@ def run_in_child(work: Callable[[], Any], seconds: float) -> Any:
     handler of the program raises meanwhile, after the child has been ended.
     """
     drawn = random.getstate()  # which Python seeds anew in a child
-    has_threads = _pause_openmp()
     reading, writing = multiprocessing.Pipe(duplex=False)
     with warnings.catch_warnings(), reading:
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
-        parent = os.getpid()
         with writing:
             try:
                 child = os.fork()
             except OSError as error:
                 raise ChildEndedError(f"no process could be had: {error}", None) from None
             if child == 0:
-                _be_child(work, parent, writing, drawn, has_threads)
-        # A number may be another process's by now, where the program's own handler of SIGCHLD takes the status.
-        process = os.pidfd_open(child)
+                _be_child(work, writing, drawn)
         try:
             return _result(child, reading, seconds)
         finally:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-            with suppress(ChildProcessError):
+            with suppress(
+                ProcessLookupError, ChildProcessError
+            ):  # the program's own handler has taken the status
+                os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-            os.close(process)
 
 
 def _result(child: int, reading: Connection, seconds: float) -> Any:
@@ -120,46 +113,28 @@ def _result(child: int, reading: Connection, seconds: float) -> Any:
 
 
 def _status(child: int) -> str:
-    try:
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    except ChildProcessError:
+    """Return in words how the child ended. Its number stays taken."""
+    ended = None
+    with suppress(ChildProcessError):
+        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    if ended is None:
         return ""
-    return f" by {signal.Signals(-code).name}" if code < 0 else f" with status {code}"
+    if ended.si_code == os.CLD_EXITED:
+        return f" with status {ended.si_status}"
+    return f" by {signal.Signals(ended.si_status).name}"
 
 
-def _pause_openmp() -> bool:
-    """End the threads of GNU OpenMP, which would be missing in a child. Return whether a child can have its own.
-
-    They start again at the next parallel region. A child of a process that has not ended them waits for them for ever.
-    Other makes of OpenMP see to a fork themselves.
-    """
-    return all(library.omp_pause_resource_all(_HARD_PAUSE) == 0 for library in _gnu_openmp())
-
-
-@cache
-def _gnu_openmp() -> tuple[ctypes.CDLL, ...]:
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        files = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "libgomp" in line}
-    return tuple(ctypes.CDLL(file) for file in sorted(files))
-
-
-def _be_child(
-    work: Callable[[], Any], parent: int, writing: Connection, drawn: Any, has_threads: bool
-) -> NoReturn:
+def _be_child(work: Callable[[], Any], writing: Connection, drawn: Any) -> NoReturn:
     global _send
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
         signal.set_wakeup_fd(-1)
         for name in _IGNORED:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         _cut_off(writing.fileno())
         random.setstate(drawn)
-        if not has_threads:
-            torch.set_num_threads(1)
-
+        # The threads of OpenMP are the parent's: a parallel region of the child would wait for them for ever.
+        torch.set_num_threads(1)
         _send = lambda document: writing.send((document, False, ""))  # noqa: E731
         try:
             writing.send((work(), True, ""))
@@ -179,72 +154,71 @@ def _cut_off(kept: int) -> None:
                 os.dup2(nowhere, int(name))
 
 
-class RerunEndedError(Exception):
-    """The clock has ended a re-run. The text says where."""
+class RerunEndedError(BaseException):
+    """The clock has ended the code of the program that is run again. The text says where."""
 
 
-class _End(BaseException):
-    """Leaves the code of the program that is run again."""
+# Seconds that each re-run may take.
+_seconds = threading.TIMEOUT_MAX
 
 
-class Clock:
-    """Time limit of each re-run of one failure, in this thread."""
+@contextmanager
+def clock(seconds: float) -> Iterator[None]:
+    """Give each re-run in the block this many seconds."""
+    global _seconds
+    before, _seconds = _seconds, seconds
+    try:
+        yield
+    finally:
+        _seconds = before
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._ended = ""
-        self._is_armed = False
-        self._lock = threading.Lock()
-        self._thread = threading.get_ident()
-        # Only the main thread gets signals, and a handler of the program's stays.
-        is_main = threading.current_thread() is threading.main_thread()
-        is_free = is_main and _ENDS_RUN and signal.getsignal(_ENDS_RUN) in (signal.SIG_DFL, signal.SIG_IGN)
-        self._signal = _ENDS_RUN if is_free else None
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Give the block its time. Raises RerunEndedError where it takes longer, or an earlier block did."""
-        if self._ended:
-            raise RerunEndedError(self._ended)
-        self._end_waiting = waiting_ends()
-        timer = threading.Timer(self._seconds, self._strike)
-        timer.daemon = True
-        before = None if self._signal is None else signal.signal(self._signal, self._at_signal)
-        try:
-            try:
-                self._is_armed = True
-                timer.start()
-                yield
-            finally:
-                self._is_armed = False  # before it waits, so that the handler raises nothing here
-                with self._lock:
-                    timer.cancel()
-                if self._signal is not None:
-                    signal.signal(self._signal, before)
-        except _End:  # also one that came as the block was left
-            raise RerunEndedError(self._ended) from None
+@contextmanager
+def limited() -> Iterator[None]:
+    """Give the block its time. Raises RerunEndedError in this thread where it takes longer."""
+    seconds, thread, end_waiting = _seconds, threading.get_ident(), waiting_ends()
+    # Only the main thread gets signals, and a handler of the program's stays.
+    is_main = threading.current_thread() is threading.main_thread()
+    is_free = is_main and _ENDS_RUN and signal.getsignal(_ENDS_RUN) in (signal.SIG_DFL, signal.SIG_IGN)
+    lock, is_armed, words = threading.Lock(), True, ""
 
-    def _strike(self) -> None:
-        """End the block, from the timer's thread."""
-        with self._lock:
-            if not self._is_armed:
+    def strike() -> None:
+        nonlocal is_armed, words
+        with lock:
+            if not is_armed:
                 return
-            where = _line(sys._current_frames().get(self._thread))
-            self._ended = f"it took longer than {self._seconds:.0f} s at {where}, and was ended"
+            where = _line(sys._current_frames().get(thread))
+            words = f"it took longer than {seconds:.0f} s at {where}, and was ended"
             # Code that the end passes through, as an executor's `with`, may wait for a thread of its own.
-            self._end_waiting()
-            if self._signal is not None:
-                signal.pthread_kill(self._thread, self._signal)
+            end_waiting()
+            if is_free:
+                signal.pthread_kill(thread, _ENDS_RUN)
             else:
                 # Where this thread waits for a lock, the error comes with the lock: no signal reaches the thread.
-                self._is_armed = False
-                thread = ctypes.c_ulong(self._thread)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_End))
+                is_armed, error = False, ctypes.py_object(RerunEndedError)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
 
-    def _at_signal(self, *_: Any) -> None:
-        if self._is_armed and self._ended:
-            self._is_armed = False
-            raise _End
+    def at_signal(*_: Any) -> None:
+        nonlocal is_armed
+        if is_armed and words:
+            is_armed = False
+            raise RerunEndedError
+
+    timer = threading.Timer(seconds, strike)
+    timer.daemon = True
+    before = signal.signal(_ENDS_RUN, at_signal) if is_free else None
+    try:
+        try:
+            timer.start()
+            yield
+        finally:
+            is_armed = False  # before it waits, so that the handler raises nothing here
+            with lock:
+                timer.cancel()
+            if is_free:
+                signal.signal(_ENDS_RUN, before)
+    except RerunEndedError:  # also one that came as the block was left
+        raise RerunEndedError(words) from None
 
 
 def _line(frame: FrameType | None) -> str:
@@ -254,15 +228,22 @@ def _line(frame: FrameType | None) -> str:
     return "an unknown line" if frame is None else f"line {frame.f_lineno} of {frame.f_code.co_filename}"
 
 
-current: Clock | None = None
-
-
 @contextmanager
-def clock(seconds: float) -> Iterator[None]:
-    """Give each re-run in the block a clock of this many seconds."""
-    global current
-    before, current = current, Clock(seconds)
+def in_place_of(owner: Any, name: str, stand_in: Callable[..., Any]) -> Iterator[None]:
+    """Let this thread's calls of `owner.name` run the stand-in in the block. Those of other threads run as they did."""
+    before, is_inherited = getattr(owner, name), name not in vars(owner)
+    thread, is_over = threading.get_ident(), threading.Event()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        is_ours = threading.get_ident() == thread and not is_over.is_set()
+        return (stand_in if is_ours else before)(*args, **kwargs)
+
+    setattr(owner, name, call)
     try:
         yield
     finally:
-        current = before
+        is_over.set()  # two threads may end their blocks in any order
+        if is_inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

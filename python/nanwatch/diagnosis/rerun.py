@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from ..instrumentation.wrapped_names import module_names
 from ..precision.casting import replaced
 from ..recording.walk import call_leaves
-from ..report.finding import Finding, with_earlier, working_first
+from ..report.finding import with_earlier, working_first
 from ..util.visible import spell
 from . import isolation
 from .batch_snapshot import BatchSnapshot, may_be_narrow, no_second_run
@@ -25,7 +26,7 @@ from .cures import try_formats, try_patches
 from .diagnosis import Diagnosis, enrich
 from .experiment import Allows, run
 from .incident import Incident, attempt, write_failure
-from .loss_statements import BackwardCall, LossStatements, Refused, loss_value, with_poles
+from .loss_statements import BackwardCall, LossStatements, Refused
 from .patching.source import find_target
 from .search import find_operation
 from .trials import NO_CONDITIONS, Conditions
@@ -36,8 +37,7 @@ _ADVICE = (
 _NOT_KEPT = (
     "the start of the batch was not kept. Run it alone, uncompiled and with one call of the model, for that"
 )
-_OTHERS = "the batch, with other gradients of its outputs of the same size,"
-
+_Phase = Literal["forward", "backward"]
 # Runs of a part of the batch. One of 64 samples takes 9.
 _MOST_RUNS = 24
 
@@ -56,28 +56,28 @@ def examine(
     """Complete the incident by a re-run, if it `examines`, and write it to `output_dir`, if any.
 
     `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss` is the
-    backward of a loss outside all modules that made the value.
+    backward that made the value.
     """
-    run, diagnosis = _Rerun(incident, model, conditions), None
-    if examines and (reason or (snapshot is None and loss is None)):
-        incident.remark(f"no re-run was made: {reason or _NOT_KEPT}")
-    elif examines and incident.finding.phase == "backward":
-        run.examine_backward(snapshot, loss)
-    elif examines and snapshot is not None and incident.finding.phase != "step":
-        diagnosis = run.examine_batch(snapshot)
-    finding = incident.finding
-    if loss is not None and finding.is_of_loss and finding.operation is None:
-        poles = attempt("reading the loss's graph", partial(with_poles, finding, loss), incident.remark)
-        incident.finding = poles or incident.finding
+    run = _Rerun(incident, model, conditions)
+    try:
+        if examines and (reason or (snapshot is None and loss is None)):
+            incident.remark(f"no re-run was made: {reason or _NOT_KEPT}")
+        elif examines and incident.finding.phase == "backward":
+            run.examine_backward(snapshot, loss)
+        elif examines and snapshot is not None and incident.finding.phase != "step":
+            run.examine_batch(snapshot)
+    except isolation.RerunEndedError as ended:
+        incident.remark(f"the re-run of the batch ended: {ended}")
     if output_dir is not None:
         run.send()
-        write_failure(incident, diagnosis, snapshot, output_dir)
+        write_failure(incident, run.diagnosis, snapshot, output_dir)
 
 
 class _Rerun:
-    """The re-run of one incident's batch, which completes the incident."""
+    """The re-run of one incident's batch, which completes the incident. `diagnosis` is that of a forward."""
 
     def __init__(self, incident: Incident, model: nn.Module, conditions: Conditions) -> None:
+        self.diagnosis: Diagnosis | None = None
         self._incident = incident
         self._model = model
         self._conditions = conditions
@@ -86,10 +86,10 @@ class _Rerun:
         """Send what is known to the process of the program, should a later step not end."""
         isolation.send(self._incident.report.to_json())
 
-    def examine_batch(self, snapshot: BatchSnapshot) -> Diagnosis:
+    def examine_batch(self, snapshot: BatchSnapshot) -> None:
         """Run the forward of the batch again to find the operation, cures and samples."""
         incident, finding = self._incident, self._incident.finding
-        diagnosis = find_operation(snapshot, finding, model=self._model)
+        self.diagnosis = diagnosis = find_operation(snapshot, finding, model=self._model)
         incident.finding = enrich(finding, diagnosis)
         if diagnosis.holder is not None:
             frames = with_earlier(incident.report.frames, diagnosis.holder)
@@ -100,85 +100,83 @@ class _Rerun:
             if doubts := snapshot.doubts():
                 incident.remark(f"no cure was tried, as {doubts[0]}")
             else:
-                self._try_cures(snapshot, diagnosis, incident.finding)
+                self._try_cures(snapshot, diagnosis)
         if diagnosis.step is not None or incident.finding.origin == "data":
             self._find_samples(snapshot, diagnosis, batch_size(snapshot))
-        return diagnosis
 
     def examine_backward(self, snapshot: BatchSnapshot | None, loss: BackwardCall | None) -> None:
-        """Run the batch again with its backward to find the operation, cures and samples.
-
-        It runs as the statements of the program that computed the loss. Where they may not run, a gradient that the
-        model itself made shows also with others of the same size at the model's outputs.
-        """
-        incident, remarks = self._incident, list[str]()
-        finding, value = incident.finding, None if loss is None else loss_value(loss)
-        diagnosis, start = self._search(self._starts(snapshot, loss, remarks, whole=not finding.is_of_loss))
-        if diagnosis.step is not None and any(x.grad_fn is not None for x in diagnosis.step.strangers):
-            # The loss reads an auxiliary loss from an attribute of a module.
-            whole = self._search(self._starts(snapshot, loss, [], whole=True))
-            diagnosis, start = (diagnosis, start) if whole[0].step is None else whole
-        if diagnosis.step is None or start is None:
-            why = "; ".join(diagnosis.remarks)
-            incident.remark(*filter(None, [*remarks, why and f"{why}; {_ADVICE}"]))
+        """Run the batch again with its backward to find the operation, cures and samples."""
+        incident, remarks, shown = self._incident, list[str](), list[tuple[Diagnosis, BatchSnapshot]]()
+        for start in self._starts(snapshot, loss, remarks):
+            diagnosis = find_operation(
+                start, incident.finding, model=self._model, allows=self._conditions.allows
+            )
+            if diagnosis.step is not None:
+                shown.append((diagnosis, start))
+                # Else the loss reads a bad value with a graph that these statements did not make.
+                if all(x.grad_fn is None for x in diagnosis.step.strangers):
+                    break
+            elif diagnosis.remarks:
+                remarks.append(f"{'; '.join(diagnosis.remarks)}; {_ADVICE}")
+        if not shown:
+            incident.remark(*dict.fromkeys(remarks))
             return
-        where = start.module.where if isinstance(start.module, LossStatements) else _OTHERS
-        incident.finding = enrich(finding, diagnosis)
+        diagnosis, start = shown[-1]
+        incident.finding = enrich(incident.finding, diagnosis)
         self.send()
-        tried = incident.finding if value is None else replace(incident.finding, phase="forward")
-        self._try_cures(start, diagnosis, tried)
+        self._try_cures(start, diagnosis, "backward" if loss is None or loss.value is None else "forward")
+        where = (
+            start.module.where if isinstance(start.module, LossStatements) else "the batch without its loss"
+        )
         incident.remark(f"found by running {where} again")
         self._find_samples(start, diagnosis, batch_size(start if snapshot is None else snapshot))
 
-    def _search(self, starts: Iterator[BatchSnapshot]) -> tuple[Diagnosis, BatchSnapshot | None]:
-        """Run from each start until one shows the operation. Return what was found, and from where."""
-        diagnosis, start = Diagnosis(), None
-        for start in starts:
-            diagnosis = find_operation(
-                start, self._incident.finding, model=self._model, allows=self._conditions.allows
-            )
-            if diagnosis.step is not None:
-                break
-        return diagnosis, start
-
     def _starts(
-        self, snapshot: BatchSnapshot | None, loss: BackwardCall | None, remarks: list[str], *, whole: bool
+        self, snapshot: BatchSnapshot | None, loss: BackwardCall | None, remarks: list[str]
     ) -> Iterator[BatchSnapshot]:
         """Yield the starts from which the backward may come again, the exact ones first; remark why there are none.
 
-        `whole`: the model's calls are made again too.
+        It runs as the statements of the program that computed the loss, with the model's calls if a gradient inside
+        the model failed; where nothing is known of a loss, as the model alone.
         """
-        finding = self._incident.finding
-        if loss is not None:
-            try:
-                statements = loss.statements(self._model, whole=whole)
-                buffers = {} if snapshot is None else snapshot.buffers
-                for rng in loss.rngs:
-                    facts = statements.inputs, rng, loss.autocast, False, True, (), buffers
-                    yield BatchSnapshot(statements, (), *facts)
-            except Refused as reason:
-                remarks.append(f"the loss was not computed again: {reason}; {_ADVICE}")
-            except Exception as error:
-                remarks.append(f"the loss could not be computed again: {spell(error)}; {_ADVICE}")
-        if snapshot is not None and not finding.is_of_loss:
-            yield snapshot
+        is_of_loss, buffers = self._incident.finding.is_of_loss, {} if snapshot is None else snapshot.buffers
+        if loss is None:
+            yield from [] if snapshot is None else [snapshot]
+            return
+        reason = "its source was not found"
+        try:
+            for statements in loss.statements(self._model):
+                if statements.is_whole or is_of_loss:
+                    reason = ""
+                    for rng in loss.rngs:
+                        facts = statements.inputs, rng, loss.autocast, False, True, (), buffers
+                        yield BatchSnapshot(statements, (), *facts)
+        except Refused as refusal:
+            reason = str(refusal)
+        except Exception as error:
+            reason = spell(error)
+        if reason:
+            remarks.append(f"the loss was not computed again: {reason}; {_ADVICE}")
 
-    def _try_cures(self, snapshot: BatchSnapshot, diagnosis: Diagnosis, finding: Finding) -> None:
-        """Try changes of the source first, as they are the smallest, then other formats."""
-        attempt("trying cures", partial(self._cure, snapshot, diagnosis, finding), self._incident.remark)
+    def _try_cures(self, snapshot: BatchSnapshot, diagnosis: Diagnosis, phase: _Phase = "forward") -> None:
+        """Try changes of the source first, as they are the smallest, then other formats. `phase` is the source's."""
+        cure = partial(self._cure, snapshot, diagnosis, phase)
+        attempt("trying cures", cure, self._incident.remark)
 
-    def _cure(self, snapshot: BatchSnapshot, diagnosis: Diagnosis, finding: Finding) -> None:
-        model, conditions, statements = self._model, self._conditions, snapshot.module
-        is_backward = self._incident.finding.phase == "backward"
+    def _cure(self, snapshot: BatchSnapshot, diagnosis: Diagnosis, phase: _Phase) -> None:
+        incident, finding, statements = self._incident, self._incident.finding, snapshot.module
+        model, conditions = self._model, self._conditions
         at = statements.target if isinstance(statements, LossStatements) else find_target
-        cures, remarks = try_patches(snapshot, finding, model, diagnosis, conditions=conditions, at=at)
-        is_due = is_backward or may_be_narrow(snapshot, finding) or not any(x.works for x in cures)
-        if is_due and not self._incident.finding.is_of_loss:
+        of_source = replace(finding, phase=phase)
+        cures, remarks = try_patches(snapshot, of_source, model, diagnosis, conditions=conditions, at=at)
+        incident.learn(cures=working_first(cures))
+        is_due = finding.phase == "backward" or may_be_narrow(snapshot, finding)
+        if (is_due or not any(x.works for x in cures)) and not finding.is_of_loss:
             # The cure is judged at the gradient, also where the loss fails.
-            formats = try_formats(snapshot, self._incident.finding, model, conditions=conditions)
-            cures, remarks = (*cures, *formats[0]), (*remarks, *formats[1])
-        self._incident.learn(cures=working_first(cures))
-        self._incident.remark(*remarks)
+            formats = try_formats(snapshot, finding, model, conditions=conditions)
+            incident.learn(cures=working_first((*cures, *formats[0])))
+            remarks += formats[1]
+        incident.remark(*remarks)
 
     def _find_samples(self, snapshot: BatchSnapshot, diagnosis: Diagnosis, size: int) -> None:
         """Look for the samples that carry the failure, unless a second run says little."""

@@ -26,7 +26,6 @@ from .batch_snapshot import BatchSnapshot, left_calls, no_second_run
 from .causes import came_in, named_arguments
 from .diagnosis import Diagnosis, ModuleCall, Step, describe, values_of
 from .experiment import Allows, Experiment, make_call, nothing_allowed, run
-from .isolation import RerunEndedError
 from .provenance import ProvenanceMode
 
 _NOTHING = "in a re-run of the batch no operation made a bad gradient"
@@ -119,8 +118,7 @@ def _of_forward(snapshot: BatchSnapshot, finding: Finding, suspect: nn.Module, m
             break
     remarks, doubts = list[str](), snapshot.doubts()
     if (error := experiment.error) is not None:
-        why = str(error) if isinstance(error, RerunEndedError) else f"it raised {spell(error)}"
-        remarks.append(f"the re-run of the batch ended: {why}")
+        remarks.append(f"the re-run of the batch ended: it raised {spell(error)}")
     else:
         if all(call.name != finding.module for call in experiment.calls):
             remarks.append(f"the re-run did not call {finding.module or 'the root module'}")

@@ -318,7 +318,9 @@ class FailureHandler:
         examine: Callable[..., None],
     ) -> None:
         """Complete the incident in a forked child, else in this process, under a clock."""
-        seconds = LEAST_SECONDS + (0.0 if start is None else TIMES_BATCH * start.elapsed)
+        # A child has one thread.
+        times = TIMES_BATCH * torch.get_num_threads()
+        seconds = LEAST_SECONDS + (0.0 if start is None else times * start.elapsed)
         # Once, as each child would import it anew: torch._dynamo takes a second.
         importlib.import_module("torch._dynamo")
         tempfile.gettempdir()  # writes a file, the first time

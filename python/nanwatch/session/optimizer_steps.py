@@ -165,8 +165,7 @@ class OptimizerSteps:
         num_before, place = self._recorder.frames_of_batch(batch), finding.sequence
         sequence = None if num_before is None or place is None else num_before + place
         report = self._reports.latest(replace(finding, sequence=sequence), batch, frames)
-        outermost = max((call for call in calls if call.frame.batch == batch), key=lambda call: call.number)
-        self._failures.starts.backward_failed(batch, outermost.frame.records)
+        self._failures.starts.backward_failed(batch)
         bad = [x for x in arrivals if calls[x.call].frame.records[x.record].is_fault]
         batches = {calls[x.call].frame.batch for x in bad}
         self._defer(Incident(report), batches, is_of_weight=any(x.part == "weight" for x in bad))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -13,7 +12,6 @@ from ..diagnosis.batch_snapshot import BatchSnapshot, BufferHistory, draws_outsi
 from ..diagnosis.loss_statements import BackwardCall
 from ..instrumentation.execution_context import RngState
 from ..recording.events import Event, Recorder, Start
-from ..records.record import Record
 from ..report.finding import Finding
 from ..util.visible import suppressed
 from .options import Options
@@ -92,30 +90,23 @@ class Starts:
         self._backwards.clear()
         self._failed = None
 
-    def keep(self, batch: int, records: Iterable[Record] = ()) -> None:
-        """Keep the start of the batch until a step takes the gradients, also when its graph is gone.
-
-        `records` are those of the backward of its outermost call.
-        """
+    def keep(self, batch: int) -> None:
+        """Keep the start of the batch until a step takes the gradients, also when its graph is gone."""
         if (start := self.of_ended(batch)) is not None:
-            sizes = {x.label.removesuffix(".grad"): x.abs_max for x in records if x.isfinite and x.abs_max}
-            self._failed = batch, weakref.ref(start.module), replace(start, module=_NO_MODULE, sizes=sizes)
+            self._failed = batch, weakref.ref(start.module), replace(start, module=_NO_MODULE)
 
-    def backward_failed(self, batch: int, records: Iterable[Record] = ()) -> None:
+    def backward_failed(self, batch: int) -> None:
         """Keep the start of the batch, and the backward under way, until a step takes the gradients."""
-        self.keep(batch, records)
+        self.keep(batch)
         # A later call is a part of what lies behind this one's outputs.
         starts = [start for start in self._recorder.ended_starts() if start.batch <= batch]
-        failed = next((start for start in starts if start.batch == batch), None)
-        if failed is None:
+        if all(start.batch != batch for start in starts):
             return
         try:
-            calls = [x.nodes for x in starts if not x.is_function]
-            since = failed.nodes[1] if failed.is_function else min(end for _, end in calls)
             first = min(starts, key=lambda x: x.batch)
             generators = [x for x in (self._generator, first.generator) if x is not None]
             rngs = [RngState(generator, first.cuda) for generator in generators]
-            if (call := BackwardCall.capture(since, calls, rngs)) is not None:
+            if (call := BackwardCall.capture(rngs)) is not None:
                 self._backwards[batch] = call
         except Exception:
             suppressed("the statements of the loss could not be kept")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -288,34 +287,6 @@ def test_what_may_not_run_twice_is_not_run(way: str) -> None:
     else:
         assert finding.source is None
         assert any("should not run a second time; put the loss" in remark for remark in finding.remarks)
-        assert any("from DivBackward0" in remark for remark in finding.remarks)  # the graph still tells
-
-
-def test_the_graph_tells_where_nothing_may_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in this process, while another thread is inside the model."""
-    monkeypatch.setenv("NANWATCH_RERUN", "in-process")
-    model, is_inside, may_leave = Net(), threading.Event(), threading.Event()
-
-    def wait(*_: object) -> None:
-        if threading.current_thread() is thread:
-            is_inside.set()
-            may_leave.wait(30)
-
-    model.register_forward_hook(wait)
-    thread = threading.Thread(target=lambda: model(BATCH))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with failing(model) as found:
-        thread.start()
-        is_inside.wait(30)
-        try:
-            model(BATCH).mul(0).sum().sqrt().backward()
-            optimizer.step()
-        finally:
-            may_leave.set()
-            thread.join()
-    (finding,) = found
-    assert (finding.operation, finding.source) == ("SqrtBackward0", None)
-    assert any("another thread was inside the model" in remark for remark in finding.remarks)
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -341,7 +312,7 @@ def test_a_re_run_in_this_process_leaves_what_the_loss_calls(
         gradients = [None if p.grad is None else p.grad.clone() for p in critic.parameters()]
         optimizer.step()
     (finding,) = found
-    assert (finding.operation, finding.source is None) == ("SqrtBackward0", trains)
+    assert finding.operation == (None if trains else "SqrtBackward0")
     assert all(map(torch.equal, norm, critic[0].buffers()))
     assert torch.equal(drawn, generator.get_state())
     for before, parameter in zip(gradients, critic.parameters(), strict=True):

@@ -114,21 +114,6 @@ def test_hooks_and_other_watches_are_not_called_for_it() -> None:
     assert model[0].weight is optimizer.param_groups[0]["params"][0]
 
 
-def test_a_loss_that_may_not_run_again_leaves_the_model() -> None:
-    """Data is handed out once: gradients of the size that was seen, at the model's outputs, show the operation too."""
-    model = nn.Sequential(Product())
-    sizes = iter([1e20, 1.0])
-    with watch(model, gradients=True):
-        (model(torch.full((2,), 1e20)) * next(sizes)).sum().backward()
-        with pytest.raises(NonFiniteError) as error:
-            torch.optim.SGD(model.parameters()).step()
-    finding = error.value.report.finding
-    assert finding is not None
-    assert (finding.label, finding.operation) == ("weight.grad", "MulBackward0")
-    assert list(sizes) == [1.0]
-    assert "found by running the batch, with other gradients" in " ".join(finding.remarks)
-
-
 class Shares(nn.Module):
     """Divides what `head` gets too: the derivative at 0 / 0 adds to the gradient of `head`'s input."""
 

@@ -249,13 +249,10 @@ def numbers_of(dtype: str) -> dict[str, str]:
     return {name: values[column] for name, values in NUMBERS.items()}
 
 
-# Operations whose value is not finite for some finite operands, and those of which that holds for the derivative only.
+# Operations whose value is not finite for some finite operands.
 POLES = frozenset({
     "exp", "exp2", "expm1", "sinh", "cosh", "log", "log2", "log10", "lgamma", "digamma", "acos", "asin", "atanh", "acosh",
     "erfinv", "div", "reciprocal", "rsqrt", "log1p", "logit", "tan", "xlogy",
-})  # fmt: skip
-DERIVATIVE_POLES = frozenset({
-    "sqrt", "pow", "acos", "asin", "acosh", "angle", "linalg_svd", "linalg_eigh", "hypot", "atan2",
 })  # fmt: skip
 # By the name of an operation in the dispatcher or in the graph: the names in the source that run it, where they differ.
 _RUN_BY = {
