@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils import _pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..instrumentation.execution_context import RngState
 from ..instrumentation.slot import TemporaryWrapper, attached
 from ..numerics._reference import without_repeats
 from ..numerics.readable import dtype_name
 from ..recording.walk import Leaf, call_leaves, leaves
-from ..util.modules import WeakIdentityDict, each_module, each_parameter, is_in
+from ..util.modules import each_module, each_parameter, is_in
 from .calls import ModuleCall, Run, coarsest, most_common, own_tensors
 
 # How to call a model on the inputs.
@@ -236,7 +237,7 @@ class _CallLog:
         self._clock = itertools.count()
         self._occurrences: Counter[str] = Counter()
         self._most_bytes = self._left = most_bytes
-        self._copies: WeakIdentityDict[tuple[int, Tensor]] = WeakIdentityDict()
+        self._copies = WeakIdKeyDictionary()
 
     def wrappers(self, model: nn.Module) -> Iterator[TemporaryWrapper]:
         """Yield the wrappers that record. Compiled modules are left as they are: their parts have none."""

@@ -29,13 +29,14 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..instrumentation.global_hooks import after_steps, before_steps
 from ..instrumentation.slot import set_default_call
 from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
 from ..recording.walk import call_leaves, leaves
-from ..util.modules import WeakIdentityDict, each_module, has_parameters
+from ..util.modules import each_module, has_parameters
 from ..util.program_code import is_library
 from ..util.visible import module_name, spell, users_frame, visible
 
@@ -290,7 +291,7 @@ class _Recorder:
         self._model: nn.Module | None = None
         self._local = threading.local()
         # Path and class of modules; path, class and label of parameters.
-        self._places: WeakIdentityDict[tuple[str, ...]] = WeakIdentityDict()
+        self._places = WeakIdKeyDictionary()
 
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # A compiler reads this function too; to it the module is itself.
@@ -345,7 +346,7 @@ class _Recorder:
             if self._recording.batches == self._most_batches:
                 raise _EnoughError
             self._recording.batches += 1
-        outer = type(module).__name__ if self._places.objects() else ""
+        outer = type(module).__name__ if self._places else ""
         for path, part in each_module(module) if self._places.get(module) is None else ():
             if self._places.get(part) is None:
                 self._places[part] = (".".join(filter(None, (outer, path))), type(part).__name__)

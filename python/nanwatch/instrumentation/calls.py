@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..numerics import _extension
 from ..recording.masks import Excuses
 from ..recording.observe import parameter_mesh
 from ..recording.recorder import PythonRecorder
-from ..util.modules import WeakIdentityDict
 from ..util.visible import warn_user, with_utf8
 from . import compiled
 from .functions import watch_begins, watch_ends
@@ -92,7 +92,7 @@ class Attachment:
         shape_inference.make()
         self._observed = observed
         self._allow_inf = allow_inf
-        self._names: WeakIdentityDict[str] = WeakIdentityDict()
+        self._names = WeakIdKeyDictionary()
         self._nodes: dict[tuple[str, type], int] = {}
         # The recorder knows FSDP's own classes, but the model may be a part of a module that was sharded as a whole.
         if parameter_mesh(model):
@@ -154,8 +154,9 @@ class Attachment:
         self._recorder.paused = True
         self._recorder.forget_tensors()
         self._hooks.remove()
-        for module in self._names.objects():
-            for wrapper in wrappers(module):
+        for reference in self._names.keyrefs():  # a copy: another thread may register a module
+            module = reference()
+            for wrapper in () if module is None else wrappers(module):
                 if wrapper.recorder is self._recorder:
                     detach(module, wrapper)
         self._names.clear()

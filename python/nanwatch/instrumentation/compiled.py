@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..numerics import _extension
 from ..recording.recorder import PythonRecorder
 from ..recording.walk import MAX_DEPTH, MAX_LEAVES, SCALARS, Leaf, Unwalked, call_leaves, leaves
-from ..util.modules import WeakIdentityDict, each_module
+from ..util.modules import each_module
 from ..util.visible import warn_user
 from . import slot
 from .slot import IS_WATCHED, SITE, Changes, needs_operators, watching_at
@@ -40,7 +41,7 @@ _is_needed = False  # by graphs
 _warned = False
 _num_watches = 0
 # How many watches had begun when a model was found to have no watched module.
-_unwatched: WeakIdentityDict[int] = WeakIdentityDict()
+_unwatched = WeakIdKeyDictionary()
 
 
 def follow_watched_calls() -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..numerics import readable
 from ..numerics._fingerprint import sketch
@@ -31,7 +32,7 @@ from ..numerics.readable import (
 )
 from ..records.note import CAPTURED, PLAIN_MASK, Note
 from ..records.record import Record, Role
-from ..util.modules import WeakIdentityDict, each_module
+from ..util.modules import each_module
 from ..util.visible import suppressed
 from .events import Settings
 from .masks import Excuses, excuse, is_mask, may_be_finite_mask
@@ -345,7 +346,7 @@ def _mesh_places(mesh: Any, here: tuple[int, ...]) -> list[str]:
     return [f"{name}={coordinate} of {size}" for name, coordinate, size in places]
 
 
-_meshes: WeakIdentityDict[dict[str, None]] = WeakIdentityDict()  # by model
+_meshes = WeakIdKeyDictionary()  # by model
 
 
 def parameter_mesh(model: nn.Module | None) -> tuple[str, ...]:
@@ -355,7 +356,7 @@ def parameter_mesh(model: nn.Module | None) -> tuple[str, ...]:
     """
     if model is None:
         return ()
-    places = _meshes.get(model) or {}
+    places: dict[str, None] = _meshes.get(model) or {}
     try:
         for _, module in each_module(model):
             x: Any

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..blackbox.process import process_box
 from ..diagnosis.incident import Incident
@@ -42,7 +43,7 @@ from ..report import text
 from ..report.events import SkippedStep
 from ..report.finding import Finding
 from ..util.job import rank
-from ..util.modules import WeakIdentityDict, each_parameter
+from ..util.modules import each_parameter
 from ..util.visible import warn_user
 from .options import scale_of
 from .reports import OPTIMIZER, Reports
@@ -105,7 +106,7 @@ class OptimizerSteps:
         self._takes: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._has_read_state = options.optimizer is None
         # The optimizers, and the latest batch before the latest step of each.
-        self._stepped: WeakIdentityDict[int] = WeakIdentityDict()
+        self._stepped = WeakIdKeyDictionary()
         self._last_step: Incident | None = None
         reports.explain_weight = self._explain_weight
         self._starts = recorder.subscribe(Event.BACKWARD_START)
@@ -425,7 +426,7 @@ class OptimizerSteps:
     def look(self) -> Incident | None:
         """Return the failure of steps since the latest forward that have left a weight non-finite, if there is one."""
         batch, model = self._recorder.latest_batch, self._model()
-        last = [optimizer for optimizer in self._stepped.objects() if self._stepped.get(optimizer) == batch]
+        last = [optimizer for optimizer in self._steppers() if self._stepped.get(optimizer) == batch]
         if batch < 0 or model is None or not last or self._recorder.paused or self._failures.is_run_open:
             return self._last_step
         for optimizer in last:
@@ -457,8 +458,12 @@ class OptimizerSteps:
         path, _, key = f"{finding.module}.{finding.label}".removeprefix(".").rpartition(".")
         owner = None if model is None else find_module(model, path)
         weight = None if owner is None else owner.module._parameters.get(key)
-        steppers = [x for x in self._stepped.objects() if id(weight) in _parameter_ids(x)]
+        steppers = [x for x in self._steppers() if id(weight) in _parameter_ids(x)]
         return finding if weight is None or not steppers else take_apart(finding, steppers[0], weight)
+
+    def _steppers(self) -> list[Optimizer]:
+        # A copy at one moment: another thread may make its first step.
+        return [x for reference in self._stepped.keyrefs() if (x := reference()) is not None]
 
 
 def _parameter_ids(optimizer: Optimizer) -> set[int]:

@@ -1,4 +1,4 @@
-"""Modules and weak dicts by identity.
+"""Modules and parameters by identity.
 
 A user's class may define equality, hash, length or truth as it likes, so nothing here asks for them. PyTorch's own
 `modules()`, `named_modules()` and `parameters()` put each module into a set, which asks for its hash.
@@ -6,13 +6,9 @@ A user's class may define equality, hash, length or truth as it likes, so nothin
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
-
-_T = TypeVar("_T")
 
 
 def each_module(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -47,33 +43,3 @@ def has_parameters(module: nn.Module) -> bool:
 def is_in(module: str, above: str) -> bool:
     """Return whether a module is the other one or inside it, by their names."""
     return not above or f"{module}.".startswith(f"{above}.")
-
-
-class WeakIdentityDict(Generic[_T]):
-    """Values by objects, which are compared by identity, for as long as the objects live."""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Any], _T]] = {}
-
-    def get(self, key: object) -> _T | None:
-        """Return the value of the object, or None."""
-        entry = self._entries.get(id(key))
-        return None if entry is None or entry[0]() is not key else entry[1]
-
-    def __setitem__(self, key: object, value: _T) -> None:
-        number, entries = id(key), self._entries
-
-        def forget(reference: object) -> None:
-            entry = entries.pop(number, None)
-            if entry is not None and entry[0] is not reference:  # of another object at the same address
-                entries[number] = entry
-
-        entries[number] = (weakref.ref(key, forget), value)
-
-    def objects(self) -> list[Any]:
-        """Return the objects, in the order in which they came."""
-        return [key for reference, _ in list(self._entries.values()) if (key := reference()) is not None]
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._entries.clear()

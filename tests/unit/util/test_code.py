@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import sys
-from typing import Any
 
 import pytest
 from torch import nn
 
 from nanwatch.util.imports import when_imported
-from nanwatch.util.modules import WeakIdentityDict, each_module, each_parameter
+from nanwatch.util.modules import each_module, each_parameter
 from nanwatch.util.program_code import frame_values, is_library, names_of
 
 
@@ -28,30 +26,6 @@ def test_the_order_is_that_of_pytorch() -> None:
         (path, id(module)) for path, module in model.named_modules()
     ]
     assert [id(x) for x in each_parameter(model)] == [id(x) for x in model.parameters()]
-
-
-def test_values_live_as_long_as_their_objects() -> None:
-    """Equal objects have values of their own; what is gone has none, and neither has another at its address."""
-
-    class Key:
-        def __eq__(self, other: object) -> bool:
-            return True
-
-        __hash__ = None  # type: ignore[assignment]
-
-    kept: WeakIdentityDict[int] = WeakIdentityDict()
-    a: Any = Key()
-    b: Any = Key()
-    kept[a], kept[b] = 1, 2
-    assert (kept.get(a), kept.get(b), kept.get(Key())) == (1, 2, None)
-    assert [one is other for one, other in zip(kept.objects(), (a, b), strict=True)] == [True, True]
-    del a
-    gc.collect()
-    assert [one is b for one in kept.objects()] == [True]
-    kept[b] = 3
-    assert kept.get(b) == 3
-    kept.clear()
-    assert kept.get(b) is None
 
 
 @pytest.fixture
