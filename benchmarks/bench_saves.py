@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.scan.guard import CheckpointGuard
-from nanwatch.scan.saves import Save
+from nanwatch.scan.guard import CheckpointGuard, Save
 
 WIDTH, LAYERS, VOCABULARY = 768, 12, 50257
 

@@ -206,8 +206,11 @@ class PartialHealth:
 
     def health(self, shape: Sequence[int]) -> TensorHealth:
         """Return the health of the tensor, whose parts have all been read."""
-        row = _reference.merged(torch.tensor(self._rows, dtype=torch.float64))
-        return health_of(row.tolist(), shape)
+        if len(self._rows) == 2:  # to merge one part with nothing takes as long as to read 1 MiB
+            *row, first = self._rows[1]
+            return health_of([*row, first if first < inf else -1.0], shape)
+        merged = _reference.merged(torch.tensor(self._rows, dtype=torch.float64))
+        return health_of(merged.tolist(), shape)
 
     def fingerprint(self, dtype_name: str, shape: Sequence[int]) -> int:
         """Return `nanwatch.fingerprint` of the tensor, whose parts have all been read."""

@@ -14,12 +14,13 @@ import pickle
 import re
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
+from zipfile import is_zipfile
 
 import numpy as np
 import torch
@@ -64,15 +65,14 @@ class Stored(NamedTuple):
         elements, width = (1, 1) if self.encoding is None else _gguf().GGML_QUANT_SIZES[self.encoding]
         length = step // elements * width
         for start in range(0, len(flat), length):
-            raw = flat[start : start + length]
-            yield start // width * elements, raw, raw if self.encoding is None else self._decoded(raw, width)
+            values = raw = flat[start : start + length]
+            if self.encoding is not None:
+                with np.errstate(all="ignore"):
+                    blocks = _gguf().dequantize(raw.numpy().reshape(-1, width), self.encoding)
+                values = torch.from_numpy(blocks).flatten()
+            yield start // width * elements, raw, values
             if len(flat) > length:
                 self.release()
-
-    def _decoded(self, raw: Tensor, width: int) -> Tensor:
-        with np.errstate(all="ignore"):
-            values = _gguf().dequantize(raw.numpy().reshape(-1, width), self.encoding)
-        return torch.from_numpy(values).flatten()
 
     def release(self) -> None:
         """Give all pages of the file back to the kernel. A thread that is reading one maps it again."""
@@ -93,8 +93,7 @@ def open_checkpoint(path: Path) -> Entries:
         raise FileNotFoundError(f"there is no {str(path)!r}: scan reads {_READS}{near(path)}")
     if not path.is_dir():
         yield from _index(path) if path.name.endswith(_INDEX) else _file(path)
-        return
-    if (path / _METADATA).is_file():
+    elif (path / _METADATA).is_file():
         yield from _guarded(_dcp, path)
     elif indices := sorted(path.glob(f"*{_INDEX}")):
         yield from _index(indices[0])
@@ -120,17 +119,16 @@ def _index(path: Path) -> Entries:
         file_of = {name: str(file) for name, file in json.loads(path.read_bytes())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of a checkpoint: {spell(error)}") from None
-    names = {*file_of}
     for file in sorted({*file_of.values()}):
         if Path(file).name != file or not (path.parent / file).is_file():
             yield _fault(path, f"it names {file[:80]!r}, which is not in its folder")
             continue
         for entry in _file(path.parent / file):
             if isinstance(entry, Stored):
-                names.discard(entry.name)
+                file_of.pop(entry.name, None)
             yield entry
-    for name in sorted(names):
-        yield Problem("lost", True, f"{file_of[name][:80]} does not have it", (name,))
+    for name, file in sorted(file_of.items()):
+        yield Problem("lost", True, f"{file[:80]} does not have it", (name,))
 
 
 def _file(path: Path) -> Entries:
@@ -140,31 +138,27 @@ def _file(path: Path) -> Entries:
         head = file.read(16)
     if not head or head.startswith(b"version https://"):
         yield _fault(path, "it is a pointer of Git LFS: run git lfs pull" if head else "it is empty")
-    elif (reader := _reader(head, path.suffix)) is not None:
-        yield from _guarded(reader, path)
+    elif head.startswith(b"GGUF"):
+        yield from _guarded(_gguf_file, path)
+    elif head.startswith(b"\x93NUMPY") or (head.startswith(b"PK\x03\x04") and path.suffix == ".npz"):
+        yield from _guarded(_numpy_file, path)
+    elif head[8:9] == b"{":  # before the next: a header of 640 bytes begins as a pickle does
+        yield from _guarded(_safetensors_file, path)
+    elif head.startswith((b"PK\x03\x04", b"\x80")):
+        yield from _guarded(_torch_file, path)
     elif path.suffix in _SUFFIXES:
         yield _fault(path, "it does not begin as a file of its kind does")
     else:
         raise ValueError(f"{path} is no checkpoint that nanwatch reads, which are {_READS}")
 
 
-def _reader(head: bytes, suffix: str) -> Callable[[Path], Entries] | None:
-    if head.startswith(b"GGUF"):
-        return _gguf_file
-    if head.startswith(b"\x93NUMPY") or (head.startswith(b"PK\x03\x04") and suffix == ".npz"):
-        return _numpy_file
-    if head[8:9] == b"{":  # before the next: a header of 640 bytes begins as a pickle does
-        return _safetensors_file
-    if head.startswith((b"PK\x03\x04", b"\x80")):
-        # The format before PyTorch 1.6 is no archive and cannot be mapped.
-        return partial(_torch_file, is_mapped=head.startswith(b"PK"))
-    return None
-
-
 def _guarded(reader: Callable[[Path], Entries], path: Path) -> Entries:
     """Yield what the reader does. A damaged file makes a library raise any error, which is the problem then."""
+    regions = None
     try:
-        yield from reader(path)
+        for entry in reader(path):
+            regions = _regions(path) if regions is None else regions  # the library has mapped the file by now
+            yield entry._replace(regions=regions) if isinstance(entry, Stored) else entry
     except ImportError:
         raise
     except Exception as error:
@@ -178,8 +172,7 @@ def _regions(path: Path) -> tuple[range, ...]:
         for line in maps:
             addresses, *_, mapped = line.rstrip("\n").split(maxsplit=5)
             if mapped == name:
-                begin, end = (int(address, 16) for address in addresses.split("-"))
-                regions.append(range(begin, end))
+                regions.append(range(*(int(address, 16) for address in addresses.split("-"))))
     return tuple(regions)
 
 
@@ -188,8 +181,7 @@ def _regions(path: Path) -> tuple[range, ...]:
 
 def _safetensors_file(path: Path) -> Entries:
     opened = needed("safetensors", path.name, "scan").safe_open(path, framework="pt")
-    names, regions = [*opened.keys()], _regions(path)
-    yield from (Stored(name, path, partial(opened.get_tensor, name), regions=regions) for name in names)
+    yield from (Stored(name, path, partial(opened.get_tensor, name)) for name in opened.keys())  # noqa: SIM118 - no dict
 
 
 # NumPy's arrays and scalars lie in many checkpoints, and making them runs no code of the file.
@@ -202,34 +194,30 @@ _NUMPY: list[Any] = [
 ]  # fmt: skip
 
 
-def _torch_file(path: Path, *, is_mapped: bool) -> Entries:
+def _torch_file(path: Path) -> Entries:
+    is_archive = is_zipfile(path)  # the format before PyTorch 1.6 is none and cannot be mapped
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(_NUMPY):
             warnings.simplefilter("ignore")
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except pickle.UnpicklingError as error:
-        text = str(error)
-        if imported := re.search(r"GLOBAL (\S+)", text):
+        # The sentences before the reason advise to run what is in the file.
+        why = str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0][:200]
+        if imported := re.search(r"GLOBAL (\S+)", str(error)):
             why = f"a load would import {imported[1]}"
-        else:  # the sentences before it advise to run what is in the file
-            why = text.rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0][:200]
         yield Problem("not checked", False, f"{path}: it is refused: {why}")
-        return
-    regions = _regions(path)
-    for keys, x in tensors_in(content):
-        yield Stored(".".join(keys) or "tensor", path, x.detach, regions=regions)
+    else:
+        for keys, x in tensors_in(content):
+            yield Stored(".".join(keys) or "tensor", path, x.detach)
 
 
 def _numpy_file(path: Path) -> Entries:
-    array: Any = np.load(path, mmap_mode="c", allow_pickle=False)
-    if isinstance(array, np.ndarray):
-        yield Stored(path.stem, path, partial(_tensor_of, {"": array}, ""), regions=_regions(path))
-        return
-    for name in array.files:
-        yield Stored(name, path, partial(_tensor_of, array, name))
+    content: Any = np.load(path, mmap_mode="c", allow_pickle=False)
+    arrays = {path.stem: content} if isinstance(content, np.ndarray) else content
+    yield from (Stored(name, path, partial(_numpy_tensor, arrays, name)) for name in arrays)
 
 
-def _tensor_of(arrays: Any, name: str) -> Tensor:
+def _numpy_tensor(arrays: Any, name: str) -> Tensor:
     array = arrays[name]
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
 
@@ -239,15 +227,12 @@ def _gguf() -> Any:
 
 
 def _gguf_file(path: Path) -> Entries:
-    reader = _gguf().GGUFReader(path, "c")
-    regions = _regions(path)
-    for entry in reader.tensors:
+    for entry in _gguf().GGUFReader(path, "c").tensors:
         data = torch.from_numpy(entry.data)
         if entry.tensor_type.name == "BF16":
             data = data.view(torch.bfloat16)
         encoding = entry.tensor_type if data.dtype is torch.uint8 else None
-        shape = tuple(int(size) for size in reversed(entry.shape))
-        yield Stored(entry.name, path, data.detach, encoding, shape, regions)
+        yield Stored(entry.name, path, data.detach, encoding, tuple(map(int, reversed(entry.shape))))
 
 
 _DCP = "torch.distributed.checkpoint"
@@ -286,9 +271,9 @@ def _dcp_tensor(reader: Any, metadata: Any, name: str) -> Tensor:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     entry = metadata.state_dict_metadata[name]
-    covered = sum(prod(chunk.sizes) for chunk in entry.chunks)
-    if covered != prod(entry.size):
-        raise ValueError(f"its parts hold {covered:,} of {prod(entry.size):,} elements")
+    covered, numel = sum(prod(chunk.sizes) for chunk in entry.chunks), prod(entry.size)
+    if covered != numel:
+        raise ValueError(f"its parts hold {covered:,} of {numel:,} elements")
     x = torch.empty(entry.size, dtype=entry.properties.dtype)
     planner = DefaultLoadPlanner()
     planner.set_up_planner({name: x}, metadata, True)
@@ -299,8 +284,8 @@ def _dcp_tensor(reader: Any, metadata: Any, name: str) -> Tensor:
 # Tensors inside Python objects.
 
 _SCALARS = (int, float, complex, str, bytes, type(None), type, ModuleType, FunctionType)
-# A pickle of an object with one of these does not hold its attributes.
-_PICKLED_OTHERWISE = ("__getstate__", "__reduce__", "__reduce_ex__")
+# A pickle of an object with one of these of its own does not hold its attributes.
+_PICKLING = ("__getstate__", "__reduce__", "__reduce_ex__")
 _FRACTIONS = "efdFD"  # NumPy's codes of the floating-point dtypes that PyTorch has
 
 
@@ -315,22 +300,19 @@ def tensors_in(content: Any) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         keys, value = pending.pop()
         if isinstance(value, Tensor):
             yield keys, value
-        elif isinstance(value, np.ndarray | np.generic) and not isinstance(value, _SCALARS[:3]):
-            if value.dtype.char in _FRACTIONS:
-                yield keys, torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))
-        elif id(value) not in seen:
+        elif isinstance(value, np.ndarray | np.generic) and value.dtype.char in _FRACTIONS:
+            yield keys, torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))
+        elif id(value) not in seen and not isinstance(value, _SCALARS):
             seen.add(id(value))
-            children = [(key, child) for key, child in _children(value) if not isinstance(child, _SCALARS)]
-            pending += [((*keys, key), child) for key, child in reversed(children)]
+            pending += [((*keys, key), child) for key, child in reversed(_children(value))]
 
 
-def _children(value: Any) -> Iterable[tuple[str, Any]]:
+def _children(value: Any) -> Sequence[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         return [
             (f"{path}.{key}" if path else key, x)
             for path, module in each_module(value)
-            for tensors in (module._parameters, module._buffers)
-            for key, x in tensors.items()
+            for key, x in [*module._parameters.items(), *module._buffers.items()]
         ]
     if isinstance(value, Mapping):
         return [(str(key) if isinstance(key, str | int) else type(key).__name__, value[key]) for key in value]
@@ -338,6 +320,6 @@ def _children(value: Any) -> Iterable[tuple[str, Any]]:
         return [(str(position), item) for position, item in enumerate(value)]
     if isinstance(value, Optimizer):
         return [("state", value.state), ("param_groups", value.param_groups)]
-    if any(name in vars(kind) for kind in type(value).__mro__[:-1] for name in _PICKLED_OTHERWISE):
-        return ()
-    return list(getattr(value, "__dict__", {}).items())
+    if all(getattr(type(value), name, None) is getattr(object, name, None) for name in _PICKLING):
+        return [*getattr(value, "__dict__", {}).items()]
+    return ()

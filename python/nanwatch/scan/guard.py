@@ -1,46 +1,83 @@
 """Guard of checkpoints: one with a non-finite weight or optimizer state does not replace a good one.
 
-The guard reads what a save is given before a byte is written. A non-finite checkpoint of the watched model goes beside
-the name that was asked for, and is a failure like any other.
+While a guard is there, each call of a function that writes checkpoints goes through it. The guard reads what the save
+is given before a byte is written. A non-finite checkpoint of the watched model goes beside the name that was asked for,
+and is a failure like any other.
+
+A function is replaced in every module that has it, so that `save_pretrained`, Trainer, Lightning and accelerate are
+covered, also where they imported it before. Modules that are imported later are changed then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import copy
+import functools
+import inspect
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ..diagnosis.incident import Incident
-from ..instrumentation.global_hooks import Handles
 from ..instrumentation.wrapped_names import named_modules, parameter_names
 from ..numerics._extension import instances_of
 from ..numerics.readable import local_shard, only_our_dispatch
 from ..recording.observe import holds_fractions, nonfinite, observe, state_tensors
 from ..records.record import Frame, Record, Role
 from ..report.finding import find
+from ..util.imports import when_imported
 from ..util.job import rank
-from ..util.visible import first_few, suppressing, visible, warn_user, without_wrappers
+from ..util.visible import first_few, suppressed, suppressing, visible, warn_user, without_wrappers
 from .files import tensors_in
-from .saves import Save, guard
 
-_CHECKPOINT = "(checkpoint)"  # name of the frames of a checkpoint
-_MAX_NAMED = 3
+_MARK = ".nonfinite"  # in the name of a checkpoint that goes beside a good one
 
 
-class _Owned(NamedTuple):
-    """Tensor of the watched model, or of the state of an optimizer of it."""
+class Seam(NamedTuple):
+    """Function or method that saves checkpoints, and its arguments for the content and the place."""
 
+    module: str
     name: str
-    role: Role
-    tensor: Tensor
-    allows_inf: bool = False
+    called: str = ""  # in words; "" for one that deletes a checkpoint that has a successor
+    content: str = ""
+    place: str = ""
+    is_folder: bool = False
+
+
+_DCP = "torch.distributed.checkpoint"
+_LIGHTNING = ("lightning.fabric.plugins.io.torch_io", "lightning_fabric.plugins.io.torch_io")
+_SEAMS = (
+    Seam("torch.serialization", "save", "torch.save", "obj", "f"),
+    Seam("safetensors.torch", "save_file", "safetensors", "tensors", "filename"),
+    # By itself, because it makes another error of each ValueError.
+    Seam("safetensors.torch", "save_model", "safetensors", "model", "filename"),
+    # `async_save` calls these in a thread: the second one sends the content to a process.
+    Seam(f"{_DCP}.state_dict_saver", "save", f"{_DCP}.save", "state_dict", "checkpoint_id", is_folder=True),
+    Seam(f"{_DCP}._async_process_executor", "_AsyncCheckpointProcess.save", f"{_DCP}.async_save", "staged_state_dict",
+         "checkpoint_id", is_folder=True),
+    # Whole, because a model of several files is one checkpoint, and the files of the one before are deleted first.
+    Seam("transformers.modeling_utils", "PreTrainedModel.save_pretrained", "save_pretrained", "state_dict",
+         "save_directory", is_folder=True),
+    # Whole, because it saves into memory and then replaces the file.
+    *(Seam(module, "TorchCheckpointIO.save_checkpoint", "Lightning", "checkpoint", "path") for module in _LIGHTNING),
+    *(Seam(module, "TorchCheckpointIO.remove_checkpoint") for module in _LIGHTNING),
+    Seam("transformers.trainer", "rotate_checkpoints"),
+)  # fmt: skip
+_Owned: TypeAlias = tuple[str, Tensor]  # of the watched model, or of the state of an optimizer of it
 
 
 class CheckpointGuard:
-    """Part of a Watch with `guard_checkpoints`, until `remove`.
+    """Part of a Watch with `guard_checkpoints`, which reads each save in any thread, until `remove()`.
 
     `reports` and `failures` are the watch's: what is known of the run, and what to do about a failure.
     """
@@ -53,14 +90,11 @@ class CheckpointGuard:
         # Infinities that the model began with are meant: a buffer for a running minimum, a bias that masks.
         self._meant: set[str] = set()
         with suppressing("the infinities that a model began with could not be read"), only_our_dispatch():
-            owned = {id(member.tensor): member.name for member in self._model_tensors()}
-            bad = nonfinite(member.tensor for member in self._model_tensors())
-            self._meant.update(owned[id(x)] for x in bad if not bool(torch.isnan(x).any()))
-        self._handles = Handles(self, [guard(self)])
-
-    def remove(self) -> None:
-        """Guard no more saves."""
-        self._handles.remove()
+            tensors = {id(x): (name, x) for name, x in self._model_tensors()}
+            bad = [tensors[id(x)] for x in nonfinite(x for _, x in tensors.values())]
+            self._meant.update(name for name, x in bad if not bool(torch.isnan(x).any()))
+        self.remove = weakref.finalize(self, _forget, reference := weakref.ref(self))
+        _remember(reference)
 
     def examine(self, save: Save) -> list[Record]:
         """Return the records of what is not finite in it and is the watched model's."""
@@ -71,10 +105,16 @@ class CheckpointGuard:
             owned = [*self._model_tensors(), *self._states()] if bad else []
             for keys, x in tensors:
                 if id(x) in bad and (owner := _owner(owned, keys, x)) is not None:
-                    label = owner.name if _storage(owner.tensor) == _storage(x) else ".".join(keys)
-                    allows_inf = owner.allows_inf or owner.name in self._meant
-                    faults.append(observe(x, label, owner.role, allows_inf))
+                    name, tensor = owner
+                    label = name if _storage(tensor) == _storage(x) else ".".join(keys)
+                    role: Role = "weight" if isinstance(tensor, torch.nn.Parameter) else "buffer"
+                    faults.append(observe(x, label, role, self._allows_inf(name)))
         return [record for record in faults if record.is_fault]
+
+    def _allows_inf(self, name: str) -> bool:
+        module, _, label = name.rpartition(".")
+        is_state = label.endswith("]")
+        return name in self._meant or (not is_state and self._reports.options.allows("inf", module))
 
     def wrote(self, save: Save) -> None:
         """Let older checkpoints be deleted again once a good one of the model is written."""
@@ -84,12 +124,16 @@ class CheckpointGuard:
 
     def divert(self, save: Save, records: list[Record]) -> Any:
         """Save beside the name that was asked for, and act on the failure."""
-        text = f"{save.function} was given {_named(records)}"
-        if save.is_joint:
-            error = save.refuse_on_all_ranks(text)
-            self._act(save, records, f"{text}: no rank writes it")
-            return self.refused(save, error)
+        names = first_few([visible(record.label) or "the tensor" for record in records])
+        which = "a tensor that is" if len(records) == 1 else f"{len(records):,} tensors that are"
+        text = f"{save.function} was given {which} not finite ({names})"
         result = None
+        if save.is_joint:
+            try:  # the other ranks wait, and only an error of the save itself reaches them
+                save.write(planner=_Refusal(text))
+            except BaseException as error:
+                self._act(save, records, f"{text}: no rank writes it")
+                return self.refused(save, error)
         if save.path is not None:
             result = save.write(beside := save.beside(save.path))
             self.keeps = True
@@ -103,15 +147,17 @@ class CheckpointGuard:
         return result
 
     def refused(self, save: Save, error: BaseException) -> None:
-        """Raise the error of a save that a rank has refused, or warn where the run goes on."""
-        if self._raises:
+        """Raise the error of a save, or warn where a rank has refused and the run goes on."""
+        failures = getattr(error, "failures", None)  # of a CheckpointException, which is no Exception
+        reasons = failures.values() if isinstance(failures, dict) else ()
+        if self._raises or not any(isinstance(reason[0], CheckpointRefusedError) for reason in reasons):
             raise error
         warn_user(f"{save.function}: a rank refused a checkpoint that is not finite, and no rank wrote it")
 
     def _act(self, save: Save, records: list[Record], text: str) -> None:
         recorder = self._reports.recorder
         batch = max(recorder.latest_batch, 0)
-        frame = Frame(batch, _CHECKPOINT, save.function, tuple(records), "save")
+        frame = Frame(batch, "(checkpoint)", save.function, tuple(records), "save")
         num_frames = recorder.frames_of_batch(batch)
         finding = find([frame], rank=rank(), num_frames=None if num_frames is None else num_frames + 1)
         incident = Incident(self._reports.latest(finding, batch, [frame]))
@@ -119,17 +165,12 @@ class CheckpointGuard:
         self._failures.step_follows(incident)
         warn_user(text)
 
-    # Whose tensors they are.
-
     def _model_tensors(self) -> Iterator[_Owned]:
         model = self._reports.model()
         for member in () if model is None else named_modules(model):
-            allowed = self._reports.options.allows("inf", member.name)
-            kinds: tuple[tuple[Role, Any], ...] = ("weight", "_parameters"), ("buffer", "_buffers")
-            for role, attribute in kinds:
-                for key, x in [*getattr(member.module, attribute).items()]:
-                    if x is not None:
-                        yield _Owned(f"{member.name}.{key}".removeprefix("."), role, x, allowed)
+            for key, x in [*member.module._parameters.items(), *member.module._buffers.items()]:
+                if x is not None:
+                    yield f"{member.name}.{key}".removeprefix("."), x
 
     def _states(self) -> Iterator[_Owned]:
         """Yield the states of all optimizers that have a parameter of the model, and of the one in the options."""
@@ -139,15 +180,14 @@ class CheckpointGuard:
             with suppressing("the state of an optimizer could not be listed"):
                 parameters = [x for group in optimizer.param_groups for x in group["params"]]
                 if optimizer is self._reports.options.optimizer or any(id(x) in names for x in parameters):
-                    for state in state_tensors(optimizer, names):
-                        yield _Owned(state.label, "weight" if state.is_parameter else "buffer", state.tensor)
+                    yield from ((state.label, state.tensor) for state in state_tensors(optimizer, names))
 
 
 def _owner(owned: list[_Owned], keys: tuple[str, ...], x: Tensor) -> _Owned | None:
     """Return the tensor that `x` shares memory with, or is a copy of by shape and by the keys that lead to it."""
     storage, plain = _storage(x), [without_wrappers(key) for key in keys]
-    shared = (member for member in owned if storage and _storage(member.tensor) == storage)
-    copied = (member for member in owned if member.tensor.shape == x.shape and _is_named(member.name, plain))
+    shared = (member for member in owned if storage and _storage(member[1]) == storage)
+    copied = (member for member in owned if member[1].shape == x.shape and _is_named(member[0], plain))
     return next(shared, None) or next(copied, None)
 
 
@@ -167,8 +207,154 @@ def _storage(x: Tensor) -> int:
     return 0
 
 
-def _named(records: list[Record]) -> str:
-    """Return `3 tensors that are not finite (0.weight, 0.bias, 1.weight)`, with a few of the names."""
-    names = first_few([visible(record.label) or "the tensor" for record in records], _MAX_NAMED)
-    which = "a tensor that is" if len(records) == 1 else f"{len(records):,} tensors that are"
-    return f"{which} not finite ({names})"
+# The functions that save.
+
+
+class Save:
+    """One call that saves: its function in words, its content and place, and how to go on.
+
+    `content` is nested containers of tensors, or a model. `path` is None for an open file and for a storage of the
+    user's own.
+    """
+
+    def __init__(self, seam: Seam, bound: inspect.BoundArguments, original: Callable[..., Any]) -> None:
+        self._seam = seam
+        self._bound = bound
+        self._original = original
+        self.function = seam.called
+        content, place = bound.arguments.get(seam.content), bound.arguments.get(seam.place)
+        self.content = bound.arguments.get("self") if content is None else content
+        if place is None:
+            place = getattr(bound.arguments.get("storage_writer"), "path", None)
+        self.path = os.fsdecode(place) if isinstance(place, str | os.PathLike) else None
+
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether no guard reads it: it goes beside a good one already, or is one tensor of many of DCP."""
+        if self.path is None:
+            return isinstance(self.content, Tensor)
+        return _MARK in os.path.basename(self.path.rstrip("/"))
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether several ranks save the same checkpoint, and fail or succeed together."""
+        arguments, distributed = self._bound.arguments, torch.distributed
+        is_alone = arguments.get("no_dist") or not arguments.get("use_collectives", True)
+        is_job = distributed.is_available() and distributed.is_initialized()
+        if not self.function.startswith(_DCP) or is_alone or not is_job:
+            return False
+        return distributed.get_world_size(arguments.get("process_group")) > 1
+
+    def beside(self, path: str) -> str:
+        """Return the name beside `path` for a checkpoint that is not to replace the one there."""
+        stem, ending = (path.rstrip("/"), "") if self._seam.is_folder else os.path.splitext(path)
+        return f"{stem}{_MARK}{ending}"
+
+    def write(self, path: str | None = None, **changed: Any) -> Any:
+        """Save as asked, or to another path, past all guards."""
+        bound = copy.copy(self._bound)
+        bound.arguments = {**bound.arguments, **changed}
+        if path is not None:
+            bound.arguments[self._seam.place] = path
+            if (writer := bound.arguments.get("storage_writer")) is not None:
+                bound.arguments["storage_writer"] = copy.copy(writer)  # it would remember the path
+        token = _is_saving.set(True)
+        try:
+            return self._original(*bound.args, **bound.kwargs)
+        finally:
+            _is_saving.reset(token)
+
+
+class CheckpointRefusedError(RuntimeError):
+    """The reason why a rank has no part in a checkpoint."""
+
+
+class _Refusal:
+    """Planner of a save that has no plan. A process of `async_save` gets it pickled."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        raise CheckpointRefusedError(self._reason)
+
+
+_is_saving = ContextVar("nanwatch.is_saving", default=False)  # a save calls further guarded functions
+_changing = threading.RLock()  # reentrant: the garbage collector may remove a guard anywhere
+_guards: list[weakref.ref[CheckpointGuard]] = []
+_undo: list[Callable[[], object]] = []
+
+
+def _remember(reference: weakref.ref[CheckpointGuard]) -> None:
+    with _changing:
+        _guards.append(reference)
+        for seam in _SEAMS if len(_guards) == 1 else ():
+            _undo.append(when_imported(seam.module, functools.partial(_replace, seam)))
+
+
+def _forget(reference: weakref.ref[CheckpointGuard]) -> None:
+    with _changing:
+        _guards.remove(reference)
+        while _undo and not _guards:
+            _undo.pop()()
+
+
+def _live() -> list[CheckpointGuard]:
+    return [guard for reference in tuple(_guards) if (guard := reference()) is not None]
+
+
+def _replace(seam: Seam) -> None:
+    try:
+        *owners, name = seam.name.split(".")
+        owner: Any = functools.reduce(getattr, owners, sys.modules[seam.module])
+        original = vars(owner)[name]
+        function = _guarded(seam, original) if seam.called else _removing(original)
+        with _changing:
+            if _guards:
+                _undo.append(functools.partial(_swap, owner, function, original))
+                _swap(owner, original, function)
+    except Exception:  # another version of the library
+        suppressed(f"{seam.module}.{seam.name} could not be guarded")
+
+
+def _swap(owner: Any, old: Any, new: Any) -> None:
+    """Replace a function in its class, or in every module that has it, under whatever name."""
+    modules = [module for module in [*sys.modules.values()] if issubclass(type(module), ModuleType)]
+    for place in [owner] if isinstance(owner, type) else modules:
+        # Any other way to ask a module of importlib's LazyLoader for its names would run it.
+        for name, value in [*object.__getattribute__(place, "__dict__").items()]:
+            if value is old:
+                setattr(place, name, new)
+
+
+def _guarded(seam: Seam, original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        guards, bound = [] if _is_saving.get() else _live(), None
+        if guards:
+            with suppress(TypeError):  # the function itself says what is wrong
+                bound = signature.bind(*args, **kwargs)
+        if bound is None or (call := Save(seam, bound, original)).is_left_alone:
+            return original(*args, **kwargs)
+        for guard in guards:
+            if faults := guard.examine(call):
+                return guard.divert(call, faults)
+        try:
+            result = call.write()
+        except BaseException as error:
+            return guards[0].refused(call, error)
+        for guard in guards:
+            guard.wrote(call)
+        return result
+
+    return save
+
+
+def _removing(original: Any) -> Any:
+    @functools.wraps(original)
+    def remove(*args: Any, **kwargs: Any) -> Any:
+        return None if any(guard.keeps for guard in _live()) else original(*args, **kwargs)
+
+    return remove

@@ -119,13 +119,20 @@ class Scan:
 
     def to_text(self) -> str:
         """Return the result for people."""
-        faults = sum(problem.is_fault for problem in self.problems)
-        unread = sum(bool(tensor.unread) for tensor in self.tensors)
-        verdict = f"{faults} fault{'s' * (faults > 1)}" if faults else "sound"
-        if not faults and not self.is_checked:
+        num_faults = sum(problem.is_fault for problem in self.problems)
+        num_unread = sum(bool(tensor.unread) for tensor in self.tensors)
+        verdict = f"{num_faults} fault{'s' * (num_faults > 1)}" if num_faults else "sound"
+        if not num_faults and not self.is_checked:
             verdict = "nothing was checked"
-        not_checked = f", {unread} tensors not checked" if unread else ""
-        lines = [f"{', '.join(self.paths)}: {verdict}{not_checked}", self._amount()]
+        not_checked = f", {num_unread} tensors not checked" if num_unread else ""
+        size = sum(tensor.nbytes for tensor in self.tensors)
+        unit, name = next((pair for pair in _UNITS if size >= pair[0]), _UNITS[-1])
+        dtypes = Counter(tensor.dtype for tensor in self.tensors).most_common()
+        listed = ", ".join(f"{dtype} {count:,}" for dtype, count in dtypes)
+        amount = f"{len(self.tensors):,} tensors, {size / unit:.3g} {name}" + (
+            f" ({listed})" if listed else ""
+        )
+        lines = [f"{', '.join(self.paths)}: {verdict}{not_checked}", amount]
         for title, is_fault in (("Faults", True), ("Worth a look", False)):
             by_kind: dict[str, list[str]] = {}
             for problem in self.problems:
@@ -134,41 +141,36 @@ class Scan:
                     by_kind.setdefault(problem.kind, []).append(f"  {problem.kind:<12} {names}{problem.text}")
             lines += ["", f"{title}:"] if by_kind else []
             lines += [line for texts in by_kind.values() for line in _shortened(texts)]
-        if self.against is not None:
-            lines += ["", *self._change_lines(self.against)]
-        return "\n".join(map(visible, lines))
+        return "\n".join(map(visible, [*lines, *self._change_lines()]))
 
-    def _amount(self) -> str:
-        dtypes = Counter(tensor.dtype for tensor in self.tensors).most_common()
-        named = ", ".join(f"{dtype} {count:,}" for dtype, count in dtypes)
-        size = sum(tensor.nbytes for tensor in self.tensors)
-        unit, name = next((pair for pair in _UNITS if size >= pair[0]), _UNITS[-1])
-        return f"{len(self.tensors):,} tensors, {size / unit:.3g} {name}" + (f" ({named})" if named else "")
-
-    def _change_lines(self, against: str) -> Iterator[str]:
+    def _change_lines(self) -> Iterator[str]:
         """Yield which side is the original, the verdict, the largest changes, and what has another name or none."""
-        counts = Counter(change.kind for change in self.changes)
-        listed = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
-        yield f"Original: {', '.join(self.paths)}. What became of it: {against}."
-        yield f"{'Faithful' if self.is_faithful else 'Not the same'}: {listed or 'nothing to compare'}"
+        if self.against is None:
+            return
+        by_kind: dict[str, list[Change]] = {}
+        for change in self.changes:
+            by_kind.setdefault(change.kind, []).append(change)
+        counts = ", ".join(f"{len(changes):,} {kind}" for kind, changes in by_kind.items())
+        yield from ("", f"Original: {', '.join(self.paths)}. What became of it: {self.against}.")
+        yield f"{'Faithful' if self.is_faithful else 'Not the same'}: {counts or 'nothing to compare'}"
         kinds = ("converted", "changed", "not compared")
-        compared = [change for change in self.changes if change.kind in kinds]
-        if compared:
+        if compared := [change for change in self.changes if change.kind in kinds]:
             yield from ("", f"  {'relative':>9} {'largest':>9} {'kind':>12}  tensor")
-        rows = (
-            f"  {change.relative:>9.3g} {change.largest:>9.3g} {change.kind:>12}  {change}"
-            for change in sorted(compared, key=lambda change: -change.relative)
+        compared.sort(key=lambda change: -change.relative)
+        yield from _shortened(
+            [f"  {row.relative:>9.3g} {row.largest:>9.3g} {row.kind:>12}  {row}" for row in compared]
         )
-        yield from _shortened([*rows])
-        equal = [change for change in self.changes if change.kind == "equal"]
-        renamed = [x for x in equal if without_wrappers(x.name) != without_wrappers(x.other)]
-        for words, changes in (
-            ("equal under other names", renamed),
-            ("in the original only", [change for change in self.changes if change.kind == "missing there"]),
-            (f"in {against} only", [change for change in self.changes if change.kind == "only there"]),
-        ):
-            if changes:
-                yield f"  {words}: {first_few([*map(str, changes)])}"
+        equal = by_kind.get("equal", ())
+        lists = {
+            "equal under other names": [
+                change for change in equal if without_wrappers(change.name) != without_wrappers(change.other)
+            ],
+            "in the original only": by_kind.get("missing there"),
+            f"in {self.against} only": by_kind.get("only there"),
+        }
+        yield from (
+            f"  {words}: {first_few([*map(str, changes)])}" for words, changes in lists.items() if changes
+        )
 
 
 def _shortened(lines: list[str]) -> list[str]:

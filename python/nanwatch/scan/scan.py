@@ -1,19 +1,23 @@
-"""Scan of checkpoints: what is in each tensor, and what is wrong with it. Each file is read once, in threads."""
+"""Scan of checkpoints: what is in each tensor, what is wrong with it, and what differs in another checkpoint.
+
+Each file is read once, in threads.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from math import isinf
+from math import inf, isinf, prod, sqrt
 from os import PathLike
 from pathlib import Path
 from statistics import median
 from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,22 +25,26 @@ from torch import Tensor
 from ..history.suspicion import apart_from_siblings
 from ..numerics import _extension
 from ..numerics.formats import TensorHealth, limits
-from ..numerics.ranges import PartialHealth, health_of, tensor_health
+from ..numerics.ranges import PartialHealth, tensor_health
 from ..numerics.readable import dtype_name, is_plain, type_name, unreadable
 from ..util.progress import Tell, silent
-from ..util.visible import spell
-from .against import Member, compare
+from ..util.visible import spell, without_wrappers
 from .files import Stored, open_checkpoint
 from .result import Change, Problem, Scan, TensorScan
 
 PART = 1 << 20  # elements: a call of a kernel costs nothing beside it, and all threads together stay small
+_STEP = 1 << 18  # elements of a comparison: its temporaries stay in the caches
 _MANY_ZEROS, _MANY_ENCODED_ZEROS = 0.1, 0.25  # blocks of 4 bits make up to 17 % of random numbers zero
 _MANY_SUBNORMALS = 0.01
 _SHOWN = 5  # dead rows whose numbers are kept
 _CASTS = ("float16", "bfloat16")
 _MOST_THREADS = 16  # more are no faster, and each has a part in memory
 _MOST_AT_A_TIME = 8  # tensors that a thread takes together
+# Relative, of a tensor: rounding to float8_e5m2 takes at most this. A cast that makes everything zero takes more.
+_MOST_ROUNDED = 0.125
 _loading = Lock()
+
+Member: TypeAlias = tuple[Stored, TensorScan]
 
 
 def scan(
@@ -79,11 +87,14 @@ def scan(
         for fault in faults:
             names = fault.tensors or (str(against),)
             changes += (Change(name, name, "not compared", fault.text) for name in names)
-        changes += compare(members, others, tell)
+        changes += _changes(members, others, tell)
     tensors = tuple(tensor for _, tensor in members)
     problems = sorted([*problems, *_problems(tensors)], key=lambda problem: not problem.is_fault)
     files = tuple(map(str, paths)), None if against is None else str(against)
     return Scan(*files, tensors, tuple(problems), tuple(changes))
+
+
+# The values of each tensor.
 
 
 def _read_all(
@@ -140,47 +151,42 @@ def _read(stored: Stored, fingerprints: bool) -> TensorScan:
 
 def _read_values(stored: Stored, x: Tensor, fingerprints: bool, facts: dict[str, Any]) -> None:
     """Set the fields of a TensorScan."""
-    is_encoded = stored.encoding is not None
-    facts["dtype"] = dtype = stored.encoding.name.lower() if is_encoded else dtype_name(x.dtype)
-    facts["shape"] = shape = stored.shape if is_encoded else tuple(x.shape)
-    if why := unreadable(x):
-        facts["unread"] = why
+    dtype, shape, kind = dtype_name(x.dtype), tuple(x.shape), (dtype_name(x.dtype), x.shape)
+    if is_encoded := stored.encoding is not None:
+        dtype, shape, kind = stored.encoding.name.lower(), stored.shape, ("uint8", x.shape)
+    facts.update(dtype=dtype, shape=shape, unread=unreadable(x))
+    if facts["unread"]:
         return
     if not is_plain(x):
         facts["health"] = tensor_health(x)
         return
-    if x.numel() <= PART and not (fingerprints or is_encoded or x.dtype is torch.bool):
-        # 1 MiB takes 0.88 of the time that parts of it take.
-        health = health_of(_extension.health(x).tolist(), shape)
-    else:
-        total = PartialHealth()
-        for start, raw, values in stored.parts(x, PART):
-            total.add(values, start)
-            if fingerprints:
-                total.add_bits(raw)
-        health = total.health(shape)
-    facts["nbytes"], facts["health"] = x.nbytes, health
+    total = PartialHealth()
+    for start, raw, values in stored.parts(x, PART):
+        total.add(values, start)
+        if fingerprints:
+            total.add_bits(raw)
+    facts["nbytes"], facts["health"] = x.nbytes, total.health(shape)
     if fingerprints:
-        facts["fingerprint"] = total.fingerprint(*(("uint8", (x.numel(),)) if is_encoded else (dtype, shape)))
+        facts["fingerprint"] = total.fingerprint(*kind)
     if not is_encoded and x.is_floating_point() and x.dim() > 1:
-        facts.update(_dead_rows(stored, x, health.num_zero))
+        width = prod(shape[1:])
+        # Fewer zeros than a row has elements: none is dead.
+        if 1 < width <= facts["health"].num_zero:
+            facts["dead_rows"], facts["first_dead_rows"] = _dead_rows(stored, x.detach().reshape(-1, width))
 
 
-def _dead_rows(stored: Stored, x: Tensor, zeros: int) -> dict[str, Any]:
-    """Return the rows of a matrix that are all zero. Nothing is read where fewer elements are zero than a row has."""
-    width = x.numel() // max(len(x), 1)
-    if not 1 < width <= zeros:
-        return {}
-    matrix, live = x.detach().reshape(len(x), width), torch.zeros(len(x), dtype=torch.bool)
-    step = max(PART // width, 1)
-    for first in range(0, len(x), step):
+def _dead_rows(stored: Stored, matrix: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Return how many rows of a matrix are all zero, and the numbers of the first."""
+    # One tensor for all rows: small results between the temporaries of `any` would keep their memory from the next.
+    live, step = torch.zeros(len(matrix), dtype=torch.bool), max(PART // matrix.shape[1], 1)
+    for first in range(0, len(matrix), step):
         band = matrix[first : first + step]
         # `any` refuses formats of 8 bits.
         live[first : first + step] = (band.float() if band.element_size() == 1 else band).any(1)
         stored.release()
     num_dead = len(live) - int(live.count_nonzero())
     dead = (number for number, is_live in enumerate(live.numpy()) if not is_live)
-    return {"dead_rows": num_dead, "first_dead_rows": tuple(islice(dead, min(num_dead, _SHOWN)))}
+    return num_dead, tuple(islice(dead, min(num_dead, _SHOWN)))
 
 
 # Search for problems in the tensors.
@@ -188,58 +194,54 @@ def _dead_rows(stored: Stored, x: Tensor, zeros: int) -> dict[str, Any]:
 
 def _problems(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
     for tensor in tensors:
+        names, health = (tensor.name,), tensor.health
         if tensor.lost:
-            yield Problem("lost", True, tensor.lost, (tensor.name,))
+            yield Problem("lost", True, tensor.lost, names)
         if tensor.unread:
-            yield Problem("not checked", False, tensor.unread, (tensor.name,))
-        if tensor.health is not None and not tensor.health.isfinite:
-            yield _nonfinite(tensor.name, tensor.health)
-        if tensor.health is not None and tensor.is_float and not _is_mask(tensor.health):
-            yield from _of_values(tensor, tensor.health)
+            yield Problem("not checked", False, tensor.unread, names)
+        if health is None:
+            continue
+        # A mask of attention has nothing but zeros and -inf.
+        is_mask = 0 < health.num_neginf == health.numel - health.num_zero
+        if not health.isfinite:
+            counts = {"nan": health.num_nan, "inf": health.num_posinf, "-inf": health.num_neginf}
+            listed = ", ".join(f"{count:,} {value}" for value, count in counts.items() if count)
+            text = f"{listed} of {health.numel:,}, the first at {[*(health.first_nonfinite or ())]}"
+            if is_mask:
+                yield Problem("mask", False, f"{text}; all others are 0, as in a mask", names)
+            else:
+                yield Problem("non-finite", True, text, names)
+        if tensor.is_float and not is_mask:
+            yield from (Problem(kind, False, text, names) for kind, text in _remarks(tensor, health))
     yield from _outliers(tensors)
 
 
-def _nonfinite(name: str, health: TensorHealth) -> Problem:
-    counts = {"nan": health.num_nan, "inf": health.num_posinf, "-inf": health.num_neginf}
-    named = ", ".join(f"{count:,} {value}" for value, count in counts.items() if count)
-    kind, rest = "non-finite", ""
-    if is_mask := _is_mask(health):
-        kind, rest = "mask", "; all others are 0, as in a mask"
-    first = list(health.first_nonfinite or ())
-    return Problem(kind, not is_mask, f"{named} of {health.numel:,}, the first at {first}{rest}", (name,))
-
-
-def _is_mask(health: TensorHealth) -> bool:
-    """Return whether it may be a mask of attention: nothing but zeros and -inf."""
-    return 0 < health.num_neginf == health.numel - health.num_zero
-
-
-def _of_values(tensor: TensorScan, health: TensorHealth) -> Iterator[Problem]:
-    names, numel = (tensor.name,), health.numel
-    if health.num_zero == numel:
+def _remarks(tensor: TensorScan, health: TensorHealth) -> Iterator[tuple[str, str]]:
+    """Yield what is worth a look in the values of a tensor: the kind of the problem and its text."""
+    numel, num_zero, num_subnormal = health.numel, health.num_zero, health.num_subnormal
+    if num_zero == numel:
         if numel > 1:
-            yield Problem("all zero", False, f"all {numel:,} elements", names)
+            yield "all zero", f"all {numel:,} elements"
         return
-    if health.num_zero >= (_MANY_ENCODED_ZEROS if tensor.is_encoded else _MANY_ZEROS) * numel:
-        yield Problem("zeros", False, f"{health.num_zero / numel:.1%} of {numel:,}", names)
+    if num_zero >= (_MANY_ENCODED_ZEROS if tensor.is_encoded else _MANY_ZEROS) * numel:
+        yield "zeros", f"{num_zero / numel:.1%} of {numel:,}"
     if count := tensor.dead_rows:
         listed = ", ".join(map(str, tensor.first_dead_rows)) + (", ..." if count > _SHOWN else "")
-        yield Problem("dead", False, f"{count:,} rows are all zero: {listed}", names)
-    if health.num_subnormal >= _MANY_SUBNORMALS * numel:
-        share = health.num_subnormal / numel
-        yield Problem("subnormal", False, f"{share:.1%} of {numel:,} are subnormal in {tensor.dtype}", names)
+        yield "dead", f"{count:,} rows are all zero: {listed}"
+    if num_subnormal >= _MANY_SUBNORMALS * numel:
+        yield "subnormal", f"{num_subnormal / numel:.1%} of {numel:,} are subnormal in {tensor.dtype}"
     ends, largest = limits(tensor.dtype), health.finite_abs_max
     for target in _CASTS:
         narrow = limits(target)
         assert narrow is not None
         if ends is None or ends.largest <= narrow.largest or largest == 0:  # nothing but zeros and nan
             continue
-        cast = float(torch.tensor(largest, dtype=torch.float64).to(getattr(torch, target)))
-        if isinf(cast):
-            yield Problem("range", False, f"abs max {largest:.4g} overflows in {target}", names)
-        elif cast < narrow.smallest_normal:
-            text = f"abs max {largest:.4g}: every element would be subnormal or zero in {target}"
-            yield Problem("range", False, text, names)
+        if largest > narrow.largest and isinf(
+            torch.tensor(largest, dtype=torch.float64).to(getattr(torch, target))
+        ):
+            yield "range", f"abs max {largest:.4g} overflows in {target}"
+        elif largest < narrow.smallest_normal:
+            yield "range", f"abs max {largest:.4g}: every element would be subnormal or zero in {target}"
 
 
 def _outliers(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
@@ -254,3 +256,91 @@ def _outliers(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
             f" {len(siblings)} other {pattern}.{label}"
         )
         yield Problem("outlier", False, text, (f"{module}.{label}" if module else label,))
+
+
+# Comparison of two checkpoints.
+
+
+def _changes(first: Sequence[Member], second: Sequence[Member], tell: Tell) -> Iterator[Change]:
+    """Yield how the tensors of `second` differ from those of `first`.
+
+    They are matched by name, and by fingerprint where names differ.
+    """
+    by_name = dict(zip(_names(second), second, strict=True))
+    matches = [by_name.pop(name, None) for name in _names(first)]
+    by_value = {member[1].fingerprint: name for name, member in by_name.items() if _is_distinct(member[1])}
+    for number, (member, match) in enumerate(zip(first, matches, strict=True)):
+        tell("comparing", number, len(first), "tensors")
+        if match is None and _is_distinct(member[1]):
+            match = by_name.pop(by_value.pop(member[1].fingerprint, ("", 0)), None)
+        yield Change(member[1].name, "", "missing there") if match is None else _change(member, match)
+    for _, tensor in by_name.values():
+        yield Change("", tensor.name, "only there")
+
+
+def _names(members: Sequence[Member]) -> Iterator[tuple[str, int]]:
+    """Yield each name and how often it came before, as in a folder with the random states of several ranks."""
+    counts = Counter[str]()
+    for _, tensor in members:
+        name = without_wrappers(tensor.name)
+        yield name, counts[name]
+        counts[name] += 1
+
+
+def _is_distinct(tensor: TensorScan) -> bool:
+    """Return whether the values tell the tensor from others, unlike those of a new norm or bias."""
+    health = tensor.health
+    return tensor.fingerprint is not None and health is not None and health.abs_min != health.abs_max
+
+
+def _change(first: Member, second: Member) -> Change:
+    (_, a), (_, b) = first, second
+    if a.fingerprint == b.fingerprint is not None:
+        return Change(a.name, b.name, "equal")
+    why = a.lost or a.unread or b.lost or b.unread
+    if not why and a.shape != b.shape:
+        why = f"{list(a.shape)} is no {list(b.shape)}"
+    if not why and not (a.is_float and b.is_float) and a.dtype != b.dtype:
+        why = f"{a.dtype} is no {b.dtype}"
+    if not why:
+        try:
+            return _distance(first, second)
+        except Exception as error:  # cut off since
+            why = spell(error)
+    return Change(a.name, b.name, "not compared", why)
+
+
+def _distance(first: Member, second: Member) -> Change:
+    """Return the distance of two tensors of one shape, over all elements."""
+    a, b = first[1], second[1]
+    noise = square = largest = 0.0
+    at, num_lost = -1, 0  # finite elements that are nan or inf in the second
+    unrounded = [0, 0]  # elements that are not the nearest in the second's format, and in the first's
+    parts = (stored.parts(stored.load(), _STEP) for stored, _ in (first, second))
+    for (start, _, x), (_, _, y) in zip(*parts, strict=True):
+        unrounded[0] += _unrounded(x, y)
+        unrounded[1] += _unrounded(y, x)
+        x, y = x.double(), y.double()
+        num_lost += int((x.isfinite() & ~y.isfinite()).sum())
+        difference = (y - x).masked_fill((x == y) | (x.isnan() & y.isnan()), 0).nan_to_num(inf, inf, -inf)
+        noise += float(difference.square().sum())
+        square += float(x.nan_to_num(0, 0, 0).square().sum())
+        most, place = torch.max(difference.abs(), 0)
+        if float(most) > largest:
+            largest, at = float(most), start + int(place)
+    relative = sqrt(noise / square) if square else (inf if noise else 0.0)
+    remarks = [f"{a.dtype} to {b.dtype}"] if a.dtype != b.dtype else []
+    remarks += [f"{num_lost:,} finite elements become nan or inf"] if num_lost else []
+    kind = "changed"
+    if noise == 0 and a.dtype == b.dtype:
+        kind = "equal"
+    elif 0 in unrounded and relative <= _MOST_ROUNDED and not (a.is_encoded or b.is_encoded):
+        kind = "converted"
+    return Change(a.name, b.name, kind, ", ".join(remarks), relative, largest, at)
+
+
+def _unrounded(a: Tensor, b: Tensor) -> int:
+    """Return the number of elements of `b` that are not the nearest to those of `a`."""
+    # PyTorch does not compare numbers of 8 bits.
+    nearest, actual = (x.float() if x.element_size() == 1 else x for x in (a.to(b.dtype), b))
+    return int(((nearest != actual) & ~(nearest.isnan() & actual.isnan())).sum())
