@@ -6,15 +6,16 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import takewhile
 from pathlib import Path
-from signal import SIGKILL
+from signal import SIGKILL, Signals
 
 from ..util.reading import plain
 from ..util.visible import first_few, module_name, spell, visible
-from .story import SCHEMA, SUFFIX, VERSION, BlackBoxReport, BoxCall, read, signal_name
+from .story import SCHEMA, SUFFIX, VERSION, BlackBoxReport, BoxCall, read
 
 _CALLS = 10
 _PULSE = 1.5  # seconds from one sign of life to the next, and some more
@@ -84,7 +85,11 @@ class Job:
         if (first := self.first) is not None:
             verb = "ended first" if first.is_bad else "is behind the others"
             yield from ("", f"Rank {first.rank} {verb}: {_end_words(first)}; {_where_words(first)}.")
-            places = Counter(_place(report) for report in self.reports if report is not first)
+            # Without the times, in which ranks that wait at one place differ.
+            calls = [(report, report.under_way) for report in self.reports if report is not first]
+            places = Counter(
+                _where_words(report) if call is None else _inside(call) for report, call in calls
+            )
             yield from (f"{count} of the others: {place}." for place, count in places.most_common(4))
 
 
@@ -161,22 +166,23 @@ def _facts(report: BlackBoxReport) -> Iterator[tuple[str, str]]:
 
 def _end_words(report: BlackBoxReport) -> str:
     """Return how the process ended, as a sentence without its full stop."""
-    try:
+    at, name = "?", f"signal {report.signal}"
+    with suppress(ValueError, OverflowError, OSError):  # of a damaged file
         at = f"{datetime.fromtimestamp(report.latest, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
-    except (ValueError, OverflowError, OSError):  # of a damaged file
-        at = "?"
+    with suppress(ValueError):
+        name = Signals(report.signal).name
     if report.end == "runs":
         return "it runs"
     if report.end == "signal":
         address = f" at address {report.signal_address:#x}" if report.signal_address is not None else ""
-        return f"signal {report.signal} ({signal_name(report.signal)}){address} at {at}"
+        return f"signal {report.signal} ({name}){address} at {at}"
     if report.end == "exit":
         status = f" with exit status {report.exit_status}" if report.exit_status is not None else ""
         return f"Python ended by itself{status} at {at}"
     if report.end == "exception":
         errors = [str(note.get("error", "")) for note in report.notes if note.get("kind") == "exception"]
         return f"an exception ended Python at {at}: {''.join(errors[-1:]).partition(chr(10))[0]}"
-    before = f"; it had got {signal_name(report.signal)}" if report.signal else ""
+    before = f"; it had got {name}" if report.signal else ""
     marks = "no mark of an end (SIGKILL, os._exit or a lost machine leave none)"
     return f"{marks}{before}; the latest sign of life is of {at}"
 
@@ -198,15 +204,13 @@ def _where_words(report: BlackBoxReport) -> str:
     return f"after the forward of batch {report.batch:,}, outside of watched modules"
 
 
-def _place(report: BlackBoxReport) -> str:
-    call = report.under_way
-    return _where_words(report) if call is None else f"batch {call.batch:,}, inside {_name(call)}"
-
-
 def _under_way(call: BoxCall) -> str:
     # Without a later sign of life it is not known for how long.
-    ran = f", which had run for {_seconds_words(call.seconds)}" if call.seconds else ""
-    return f"batch {call.batch:,}, forward: inside {_name(call)}{ran}"
+    return _inside(call) + (f", which had run for {_seconds_words(call.seconds)}" if call.seconds else "")
+
+
+def _inside(call: BoxCall) -> str:
+    return f"batch {call.batch:,}, forward: inside {_name(call)}"
 
 
 def _name(call: BoxCall) -> str:

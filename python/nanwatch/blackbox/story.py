@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -23,7 +23,6 @@ from ..util.visible import spell
 
 SCHEMA, VERSION = "nanwatch.blackbox", 3
 SUFFIX = ".blackbox"
-_Clock: TypeAlias = Callable[[int, int], "float | None"]  # None where the seconds are not known
 End: TypeAlias = Literal["runs", "exit", "exception", "signal", "unknown"]
 _MAGIC = b"nanwatch black box 3\n"
 _PAGE = 4096
@@ -117,28 +116,34 @@ class BoxFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._places: dict[str, int] = {}
+        self._sections: dict[str, Any] = {}
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES)
             if not data.startswith(_MAGIC):
                 came = f"begins with {data[: len(_MAGIC)]!r}, not with {_MAGIC!r}" if data else "is empty"
                 raise ValueError(f"it {came}")
-            self._places, self._sections = _sections(data)
+            # The first page says where each section lies, how many items it has, and the words of an item.
+            for line in data[len(_MAGIC) : _PAGE].partition(b"\0")[0].decode("ascii").splitlines():
+                name, at, count, *words = line.split(" ")
+                item = np.dtype([(word, "<i8") for word in words] if words else "u1")
+                self._places[name] = int(at)
+                self._sections[name] = np.frombuffer(data, item, int(count), int(at))
             # Counts that have grown meanwhile say which items were overwritten during the read.
+            state, ring = self._sections["state"], self._sections["calls"]
             file.seek(self._places["state"])
-            state = self._sections["state"]
             later = np.frombuffer(file.read(state.nbytes), state.dtype)
-            self.state, after = _words(state[0]), _words(later[0])
-            self.threads = self._sections["threads"]
-            self.stacks = np.array_split(self._sections["stacks"], len(self.threads))
-            ring, end = self._sections["calls"], self.state["calls"]
-            # The oldest may be half overwritten by one that was never counted.
-            begin = min(max(0, after["calls"] - len(ring) + 1), end)
-            self.calls = ring[np.arange(max(begin, end - len(ring)), end) % len(ring)]
-            self.names = [name.partition("\n") for name in self._text("names").split("\0")[:-1]]
-            self.notes = tuple(_documents(self._text("notes")))
-            samples = np.array_split(self._sections["samples"], 2)
-            sample = samples[(self.state["samples"] - 1) % 2].tobytes().partition(b"\0")[0]
-            self.sample = sample.decode("utf-8", "replace")
+        self.state, after = _words(state[0]), _words(later[0])
+        end = self.state["calls"]
+        # The oldest may be half overwritten by one that was never counted.
+        begin = max(min(max(0, after["calls"] - len(ring) + 1), end), end - len(ring))
+        self.calls = ring[np.arange(begin, end) % len(ring)]
+        self.threads = self._sections["threads"]
+        self.stacks = np.array_split(self._sections["stacks"], len(self.threads))
+        self.names = [name.partition("\n") for name in self._text("names").split("\0")[:-1]]
+        self.notes = [*_documents(self._text("notes"))]
+        sample = np.array_split(self._sections["samples"], 2)[(self.state["samples"] - 1) % 2]
+        self.sample = sample.tobytes().partition(b"\0")[0].decode("utf-8", "replace")
 
     def _text(self, name: str) -> str:
         data: bytes = self._sections[name][: self.state[name]].tobytes()
@@ -151,20 +156,35 @@ class BoxFile:
         name, _, class_name = self.names[number]
         return name, class_name
 
+    def seconds(self, begin: int, end: int) -> float | None:
+        """Return the time between two moments in ticks, by the first and the latest sign of life; None if unknown."""
+        state = self.state
+        ticks, nanoseconds = state["ticks"] - state["begun_ticks"], state["time"] - state["begun"]
+        if not begin or ticks <= 0 or nanoseconds <= 0:
+            return None
+        passed = (end - begin) * (nanoseconds / 1e9 / ticks)
+        return passed if abs(passed) < 1e10 else None
 
-def _sections(data: bytes) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return the places of the sections that the first page describes, and their items."""
-    places, sections = {}, {}
-    for line in data[len(_MAGIC) : _PAGE].partition(b"\0")[0].decode("ascii").splitlines():
-        name, at, count, *words = line.split(" ")
-        places[name] = int(at)
-        item = np.dtype([(word, "<i8") for word in words] if words else "u1")
-        sections[name] = np.frombuffer(data, item, int(count), int(at))
-    return places, sections
+    def call(self, item: Any, now: int) -> BoxCall:
+        """Return a call that has ended, or that is under way."""
+        call = _words(item)
+        names, ended = self.module(call["module"]), call.get("ended")
+        if ended is None:
+            return BoxCall(*names, call["batch"], self.seconds(call["begun"], now))
+        seconds, ago = self.seconds(call["begun"], ended), self.seconds(ended, now) or 0.0
+        return BoxCall(*names, call["batch"], seconds, ago, bool(call["raised"]))
 
 
 def _words(item: Any) -> dict[str, int]:
     return {name: int(item[name]) for name in item.dtype.names}
+
+
+def _documents(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines that are JSON objects."""
+    for line in text.splitlines():
+        with suppress(ValueError, RecursionError):
+            if isinstance(document := json.loads(line), dict):
+                yield document
 
 
 def read(path: str | os.PathLike[str]) -> BlackBoxReport:
@@ -192,15 +212,14 @@ def _report(file: BoxFile) -> BlackBoxReport:
     for note in file.notes:
         if note.get("kind") == "facts":
             facts |= note
-    clock = _clock(state)
-    end = _end(state, facts, clock)
+    end = _end(file, facts)
     kinds = ("sample", "step", "gradient", "signal", "exit")
     latest = max(state["latest"], state["ticks"], *(state[f"{kind}_ticks"] for kind in kinds))
     now = state["signal_ticks"] if end == "signal" else latest
-    threads = _threads(file, clock, now)
-    calls = tuple(_call(file, _words(call), clock, now) for call in file.calls[-_MOST_CALLS:])
-    ended = int(file.calls["ended"][-1]) if calls else 0
+    threads = _threads(file, now)
+    calls = tuple(file.call(item, now) for item in file.calls[-_MOST_CALLS:])
     # Of equal ones the first: nothing has happened yet.
+    ended = int(file.calls["ended"][-1]) if calls else 0
     latest_ends = (ended, ""), (state["gradient_ticks"], "backward"), (state["step_ticks"], "step")
     phase = "forward" if threads else max(latest_ends, key=lambda latest_end: latest_end[0])[1]
     batch = threads[0].calls[-1].batch if threads else calls[-1].batch if calls else None
@@ -212,7 +231,7 @@ def _report(file: BoxFile) -> BlackBoxReport:
         rank=_whole(facts.get("rank"), 0),
         world_size=_whole(facts.get("world_size"), 1),
         begun=state["begun"] / 1e9,
-        latest=state["time"] / 1e9 + (clock(state["ticks"], now) or 0.0),
+        latest=state["time"] / 1e9 + (file.seconds(state["ticks"], now) or 0.0),
         end=end,
         signal=state["signal"] if end in ("signal", "unknown") else 0,
         signal_address=state["signal_address"] if end == "signal" and state["signal_address"] >= 0 else None,
@@ -224,7 +243,7 @@ def _report(file: BoxFile) -> BlackBoxReport:
         threads=threads,
         gradient=gradient if phase == "backward" else None,
         python=tuple(file.sample.splitlines()),
-        python_ago=clock(state["sample_ticks"], now),
+        python_ago=file.seconds(state["sample_ticks"], now),
         memory=state["memory"],
         calls=calls,
         facts=facts,
@@ -232,23 +251,12 @@ def _report(file: BoxFile) -> BlackBoxReport:
     )
 
 
-def _clock(state: dict[str, int]) -> _Clock:
-    """Return what tells the seconds between two moments in ticks, by the first and the latest sign of life."""
-    ticks, nanoseconds = state["ticks"] - state["begun_ticks"], state["time"] - state["begun"]
-    per_tick = nanoseconds / 1e9 / ticks if ticks > 0 and nanoseconds > 0 else None
-
-    def seconds(begin: int, end: int) -> float | None:
-        passed = None if per_tick is None or not begin else (end - begin) * per_tick
-        return passed if passed is not None and abs(passed) < 1e10 else None
-
-    return seconds
-
-
-def _end(state: dict[str, int], facts: dict[str, Any], clock: _Clock) -> End:
+def _end(file: BoxFile, facts: dict[str, Any]) -> End:
+    state = file.state
     is_here = facts.get("host") == socket.gethostname()
     if is_here and started_at(state["pid"]) == facts.get("started"):
         return "runs"
-    lived = clock(state["signal_ticks"], max(state["latest"], state["ticks"]))
+    lived = file.seconds(state["signal_ticks"], max(state["latest"], state["ticks"]))
     is_last = state["exit_ticks"] <= state["signal_ticks"] and (lived is None or lived < _LIFE)
     if state["signal"] > 0 and is_last:  # else the program has handled it
         return "signal"
@@ -257,46 +265,17 @@ def _end(state: dict[str, int], facts: dict[str, Any], clock: _Clock) -> End:
     return "exit" if state["exit"] == 1 or state["exit_status"] else "unknown"
 
 
-def _threads(file: BoxFile, clock: _Clock, now: int) -> tuple[BoxThread, ...]:
-    """Return the threads with calls under way, the one that matters first."""
-    order: list[tuple[bool, int, BoxThread]] = []
+def _threads(file: BoxFile, now: int) -> tuple[BoxThread, ...]:
+    """Return the threads with calls under way: the one that got a signal first, then by when their calls began."""
+    places: list[tuple[bool, int, BoxThread]] = []
     for thread, stack in zip(map(_words, file.threads), file.stacks, strict=True):
         depth = min(thread["depth"], len(stack))
         if thread["id"] and depth > 0:
-            calls = tuple(_call(file, _words(call), clock, now) for call in stack[:depth])
+            calls = tuple(file.call(item, now) for item in stack[:depth])
             is_hit = thread["id"] == file.state["signal_thread"]
-            order.append((is_hit, int(stack[depth - 1]["begun"]), BoxThread(thread["id"], calls)))
-    order.sort(key=lambda item: item[:2], reverse=True)
-    return tuple(thread for *_, thread in order)
-
-
-def _call(file: BoxFile, call: dict[str, int], clock: _Clock, now: int) -> BoxCall:
-    """Return a call that has ended, or that is under way."""
-    names, ended = file.module(call["module"]), call.get("ended")
-    if ended is None:
-        return BoxCall(*names, call["batch"], clock(call["begun"], now))
-    seconds, ago = clock(call["begun"], ended), clock(ended, now) or 0.0
-    return BoxCall(*names, call["batch"], seconds, ago, bool(call["raised"]))
+            places.append((is_hit, int(stack[depth - 1]["begun"]), BoxThread(thread["id"], calls)))
+    return tuple(thread for *_, thread in sorted(places, key=lambda place: place[:2], reverse=True))
 
 
 def _whole(value: Any, default: int) -> int:
     return value if isinstance(value, int) and 0 <= value < 1 << 31 else default
-
-
-def _documents(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the lines that are JSON objects."""
-    for line in text.splitlines():
-        try:
-            document = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(document, dict):
-            yield document
-
-
-def signal_name(number: int) -> str:
-    """Return `SIGSEGV` for 11."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

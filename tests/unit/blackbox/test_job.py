@@ -59,7 +59,7 @@ def test_the_rank_that_died_is_first(source: Path, tmp_path: Path) -> None:
     assert (job.first.rank, job.first.end) == (1, "signal")
     text = job.to_text()
     assert "Rank 1 ended first: signal 11 (SIGSEGV)" in text
-    assert "2 of the others: batch 1, inside 1 (ReLU)" in text
+    assert "2 of the others: batch 1, forward: inside 1 (ReLU)" in text
     assert "Not read: " in text
     document = json.loads(job.to_json())
     assert (document["schema"], document["first"], len(document["ranks"])) == ("nanwatch.blackbox.job", 1, 3)
