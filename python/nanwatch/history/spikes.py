@@ -104,8 +104,8 @@ class LossScale(Protocol):
 
     num_skipped: int
 
-    def note_scale(self) -> Tensor | None:
-        """Return a copy of the present scale on its own device, without waiting for it."""
+    def find_scale(self) -> Tensor | None:
+        """Return the present scale on its own device, without waiting for it."""
 
 
 class SpikeWatch:
@@ -173,7 +173,7 @@ class SpikeWatch:
     @_harmless
     def backward_started(self) -> None:
         """Note the loss scale of a backward, and keep the batch for a capsule."""
-        scale = self._loss_scale.note_scale()
+        scale = self._loss_scale.find_scale()
         self._scale = None if scale is None else Numbers(scale)
         if self._write is not None:
             self._keep(self._recorder.latest_batch)

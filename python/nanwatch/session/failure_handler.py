@@ -35,8 +35,7 @@ from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, r
 from ..sinks.sink import SinkStream
 from ..util.visible import MANY, first_few, is_due, module_name, spell, suppressed, suppressing, warn_user
 from .options import scale_of
-from .reports import Reports
-from .starts import Starts
+from .reports import Reports, Starts
 
 # Non-finite batches that are remembered after their end, for their backwards and recomputations.
 _MAX_ENDED = 64

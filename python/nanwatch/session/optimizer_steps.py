@@ -33,7 +33,7 @@ from ..instrumentation.global_hooks import (
     with_check_after_closure,
 )
 from ..instrumentation.wrapped_names import find_module, parameter_names, parameter_owners
-from ..numerics.readable import Numbers, is_plain, only_our_dispatch
+from ..numerics.readable import Numbers, is_plain
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall, Event
 from ..recording.observe import nonfinite, observe, state_tensors
@@ -277,19 +277,15 @@ class OptimizerSteps:
 
     # The GradScaler
 
-    def note_scale(self) -> Tensor | None:
-        """Return a copy of the present scale on its own device, without a wait; None where no scaler is found."""
+    def find_scale(self) -> Tensor | None:
+        """Return the present scale on its own device; None where no scaler is found."""
         self._num_scales += 1
         if self._scaler is None and self._num_scales.bit_count() == 1:
             # Look before anything is non-finite, because later the scale is another; ever less often in vain.
             scaler = find_scaler()
             self._scaler = None if scaler() is None else scaler
         scale = None if self._scaler is None else getattr(self._scaler(), "_scale", None)
-        try:
-            with only_our_dispatch(), torch.no_grad():
-                return scale.detach().clone() if isinstance(scale, Tensor) else None
-        except RuntimeError:  # no memory, or a device that has failed
-            return None
+        return scale if isinstance(scale, Tensor) else None
 
     def _scale(self) -> float | None:
         if self._scaler is None:

@@ -36,8 +36,7 @@ from ..util.visible import is_due
 from .failure_handler import FailureHandler
 from .optimizer_steps import OptimizerSteps
 from .options import Options
-from .reports import Reports
-from .starts import ModelRef, Starts
+from .reports import ModelRef, Reports, Starts
 
 # hook(watch, model), called when a watch begins.
 watch_starts = GlobalHooks()
