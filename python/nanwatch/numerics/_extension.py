@@ -38,8 +38,7 @@ from . import _reference
 _T = TypeVar("_T")
 
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps -v ."
-
-
+_OFF = "switched off by NANWATCH_EXT=0"
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -64,16 +63,6 @@ def _file_for(version: str) -> Path | None:
     return next((path for path in paths if path.exists()), None)
 
 
-def _import_from(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("nanwatch._C", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules["nanwatch._C"] = module
-    return module
-
-
 def _is_stale() -> bool:
     """Return whether the build was made for other declarations than those of now, such as other fields of a record."""
     try:
@@ -83,18 +72,13 @@ def _is_stale() -> bool:
     return build.get("stub", digest := hashlib.sha256(stub).hexdigest()) != digest
 
 
-def _switched_off() -> bool:
-    value = os.environ.get("NANWATCH_EXT", "")
-    if value not in ("", "0", "1"):
+def _load() -> tuple[ModuleType | None, str]:
+    if (value := os.environ.get("NANWATCH_EXT", "")) not in ("", "0", "1"):
         raise ValueError(
             f"NANWATCH_EXT={value!r} is not understood; use 0 (run without the compiled part) or 1, or unset it"
         )
-    return value == "0"
-
-
-def _load() -> tuple[ModuleType | None, str]:
-    if _switched_off():
-        return None, "switched off by NANWATCH_EXT=0"
+    if value == "0":
+        return None, _OFF
     if "failure" in build:
         return None, f"it was not built: {build['failure']}"
     built, running = build.get("torch", "").split(), str(torch.__version__)
@@ -105,20 +89,22 @@ def _load() -> tuple[ModuleType | None, str]:
     # torch keeps no binary interface between minor versions: a module that loads all the same may read garbage.
     if built and _minor(running) not in map(_minor, built):
         return None, mismatch
-    path = _file_for(running)
-    if path is None:
+    if (path := _file_for(running)) is None:
         return None, f"it is not installed for this Python; build it: {REBUILD}"
     if _is_stale():
-        return (
-            None,
-            f"it is older than the Python sources, whose records or calls are others by now; rebuild it: {REBUILD}",
-        )
+        older = "it is older than the Python sources, whose records or calls are others by now"
+        return None, f"{older}; rebuild it: {REBUILD}"
+    spec = importlib.util.spec_from_file_location("nanwatch._C", path)
+    assert spec is not None
+    assert spec.loader is not None
     try:
-        return _import_from(path), ""
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
     except ImportError as error:
-        if built and running not in built:
-            return None, f"it could not be loaded ({error}): {mismatch}"
-        return None, f"it could not be loaded: {error}; rebuild it: {REBUILD}"
+        advice = mismatch if built and running not in built else f"rebuild it: {REBUILD}"
+        return None, f"it could not be loaded ({error}): {advice}"
+    sys.modules["nanwatch._C"] = module
+    return module, ""
 
 
 build: dict[str, str] = _read_build()
@@ -137,18 +123,13 @@ if C is None and (_level := os.environ.get("NANWATCH_CPU")):
     )
 
 
-_is_unexplained = C is None and not reason.startswith(
-    "switched off"
-)  # who switched it off needs no explanation
-
-
 @cache
 def explain_once() -> None:
     """Warn at the first use of the fallback that the compiled part is missing, why, and how to get it.
 
     Silent when the compiled part is there, when NANWATCH_EXT=0 asked for its absence, and from the second call on.
     """
-    if not _is_unexplained:
+    if C is not None or reason == _OFF:  # who switched it off needs no explanation
         return
     warnings.warn(
         f"nanwatch runs without its compiled part: every answer is the same, each takes 10 to 100 times longer. "
@@ -186,18 +167,17 @@ _library = torch.library.Library("nanwatch", "DEF")
 
 
 def define(
-    schema: str, fallback: Callable[..., Any], fake: Callable[..., Any], *, of_views: bool = False
+    schema: str, fallback: Callable[..., Any], fake: Callable[..., Any], *keys: str
 ) -> Callable[..., Any]:
     """Register one operator and return its overload: resolving `torch.ops.nanwatch.name` costs as much again.
 
-    `of_views`: the fallback serves conjugate and negative views. The dispatcher would copy them at their logical size.
+    `keys` are further dispatch keys that the fallback serves.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"nanwatch::{name}", fake, lib=_library)
     # Nested tensors have dispatch keys of their own, which no alias key covers.
-    keys = ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA")
-    for key in (*keys, "Conjugate", "Negative") if of_views else keys:
+    for key in ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA", *keys):
         _library.impl(name, fallback, key)
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     overload: Callable[..., Any] = getattr(torch.ops.nanwatch, name).default
@@ -208,16 +188,17 @@ def _fake_row(x: Tensor, width: int = _reference.RANGE_WIDTH) -> Tensor:
     return torch.empty(width, dtype=_reference.row_dtype(x.device), device=x.device)
 
 
+def _fake_health(x: Tensor) -> Tensor:
+    return _fake_row(x, _reference.HEALTH_WIDTH)
+
+
 def _fake_rows(xs: Sequence[Tensor]) -> Tensor:
     rows = [_fake_row(x) for x in xs]
     return torch.stack(rows) if rows else torch.empty((0, _reference.RANGE_WIDTH), dtype=torch.float64)
 
 
-abs_range = define("abs_range(Tensor x) -> Tensor", _reference.abs_range, _fake_row, of_views=True)
-abs_ranges = define("abs_ranges(Tensor[] xs) -> Tensor", _reference.abs_ranges, _fake_rows, of_views=True)
-health = define(
-    "health(Tensor x) -> Tensor",
-    _reference.health,
-    lambda x: _fake_row(x, _reference.HEALTH_WIDTH),
-    of_views=True,
-)
+_VIEWS = "Conjugate", "Negative"  # the dispatcher would copy them, at their logical size
+
+abs_range = define("abs_range(Tensor x) -> Tensor", _reference.abs_range, _fake_row, *_VIEWS)
+abs_ranges = define("abs_ranges(Tensor[] xs) -> Tensor", _reference.abs_ranges, _fake_rows, *_VIEWS)
+health = define("health(Tensor x) -> Tensor", _reference.health, _fake_health, *_VIEWS)

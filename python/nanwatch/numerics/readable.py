@@ -27,8 +27,16 @@ def unreadable(x: Tensor) -> str:
     """
     if type(x) in _PLAIN_TYPES:
         return _unreadable(x)
+    name = type(x).__name__
     with torch._C.DisableTorchFunction():
-        return _unreadable_subclass(x) or _unreadable(x)
+        if name in ("FakeTensor", "FunctionalTensor"):
+            return f"{name}, no data"
+        if name == "MaskedTensor":
+            return "MaskedTensor, some elements have no value"
+        if torch.nn.parameter.is_lazy(x):
+            return "uninitialized, no shape yet"
+        local = local_shard(x)
+        return (unreadable(local) if local is not None else "") or _unreadable(x)
 
 
 def _unreadable(x: Tensor) -> str:
@@ -43,26 +51,6 @@ def _unreadable(x: Tensor) -> str:
     return ""
 
 
-_IF_DTYPE = f"Accepted dtypes: {_reference.READABLE_NAMES}. Convert it first, or look at x.view(torch.uint8)."
-_IF_NO_VALUES = (
-    "It reads tensors that hold their values. Call it outside tracing, torch.func transforms and deferred "
-    "initialisation; in traced code use torch.ops.nanwatch.abs_range(x)."
-)
-
-
-def _unreadable_subclass(x: Tensor) -> str:
-    name = type(x).__name__
-    if name in ("FakeTensor", "FunctionalTensor"):
-        return f"{name}, no data"
-    if name == "MaskedTensor":
-        return "MaskedTensor, some elements have no value"
-    if torch.nn.parameter.is_lazy(x):
-        return "uninitialized, no shape yet"
-    if (local := local_shard(x)) is not None:
-        return unreadable(local)
-    return ""
-
-
 def readable(x: Tensor, caller: str) -> Tensor:
     """Return `x`, or its local shard. Raise TypeError for what is not a tensor or cannot be read."""
     if not isinstance(x, Tensor):
@@ -71,9 +59,15 @@ def readable(x: Tensor, caller: str) -> Tensor:
             "Convert it first, for example with torch.as_tensor(x)."
         )
     if reason := unreadable(x):
+        advice = (
+            "It reads tensors that hold their values. Call it outside tracing, torch.func transforms and deferred "
+            "initialisation; in traced code use torch.ops.nanwatch.abs_range(x)."
+        )
+        if x.dtype not in _reference.READABLE_DTYPES:
+            advice = f"Accepted dtypes: {_reference.READABLE_NAMES}. Convert it first, or look at x.view(torch.uint8)."
+        kind, dtype = type_name(x), dtype_name(x.dtype)
         raise TypeError(
-            f"{caller} cannot read a {type_name(x)} of dtype {dtype_name(x.dtype)} on device {x.device}: {reason}. "
-            + (_IF_DTYPE if x.dtype not in _reference.READABLE_DTYPES else _IF_NO_VALUES)
+            f"{caller} cannot read a {kind} of dtype {dtype} on device {x.device}: {reason}. {advice}"
         )
     local = local_shard(x)
     return x if local is None else local
@@ -212,13 +206,9 @@ class Numbers:
 
     def wait(self) -> list[float]:
         """Return the numbers as soon as they have come."""
-        return [float(number) for number in self.tensor().flatten().tolist()]
-
-    def tensor(self) -> Tensor:
-        """Return the copy as soon as it has come."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host
+        return [float(number) for number in self._host.flatten().tolist()]
 
     def read(self) -> list[float]:
         """Return the numbers, none as long as they have not come."""
