@@ -6,39 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from nanwatch import NonFiniteError, watch
 from nanwatch.diagnosis import incident as incidents
 from nanwatch.diagnosis.incident import Incident, write_failure, write_frames, write_spike
 from nanwatch.report.finding import Cure
 from nanwatch.report.report import Report
 from nanwatch.report.spike import Departure, SpikeReport
 from support.html_page import growing
-
-
-@pytest.fixture
-def incident() -> Incident:
-    """The incident of a norm that divides 0 by 0."""
-    model = nn.LayerNorm(2, eps=0.0)
-    with watch(model, rerun=False), pytest.raises(NonFiniteError) as caught:
-        model(torch.zeros(1, 2))
-    return Incident(caught.value.report)
-
-
-def test_a_report_that_was_handed_out_stays_as_it_was(incident: Incident) -> None:
-    """Each fact makes another report, with the frames of the first."""
-    seen, text = incident.report, str(incident.report)
-    incident.learn(operation="aten.div.Tensor", remarks=("one",))
-    incident.remark("two", "three")
-    assert str(seen) == text
-    assert incident.finding is incident.report.finding
-    assert (incident.finding.operation, incident.finding.remarks) == (
-        "aten.div.Tensor",
-        ("one", "two", "three"),
-    )
-    assert incident.report.frames is seen.frames
 
 
 def test_a_failure_has_its_forms_and_its_patch(tmp_path: Path) -> None:
