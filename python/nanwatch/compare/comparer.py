@@ -242,9 +242,8 @@ class Comparer:
         if rows is None:
             return None
         errors = errors_between(*rows)
-        noise, shaken = (
-            self._errors_of(runs, kind, pair, values) for runs in (self.noise.runs, self.noise.shaken)
-        )
+        noise = self._errors_of(self.noise.runs, kind, pair, values)
+        shaken = self._errors_of(self.noise.shaken, kind, pair, values)
         whole, worst = (self.noise.floor(noise, shaken, of, self.factor) for of in ("total", "worst_row"))
         ratio = max(errors.total / whole, errors.worst_row / worst)
         return errors._replace(floor=whole, ratio=ratio, values=values)
@@ -252,17 +251,17 @@ class Comparer:
     def _errors_of(self, runs: NoiseRuns, kind: str, pair: CallPair, values: tuple[int, int]) -> list[Errors]:
         """Return the errors between the two runs of each side."""
         noise = []
-        for side, low_run, high_run in runs:
-            low, high = pair[side].in_run(low_run), pair[side].in_run(high_run)
-            if low is not None and high is not None:
-                rows = self._rows(kind, (high, low), (values[side],) * 2)
-                noise += [] if rows is None else [errors_between(*rows)]
+        for side, low, high in runs:
+            calls = pair[side].in_run(high), pair[side].in_run(low)
+            if rows := self._rows(kind, calls, (values[side], values[side])):
+                noise.append(errors_between(*rows))
         return [errors for errors in noise if isfinite(errors.total)]  # a low run may overflow
 
     def _rows(
-        self, kind: str, calls: tuple[ModuleCall, ModuleCall], values: tuple[int, int]
+        self, kind: str, calls: Sequence[ModuleCall | None], values: tuple[int, int]
     ) -> tuple[Tensor, Tensor] | None:
-        a, b = (call.value(kind, index) for call, index in zip(calls, values, strict=True))
+        sides = zip(calls, values, strict=True)
+        a, b = (None if call is None else call.value(kind, index) for call, index in sides)
         return rows_of_both(a, b, self.tokens)
 
 

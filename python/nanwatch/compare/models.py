@@ -273,12 +273,11 @@ def compare_traces(
         batches = min(both), min(both)
     (calls_a, dtype_a), (calls_b, dtype_b) = _calls_of(a, batches[0]), _calls_of(b, batches[1])
     coarse = coarsest(dtype_a, dtype_b)
-    words = f"not measured, assumed to be 4 eps of {dtype_name(coarse)}"
-    runs = []
+    runs, words = [], f"not measured, assumed to be 4 eps of {dtype_name(coarse)}; "
     if reference is None:
-        words += "; a third trace, of A in higher precision, would measure it"
+        words += "a third trace, of A in higher precision, would measure it"
     elif dtype_a is not coarse:
-        words += f"; A is in {dtype_name(dtype_a)}, and what measures it says nothing about B"
+        words += f"A is in {dtype_name(dtype_a)}, and what measures it says nothing about B"
     else:
         high, _ = _calls_of(reference, batches[0])
         runs.append((0, {call.key: call for call in calls_a}, {call.key: call for call in high}))
@@ -303,21 +302,14 @@ def _calls_of(trace: Trace, batch: int) -> tuple[list[ModuleCall], torch.dtype]:
     if not rows:
         raise ValueError(f"{trace.path} has no call in batch {batch}")
     calls: list[ModuleCall] = []
-    outermost: list[ModuleCall] = []
     occurrences: Counter[str] = Counter()
     dtypes = []
     for number, (_, group) in enumerate(groupby(rows, key=lambda row: row["call"]), 1):
-        records = list(group)
-        path, end = records[0]["module"], number * _TICKS
-        inside: list[ModuleCall] = []
-        while outermost and is_in(outermost[-1].path, path) and outermost[-1].path != path:
-            inside.append(outermost.pop())
-        start = (inside[-1].start if inside else end) - 1
-        call = ModuleCall((path, occurrences[path]), records[0]["class"], None, None, start, end, not inside)
+        first, *others = group
+        path, end = first["module"], number * _TICKS
+        call = ModuleCall((path, occurrences[path]), first["class"], None, None, end - 1, end)
         occurrences[path] += 1
-        for part in inside:
-            part.parent = call
-        for row in records:
+        for row in (first, *others):
             shape = sizes(row["shape"], "shape") or ()
             if row["role"] == "output" and row["sketch"]:
                 rows = torch.tensor(sketches(row["sketch"]))
@@ -327,9 +319,16 @@ def _calls_of(trace: Trace, batch: int) -> tuple[list[ModuleCall], torch.dtype]:
             elif row["role"] == "weight":
                 call.shapes += (shape,)
         calls.append(call)
-        outermost.append(call)
+    for number, call in enumerate(calls):
+        around = (
+            later for later in calls[number + 1 :] if later.path != call.path and is_in(call.path, later.path)
+        )
+        call.parent = next(around, None)
+        if call.parent is not None:
+            call.parent.start, call.parent.is_leaf = min(call.parent.start, call.start - 1), False
+    outermost = [call for call in calls if call.parent is None]
     if len(outermost) > 1:  # the whole model was not watched
-        root = ModuleCall(("", 0), "", None, None, -1, 1 << 62, False, outputs=outermost[-1].outputs)
+        root = ModuleCall(("", 0), "", None, None, -1, 1 << 62, False, outputs=calls[-1].outputs)
         for call in outermost:
             call.parent = root
         calls.append(root)

@@ -125,12 +125,10 @@ def _stop_clocks() -> None:
     for name in ("time", "perf_counter", "monotonic", "process_time"):
         # A counter for each: threads of libraries, which ask one clock, do not move the others.
         now = itertools.count(_START, 1_000_000).__next__
-        places = [(time, name)]
-        if name == "perf_counter":  # PyTorch has imported timeit, which has it by a name of its own
-            places.append((timeit, "default_timer"))
-        for module, place in places:
-            _replace(module, place, lambda now=now: now() / 1e9)
         _replace(time, f"{name}_ns", now)
+        _replace(time, name, lambda now=now: now() / 1e9)
+    # PyTorch has imported timeit, which has perf_counter by a name of its own.
+    _replace(timeit, "default_timer", itertools.count(_START / 1e9, 1e-3).__next__)
 
 
 def _order_data() -> None:

@@ -98,7 +98,6 @@ def test_the_docs_have_every_column_in_order() -> None:
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({}, "metadata lacks 'nanwatch.trace'"),
         ({columns.METADATA_KEY: b"[" * 100_000}, "no trace that can be read"),
         (facts(version=5), "its version is 5, this nanwatch reads version 10"),
     ],

@@ -11,50 +11,24 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.records.note import Note
-from nanwatch.records.record import Frame, Record
-from nanwatch.trace import columns
 from nanwatch.trace.comparison import diff
 from nanwatch.trace.trace_file import Trace
 from support.toys import mlp
 from support.watching import watch
-
-parquet = pytest.importorskip("pyarrow.parquet")
-
-FACTS = {"version": columns.VERSION, "nanwatch": "0", "torch": "0", "rank": 0, "every": 1, "lost_frames": 0}
+from support.written_traces import write_rows
 
 
-def run(path: Path, model: nn.Module, *inputs: Any, **options: Any) -> Trace:
-    """The trace of one call for each of the inputs."""
+def run(path: Path, model: nn.Module, x: torch.Tensor, **options: Any) -> Trace:
+    """The trace of one call."""
     with watch(model, trace=path, on_nonfinite="record", **options), torch.no_grad():
-        for one in inputs:
-            model(**one) if isinstance(one, dict) else model(one)
+        model(x)
     return Trace.open(path)
 
 
-def row(label: str = "output", low: float | None = 0.5, high: float | None = 1.0, **changes: Any) -> Record:
-    read = low is not None
-    finite = None if not read else high not in (inf,) and high == high
-    made = {
-        "role": label.partition("[")[0],
-        "shape": (2,),
-        "dtype": "float32",
-        "note": None if read else Note("absent"),
-    }
-    made |= changes
-    return Record(label, made["role"], made["shape"], made["dtype"], low, high, finite, None, made["note"])
-
-
-def written(path: Path, *frames: Frame) -> Trace:
-    """A trace of these frames."""
-    table = columns.Tabulator(0).table(frames)
-    parquet.write_table(table.replace_schema_metadata(columns.schema(FACTS).metadata), path)
-    return Trace.open(path)
-
-
-def one(path: Path, *rows: Record, name: str = "m", kind: str = "M") -> Trace:
-    """A trace of one frame."""
-    return written(path, Frame(0, name, kind, tuple(rows)))
+def written(path: Path, *rows: dict[str, Any]) -> Trace:
+    """A trace of one module, with one call in each batch."""
+    usual = {"batch": 0, "call": 0, "module": "m", "dtype": "float32", "abs_max": 1.0}
+    return Trace.open(write_rows(path, [usual | row for row in rows]))
 
 
 # Which module was changed
@@ -66,13 +40,12 @@ def test_an_inserted_module_is_no_difference_and_is_listed(tmp_path: Path) -> No
     x = torch.randn(3, 3)
     before = run(tmp_path / "a.parquet", model, x)
     longer = nn.Sequential(model[0], nn.Identity(), model[1], model[2])
-    found = diff(before, run(tmp_path / "b.parquet", longer, x))
-    assert found.equal
-    assert found.words("Only in A") == []
-    assert found.words("Only in B") == ["1 (2 records)"]
-    assert found.compared.startswith(
-        f"{Trace.open(before.path).table(['batch']).num_rows} records of 1 batch"
-    )
+    difference = diff(before, run(tmp_path / "b.parquet", longer, x))
+    assert difference.equal
+    assert difference.words("Only in A") == []
+    assert difference.words("Only in B") == ["1 (2 records)"]
+    records = before.table(["batch"]).num_rows
+    assert difference.compared.startswith(f"{records} records of 1 batch")
 
 
 def test_other_bits_in_the_same_range_are_named(tmp_path: Path) -> None:
@@ -86,9 +59,10 @@ def test_other_bits_in_the_same_range_are_named(tmp_path: Path) -> None:
     assert diff(a, again).equal
     with_bits = a.table(["dtype"])["dtype"].is_valid().to_numpy().sum()
     assert f"{with_bits} of them bit by bit" in diff(a, again).compared
-    found = diff(a, b)
-    assert found.first is not None
-    assert (found.first.module_a, found.first.label, found.first.kind) == ("2", "weight", "bits")
+    difference = diff(a, b)
+    assert difference.first is not None
+    first = difference.first
+    assert (first.module_a, first.label, first.kind) == ("2", "weight", "bits")
     by_range = diff(a, b, ignore=["bits"])
     assert by_range.first is None or by_range.first.label != "weight"
 
@@ -96,59 +70,63 @@ def test_other_bits_in_the_same_range_are_named(tmp_path: Path) -> None:
 # Records that differ
 
 
+INF = {"abs_max": inf, "isfinite": False}
+NAN = {"abs_min": nan, "abs_max": nan, "isfinite": False}
+UNREAD = dict.fromkeys(("abs_min", "abs_max", "isfinite"))
+
+
 @pytest.mark.parametrize(
     ("a", "b", "what"),
     [
-        (row(high=1.0), row(high=1.0005), None),
-        (row(high=1.0), row(high=1.002), "abs_max 1 against 1.002"),
-        (row(low=1e-8), row(low=3e-8), None),  # rounding of what was near 1
-        (row(low=1e-8, high=1e-7), row(low=3e-8, high=1e-7), "abs_min 1e-08 against 3e-08"),
-        (row(high=1.0), row(high=inf), "finite against inf"),
-        (row(low=nan, high=nan), row(high=inf), "nan against inf"),
-        (row(low=nan, high=nan), row(low=nan, high=nan), None),
-        (row(), row(shape=(3,)), "shape [2] against [3]"),
-        (row(), row(dtype="float16"), "dtype float32 against float16"),
-        (row(low=None, high=None), row(), None),
-        (row(low=inf, high=0.0), row(low=inf, high=0.0), None),  # an empty tensor
-        (row(dtype="int64", low=7.0, high=9.0), row(dtype="int64", low=8.0, high=9.0), "abs_min 7 against 8"),
+        ({}, {"abs_max": 1.0005}, None),
+        ({}, {"abs_max": 1.002}, "abs_max 1 against 1.002"),
+        ({"abs_min": 1e-8}, {"abs_min": 3e-8}, None),  # rounding of what was near 1
+        (
+            {"abs_min": 1e-8, "abs_max": 1e-7},
+            {"abs_min": 3e-8, "abs_max": 1e-7},
+            "abs_min 1e-08 against 3e-08",
+        ),
+        ({}, INF, "finite against inf"),
+        (NAN, INF, "nan against inf"),
+        (NAN, NAN, None),
+        ({}, {"shape": "[3]"}, "shape [2] against [3]"),
+        ({}, {"dtype": "float16"}, "dtype float32 against float16"),
+        (UNREAD, {}, None),
+        ({"abs_min": inf, "abs_max": 0.0}, {"abs_min": inf, "abs_max": 0.0}, None),  # an empty tensor
+        (
+            {"dtype": "int64", "abs_min": 7.0, "abs_max": 9.0},
+            {"dtype": "int64", "abs_min": 8.0, "abs_max": 9.0},
+            "abs_min 7 against 8",
+        ),
     ],
 )
-def test_two_records(tmp_path: Path, a: Record, b: Record, what: str | None) -> None:
+def test_two_records(tmp_path: Path, a: dict[str, Any], b: dict[str, Any], what: str | None) -> None:
     """One record on each side: equal, or apart in these words."""
-    found = diff(one(tmp_path / "a.parquet", a), one(tmp_path / "b.parquet", b))
-    if what is None:
-        assert found.first is None
-    else:
-        assert f": {what}" in found.words("First")[0]
+    difference = diff(written(tmp_path / "a.parquet", a), written(tmp_path / "b.parquet", b))
+    words = difference.words("First")
+    assert (not words) if what is None else (f": {what}" in words[0])
 
 
 def test_what_grew_is_sorted_and_leaves_out_inputs_zeros_and_nan(tmp_path: Path) -> None:
     """By the factor, each record once, in the batch where it is largest."""
 
-    def frames(*factors: float) -> list[Frame]:
-        made = []
+    def trace(name: str, *factors: float) -> Trace:
+        rows = []
         for batch, factor in enumerate(factors):
-            rows = [
-                row("input[0]", high=factor * 9),
-                row("output", high=factor),
-                row("weight", high=1 + factor / 10),
-                row("output[1]", low=0.0, high=0.0 if factor == 1 else 1.0),
-                row("output[2]", high=1.0 if factor == 1 else nan, low=1.0 if factor == 1 else nan),
-            ]
-            made.append(Frame(batch, "m", "M", tuple(rows)))
-        return made
+            sizes = {"input[0]": 9 * factor, "output": factor, "weight": 1 + factor / 10}
+            sizes |= {"output[1]": float(factor > 1), "output[2]": nan if factor > 1 else 1.0}
+            for label, abs_max in sizes.items():
+                place = {"batch": batch, "label": label, "role": label.partition("[")[0]}
+                rows.append({**place, "abs_max": abs_max, "isfinite": abs_max == abs_max})
+        return written(tmp_path / name, *rows)
 
-    a = written(tmp_path / "a.parquet", *frames(1, 1, 1))
-    b = written(tmp_path / "b.parquet", *frames(2, 8, 4))
-    found = diff(a, b)
-    assert found.words("Grew") == [
+    a, b = trace("a.parquet", 1, 1, 1), trace("b.parquet", 2, 8, 4)
+    difference = diff(a, b)
+    assert difference.words("Grew") == [
         "x 8.00, 1.00e+00 -> 8.00e+00, output of m in batch 1",
         "x 1.64, 1.10e+00 -> 1.80e+00, weight of m in batch 1",
     ]
     assert diff(b, a).words("Grew") == []
-    document = json.loads(found.to_json())
-    assert (document["equal"], document["first"]["label"], document["first"]["kind"]) == (
-        False,
-        "input[0]",
-        "range",
-    )
+    document = json.loads(difference.to_json())
+    first = document["first"]
+    assert (document["equal"], first["label"], first["kind"]) == (False, "input[0]", "range")

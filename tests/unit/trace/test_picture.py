@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nanwatch.records.headroom import headroom_bits
-from nanwatch.trace.picture import Picture, draw
+from nanwatch.trace.picture import draw
 from nanwatch.trace.trace_file import Trace
 from support.written_traces import write_rows
 
@@ -38,7 +38,7 @@ def some_trace(path: Path) -> Trace:
 
 
 def test_headroom_is_that_of_the_records(tmp_path: Path) -> None:
-    """Of each module over its batches, of each batch over its modules, and the failures."""
+    """Of each module over its batches, of each batch over its modules, the trend, and the failures."""
     trace = some_trace(tmp_path / "run.parquet")
     least: dict[tuple[str, int], float] = {}
     skipped, failures = set(), []
@@ -67,27 +67,11 @@ def test_headroom_is_that_of_the_records(tmp_path: Path) -> None:
         known = [value for (_, batch), value in least.items() if batch == number]
         assert (bits == pytest.approx(min(known))) if known else np.isnan(bits)
         assert not known or least[module, number] == pytest.approx(bits)
+    for row in drawn.rows:  # the trend is numpy's line through the finite points, by 100 batches
+        points = [
+            (batch, bits) for (name, batch), bits in least.items() if name == row.module and bits > -inf
+        ]
+        trend = 100 * np.polyfit(*zip(*points, strict=True), 1)[0] if len(points) >= 8 else nan
+        assert row.trend == pytest.approx(trend, nan_ok=True)
     assert drawn.failure is not None
     assert drawn.failure[:2] == failures[0]
-
-
-def line(path: Path, modules: dict[str, list[float]]) -> Picture:
-    """The picture of float16 outputs with this headroom in each fifth batch."""
-    rows = [
-        {"batch": 5 * i, "call": call, "module": module, "abs_max": 65504.0 * 2.0 ** -bits[i]}
-        for i in range(len(next(iter(modules.values()))))
-        for call, (module, bits) in enumerate(modules.items())
-    ]
-    return draw(Trace.open(write_rows(path, rows)))
-
-
-def test_rows_are_sorted_and_know_their_trend(tmp_path: Path) -> None:
-    """The trend is numpy's line through the points, by 100 batches; the least headroom comes first."""
-    noise = np.random.default_rng(0).normal(0, 0.5, 40)
-    falling = (20 - 0.05 * np.arange(40) + noise).tolist()
-    drawn = line(tmp_path / "run.parquet", {"still": [12.0] * 40, "falling": falling, "low": [3.0] * 40})
-    assert [row.module for row in drawn.rows] == ["low", "still", "falling"]
-    slope = 100 * np.polyfit(5 * np.arange(40), falling, 1)[0]
-    assert [row.trend for row in drawn.rows] == pytest.approx([0.0, 0.0, slope], abs=1e-9)
-    assert drawn.rows[2].batch == 5 * int(np.argmin(falling))
-    assert np.isnan(line(tmp_path / "short.parquet", {"a": [3.0] * 7}).rows[0].trend)
