@@ -126,13 +126,9 @@ def _submodule(model: nn.Module, path: str) -> nn.Module | None:
 
 def for_names(pattern: str, names: Iterable[str]) -> str:
     """Return the pattern, without wrappers' keys if it matches one of these names only so."""
-    plain = without_wrappers(pattern)
-    names = list(names)
-    if any(fnmatchcase(name, pattern) for name in names) or not any(
-        fnmatchcase(name, plain) for name in names
-    ):
-        return pattern
-    return plain
+    names, plain = list(names), without_wrappers(pattern)
+    matching = (x for x in (pattern, plain) if any(fnmatchcase(name, x) for name in names))
+    return next(matching, pattern)
 
 
 def parameter_owners(model: nn.Module) -> dict[int, tuple[Named, str]]:

@@ -113,33 +113,37 @@ def find_in_backward(
     bad = [arrival for arrival in arrivals if _record(calls, arrival).is_fault]
     if not bad:
         return None
-    now = [arrival for arrival in bad if arrival.time == bad[0].time]
+    time = bad[0].time
+    now = [arrival for arrival in bad if arrival.time == time]
+    # Calls whose outputs had gradients before, all of them finite.
+    reached = {arrival.call for arrival in arrivals if arrival.part == "output" and arrival.time < time}
     # One gradient is that of a module's input and of another's output: whose backward made it is the one to name, and
     # of these the innermost, whose call ended first.
-    makers = [x for x in now if x.part != "output" and _was_reached(arrivals, x.call, x.time)]
+    makers = [arrival for arrival in now if arrival.part != "output" and arrival.call in reached]
     origin: OriginKind = "produced" if makers else "received"
     first = min(makers or now, key=lambda arrival: (calls[arrival.call].number, arrival.part != "output"))
-    around = None if makers else _around(calls, arrivals, first)
+    above = [*_above(calls, first.call)]
+    # Where no call made the value, the code of a call around it did, between the calls that it made.
+    around = None if makers else next((call for call in above if call in reached), None)
     source = None if around is None else calls[around].frame.name
     frame = calls[first.call].frame
     sequence = sum(call.frame.batch == frame.batch for call in calls[: first.call])
     finding = finding_of(frame, _record(calls, first), origin, source, rank, sequence)
-    remarks = _remarks(calls, arrivals, now, first)
     frames = [call.frame for call in calls[: first.call + 1]]
     if around is not None:
         # The frame of the module around keeps the gradients that came before this one: only they led here.
-        early = [_record(calls, x) for x in arrivals if x.call == around and x.time < first.time]
+        early = [_record(calls, x) for x in arrivals if x.call == around and x.time < time]
         frames.insert(-1, calls[around].frame._replace(records=tuple(early)))
-    return replace(finding, remarks=remarks), tuple(frames)
+    # A gradient is the sum over all uses of the tensor. A module that returns what it has used itself is one of them.
+    users = {arrival.call for arrival in now if makers and arrival.call in reached} - {first.call, *above}
+    names = ", ".join(sorted({calls[call].frame.name or "the root module" for call in users}))
+    what = "weight is shared with" if first.part == "weight" else "same tensor is used or returned by"
+    remark = f"the {what} {names}: the gradient is the sum over all uses, and each may have made the value"
+    return replace(finding, remarks=(remark,) if names else ()), tuple(frames)
 
 
 def _record(calls: Sequence[BackwardCall], arrival: Arrival) -> Record:
     return calls[arrival.call].frame.records[arrival.record]
-
-
-def _was_reached(arrivals: Sequence[Arrival], call: int, time: int) -> bool:
-    """Return whether a gradient of the call's outputs came before `time`, that of the first non-finite one."""
-    return any(x.call == call and x.part == "output" and x.time < time for x in arrivals)
 
 
 def _above(calls: Sequence[BackwardCall], position: int) -> Iterator[int]:
@@ -147,30 +151,3 @@ def _above(calls: Sequence[BackwardCall], position: int) -> Iterator[int]:
     while (caller := calls[position].caller) is not None:
         position = caller
         yield position
-
-
-def _around(calls: Sequence[BackwardCall], arrivals: Sequence[Arrival], here: Arrival) -> int | None:
-    """Return the nearest call around this one whose own outputs had finite gradients; None without one.
-
-    Code between the calls that it made then made the value in its backward.
-    """
-    above = _above(calls, here.call)
-    return next((call for call in above if _was_reached(arrivals, call, here.time)), None)
-
-
-def _remarks(
-    calls: Sequence[BackwardCall], arrivals: Sequence[Arrival], now: Sequence[Arrival], first: Arrival
-) -> tuple[str, ...]:
-    """Name the other calls that may have made the value: a gradient is the sum over all uses of the tensor."""
-    if first.part == "output" or not _was_reached(arrivals, first.call, first.time):
-        return ()
-    above = {first.call, *_above(calls, first.call)}
-    # Also a module that returns what it has used itself, and whose other outputs had gradients.
-    others = [x for x in now if x.call not in above and _was_reached(arrivals, x.call, first.time)]
-    names = sorted({calls[x.call].frame.name or "the root module" for x in others})
-    if not names:
-        return ()
-    what = "weight is shared with" if first.part == "weight" else "same tensor is used or returned by"
-    return (
-        f"the {what} {', '.join(names)}: the gradient is the sum over all uses, and each may have made the value",
-    )
