@@ -9,13 +9,12 @@ these is removed, PyTorch's hook goes too, unless a thread is inside the functio
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from types import CodeType
-from typing import Any, NamedTuple
+from types import CodeType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,25 +64,21 @@ class GlobalHooks:
         self._callers = tuple(callers)
         self._handle: Any = None
         self._lock = threading.RLock()  # the garbage collector may remove a hook anywhere
-        self._numbers = itertools.count()
-        self._hooks: dict[int, Hook] = {}
+        self._hooks: dict[object, Hook] = {}
 
-    def __len__(self) -> int:
-        return len(self._hooks)
-
-    def add(self, hook: Hook) -> GlobalHook:
-        """Call `hook` from now on, until `remove()` of the handle."""
-        number = next(self._numbers)
+    def add(self, hook: Hook) -> SimpleNamespace:
+        """Call `hook` from now on, until `remove()` of the result, which may be called twice."""
+        key = object()
         with self._lock:
-            self._hooks[number] = hook
+            self._hooks[key] = hook
             if self._handle is None and self._register is not None:
                 self._handle = self._register(self.call)
-        return GlobalHook(self, number)
+        return SimpleNamespace(remove=functools.partial(self._remove, key))
 
-    def remove(self, number: int) -> None:
-        """Remove the hook of this number, and PyTorch's with the last."""
+    def _remove(self, key: object) -> None:
+        """Remove a hook, and PyTorch's with the last."""
         with self._lock:
-            self._hooks.pop(number, None)
+            self._hooks.pop(key, None)
             if self._hooks or is_inside(self._callers):
                 return
             # The garbage collector may have removed another hook in this thread meanwhile, and PyTorch's.
@@ -108,17 +103,6 @@ class GlobalHooks:
         return changed
 
     _call_uncompiled = _disable_dynamo(_call)
-
-
-class GlobalHook(NamedTuple):
-    """Handle of one hook."""
-
-    hooks: GlobalHooks
-    number: int
-
-    def remove(self) -> None:
-        """Remove the hook. Does nothing the second time."""
-        self.hooks.remove(self.number)
 
 
 class Handles:

@@ -64,7 +64,6 @@ class Record(NamedTuple):
 
 
 Phase: TypeAlias = Literal["forward", "backward", "step", "save"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class Frame(NamedTuple):

@@ -9,14 +9,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from torch import nn
 from torch.compiler import is_compiling
 
 from ..instrumentation.calls import leave_torch
-from ..instrumentation.global_hooks import GlobalHook
 from ..instrumentation.slot import default_call, set_default_call
 from ..numerics._extension import instances_of
 from ..util.modules import has_parameters
@@ -85,7 +84,7 @@ class ModelFinder:
         self._accepts = accepts
         self._left = MAX_MODELS
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._starts: GlobalHook | None = None
+        self._starts: SimpleNamespace | None = None
 
     @property
     def is_full(self) -> bool:
