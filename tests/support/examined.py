@@ -23,8 +23,10 @@ def snapshot_of(
     module: nn.Module, args: Any, kwargs: Any, buffers: Any = MappingProxyType({}), *, draws: bool = False
 ) -> BatchSnapshot:
     """The start of a batch, as a recorder keeps it, with the states of random and numpy.random for `draws`."""
-    start = start_of(0, module, args, kwargs, None)
-    return BatchSnapshot.of(start, buffers, RngState.capture(others=draws))
+    others = RngState.capture(others=True).others if draws else ()
+    snapshot = BatchSnapshot.of(start_of(0, module, args, kwargs, (buffers, others)))
+    assert snapshot is not None
+    return snapshot
 
 
 def look(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Finding, Diagnosis]:

@@ -127,21 +127,17 @@ class BatchSnapshot:
     elapsed: float = 0.0
 
     @classmethod
-    def of(cls, start: Start, buffers: BufferValues, rng: RngState) -> BatchSnapshot:
-        """Return the start of a batch as the recorder has kept it, with these values of buffers."""
-        assert start.module is not None
-        return cls(
-            start.module,
-            start.args,
-            start.kwargs or _NOTHING,
-            rng,
-            tuple(Autocast(*x) for x in start.autocast if x[0] == "cpu" or torch.backends.cuda.is_built()),
-            start.inference,
-            start.grad,
-            tuple(start.versions),
-            buffers,
-            start.elapsed,
-        )
+    def of(cls, start: Start) -> BatchSnapshot | None:
+        """Return the start of a batch that the recorder has kept; None once its module is gone or it is not kept."""
+        if start.module is None:
+            return None
+        buffers, others = start.extra or ({}, ())
+        rng = RngState(start.generator, start.cuda, others)
+        is_built = torch.backends.cuda.is_built()
+        autocast = tuple(Autocast(*mode) for mode in start.autocast if mode[0] == "cpu" or is_built)
+        modes = autocast, start.inference, start.grad
+        called_with = start.module, start.args, start.kwargs or _NOTHING
+        return cls(*called_with, rng, *modes, tuple(start.versions), buffers, start.elapsed)
 
     @contextmanager
     def again(self) -> Iterator[Callable[[], Any]]:
@@ -172,7 +168,7 @@ class BatchSnapshot:
                     # Without a graph nn.TransformerEncoderLayer takes a path on which its parts are not called.
                     modes.callback(torch.backends.mha.set_fastpath_enabled, True)
                     torch.backends.mha.set_fastpath_enabled(False)
-                if number := num_processes():
+                if number := _num_processes():
                     # A forked child has none of the threads that a collective of gloo needs.
                     if number > 1 or isolation.is_child():
                         modes.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
@@ -271,21 +267,22 @@ def _put_back_others(root: nn.Module) -> Callable[[], None]:
     return after.close
 
 
-def num_processes() -> int:
+def _num_processes() -> int:
     """Return the number of processes of the job, 0 without a job."""
     job = torch.distributed
     return job.get_world_size() if job.is_available() and job.is_initialized() else 0
 
 
-def no_second_run(root: nn.Module | None = None) -> str:
+def no_second_run(root: nn.Module) -> str:
     """Return in words why no batch can be re-run here and now; else "".
 
     In a job of several processes one can where `root` computes alone, as a replica of DistributedDataParallel does.
     """
-    number = num_processes()
-    if number > 1 and (root is None or not _computes_alone(root)):
+    number = _num_processes()
+    if number > 1 and not _computes_alone(root):
         return f"in a job of {number} processes it would wait for the others"
-    if root is not None and any(x.device.type == "cpu" and _is_shared(x) for x in each_parameter(root)):
+    weights = (x for x in each_parameter(root) if x.device.type == "cpu" and is_plain(x))
+    if any(x.is_shared() for x in weights if not unreadable(x)):
         return "its weights lie in memory that other processes share"
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return "torch.jit.trace is recording"
@@ -296,24 +293,17 @@ def no_second_run(root: nn.Module | None = None) -> str:
     return ""
 
 
-def _is_shared(x: Tensor) -> bool:
-    return is_plain(x) and not unreadable(x) and x.is_shared()
-
-
 def _computes_alone(root: nn.Module) -> bool:
     """Return whether no module in the tree belongs to a library that shards models, and no weight is spread over ranks.
 
     A collective that the model's own code calls is refused when it comes; see `_NoCollectives`.
     """
     modules = [x for x in root.modules() if not isinstance(x, nn.parallel.DistributedDataParallel)]
-    made_by = {kind.__module__.partition(".")[0] for module in modules for kind in type(module).__mro__}
-    is_sharded = any(
-        kind.__module__.startswith("torch.distributed") for module in modules for kind in type(module).__mro__
-    )
-    state = [*root.parameters(), *root.buffers()]
+    made_by = {kind.__module__ for module in modules for kind in type(module).__mro__}
+    if any(name.startswith("torch.distributed") or name.partition(".")[0] in _SHARDING for name in made_by):
+        return False
     # FSDP leaves weights whose memory is gone until the next forward.
-    is_there = all(type(x) in _OWN_TENSORS and not unreadable(x) for x in state)
-    return not is_sharded and not made_by & _SHARDING and is_there
+    return all(type(x) in _OWN_TENSORS and not unreadable(x) for x in (*root.parameters(), *root.buffers()))
 
 
 class _NoCollectives(TorchDispatchMode):

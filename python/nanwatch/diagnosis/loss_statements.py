@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -71,7 +71,7 @@ class Caller(NamedTuple):
     line: int
     names: dict[str, Any]
     globals: dict[str, Any]
-    deleted: frozenset[str] = frozenset()
+    deleted: frozenset[str]
 
 
 @dataclass(slots=True)
@@ -95,17 +95,12 @@ class BackwardCall:
             return None
         records = [observe(x.detach(), "output", "output") for x in frame.f_locals["t_outputs"]]
         value = next((value_of(record) for record in records if record.is_fault), None)
-        return cls(value, list(islice(_callers(frame), _MOST_FRAMES)), [*rngs, RngState.capture()])
+        return cls(value, _callers(frame), [*rngs, RngState.capture()])
 
     def statements(self, model: nn.Module) -> Iterator[LossStatements]:
         """Yield for each caller the statements that computed the loss. Raises Refused, with the reason."""
-        for caller, above in zip(self.callers, [*self.callers[1:], None], strict=True):
+        for caller in self.callers:
             file = SourceFile.load(caller.code.co_filename)
-            if above is not None:
-                parameters = caller.code.co_varnames[: caller.code.co_argcount]
-                deleted = {*parameters} & above.names.keys() - caller.names.keys()
-                names = caller.names | {name: above.names[name] for name in deleted}
-                caller = caller._replace(names=names, deleted=frozenset(deleted))
             if file is not None and (part := _part_of(caller, file)) is not None:
                 yield LossStatements(model, caller, file, part)
 
@@ -134,12 +129,19 @@ def _engine_above(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _callers(frame: FrameType) -> Iterator[Caller]:
-    above = frame.f_back
-    while above is not None:
-        frame, above = above, above.f_back
-        if not frame.f_code.co_filename.startswith(SKIPPED_FILES):
-            yield Caller(frame.f_code, frame.f_lineno, frame_values(frame), frame.f_globals)
+def _callers(frame: FrameType) -> list[Caller]:
+    frames, above = list[FrameType](), frame.f_back
+    while above is not None and len(frames) < _MOST_FRAMES:
+        if not above.f_code.co_filename.startswith(SKIPPED_FILES):
+            frames.append(above)
+        above = above.f_back
+    callers, values = list[Caller](), dict[str, Any]()
+    for frame in reversed(frames):
+        code, outer, values = frame.f_code, values, frame_values(frame)
+        deleted = {*code.co_varnames[: code.co_argcount]} & outer.keys() - values.keys()
+        names = values | {name: outer[name] for name in deleted}
+        callers.append(Caller(code, frame.f_lineno, names, frame.f_globals, frozenset(deleted)))
+    return callers[::-1]
 
 
 class Part(NamedTuple):
@@ -246,46 +248,42 @@ class _Slicer:
 
     def _statement(self, statement: ast.stmt, needed: set[str]) -> tuple[ast.stmt, set[str]]:
         """Return the statement as it runs again, and the names that have to be made before it."""
-        made, header = statement, list[ast.AST]()
+        made: Any = copy.copy(statement)
+        header: list[ast.AST] = [statement]
         if isinstance(statement, ast.With):
-            body, needed = self._block(statement.body, needed)
-            made, header = ast.With(statement.items, body), [item.context_expr for item in statement.items]
+            made.body, needed = self._block(statement.body, needed)
+            header = [item.context_expr for item in statement.items]
         elif isinstance(statement, ast.Try):  # whose body raised nothing
             body, needed = self._block([*statement.body, *statement.orelse], needed)
-            made = ast.If(ast.Constant(True), body, [])
+            made, header = ast.copy_location(ast.If(ast.Constant(True), body, []), statement), []
         elif isinstance(statement, ast.If):
             body, first = self._block(statement.body, needed)
-            alternative, second = self._block(statement.orelse, needed)
-            body = body or [ast.copy_location(ast.Pass(), statement)]
-            made, header = ast.If(statement.test, body, alternative), [statement.test]
+            made.orelse, second = self._block(statement.orelse, needed)
+            made.body, header = body or [ast.copy_location(ast.Pass(), statement)], [statement.test]
             needed = first | second
         elif isinstance(statement, ast.For) and not self._takes_data(statement.iter):
             # A second time, as an iteration reads what an earlier one has made.
             body, needed = self._block(statement.body, needed | self._block(statement.body, needed)[1])
             if statement.orelse or any(isinstance(x, _JUMPS) for x in ast.walk(statement)):
                 self._refuse_twice(statement)
-                body = statement.body
-            made, header = ast.For(statement.target, statement.iter, body, statement.orelse), [statement.iter]
-            needed = needed - names_in(statement.target, ast.Store)
-        elif isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr):
-            if isinstance(statement, ast.AnnAssign) and statement.value is not None:
-                made = ast.Assign([statement.target], statement.value)  # a function evaluates no annotation
-            if not isinstance(statement, ast.AugAssign):
-                needed = needed - names_in(statement, ast.Store)
-            header = [statement]
-        else:
+            else:
+                made.body = body
+            needed, header = needed - names_in(statement.target, ast.Store), [statement.iter]
+        elif isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr):
+            if isinstance(statement, ast.AnnAssign):
+                made.annotation = ast.Constant(None)  # a function evaluates none
+            needed = needed - names_in(statement, ast.Store)
+        elif not isinstance(statement, ast.AugAssign):
             raise self._refused(statement)
         self._refuse_twice(*header)
-        return ast.copy_location(made, statement), needed.union(*map(self._read, header))
+        return made, needed.union(*map(self._read, header))
 
     def _takes_data(self, iterated: ast.expr) -> bool:
         """Return whether a loop is over a DataLoader, or an iterator that would be further on than before."""
-        values = [self._values.get(name) for name in names_in(iterated, ast.Load)]
-        for node in ast.walk(iterated):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                owner = self._values.get(node.value.id)
-                values.append(getattr(owner, "__dict__", {}).get(node.attr))
-        return any(isinstance(value, Iterator | DataLoader) for value in values)
+        owners = [self._values.get(name) for name in names_in(iterated, ast.Load)]
+        attributes = [x.attr for x in ast.walk(iterated) if isinstance(x, ast.Attribute)]
+        values = [getattr(x, "__dict__", {}).get(name) for x in owners for name in attributes]
+        return any(isinstance(value, Iterator | DataLoader) for value in (*owners, *values))
 
     def _refuse_twice(self, *nodes: ast.AST) -> None:
         for node in (inner for top in nodes for inner in ast.walk(top)):

@@ -26,29 +26,26 @@ _COUNTED = Settings(counts=True)
 
 def take_apart(finding: Finding, optimizer: Optimizer, parameter: Tensor) -> Finding:
     """Return the finding of a non-finite weight with the operation of the step that wrote it, as far as it is known."""
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__} & {"Adam", "AdamW", "SGD"}
     groups = [group for group in optimizer.param_groups if any(x is parameter for x in group["params"])]
-    state = optimizer.state.get(parameter) or {}
-    if not groups or not (state or parameter.grad is not None):
-        return finding
     try:
         with torch.no_grad(), only_our_dispatch():
-            state = {key: _local(value) for key, value in state.items()}
-            if kinds & {"Adam", "AdamW"}:
-                keys = ["exp_avg", "max_exp_avg_sq" if groups[0]["amsgrad"] else "exp_avg_sq"]
+            state = {key: _local(value) for key, value in optimizer.state.get(parameter, {}).items()}
+            if not (kinds and groups and (state or parameter.grad is not None)):
+                return finding
+            group, is_adam = groups[0], "SGD" not in kinds
+            if is_adam:
+                keys = ["exp_avg", "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
                 update = f"exp_avg / ({keys[1]}.sqrt() + eps)"
-            elif "SGD" in kinds:
+            else:
                 keys = ["momentum_buffer"] if state.get("momentum_buffer") is not None else []
                 update = f"weight - lr * {keys[0] if keys else 'gradient'}"
-            else:
-                return finding
             operands = [observe(state[x], f"{x}[{finding.label}]", "buffer", wanted=_COUNTED) for x in keys]
             if parameter.grad is not None:
                 operands.append(observe(_local(parameter.grad), f"{finding.label}.grad", "gradient"))
-            lr = float(groups[0]["lr"])
-            words = f"the step of {type(optimizer).__name__}, {update} with lr={lr:g}"
+            words = f"the step of {type(optimizer).__name__}, {update} with lr={float(group['lr']):g}"
             with_step = replace(finding, operation=words, operands=tuple(operands))
-            return with_step if "SGD" in kinds else _with_eps(with_step, groups[0], state, keys[1])
+            return _with_eps(with_step, group, state, keys[1]) if is_adam else with_step
     except Exception:  # a state of another make
         suppressed("the step of an optimizer could not be taken apart")
     return finding

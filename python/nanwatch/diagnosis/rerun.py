@@ -100,7 +100,7 @@ class _Rerun:
             if doubts := snapshot.doubts():
                 incident.remark(f"no cure was tried, as {doubts[0]}")
             else:
-                self._try_cures(snapshot, diagnosis)
+                attempt("trying cures", partial(self._cure, snapshot, diagnosis, "forward"), incident.remark)
         if diagnosis.step is not None or incident.finding.origin == "data":
             self._find_samples(snapshot, diagnosis, batch_size(snapshot))
 
@@ -124,7 +124,8 @@ class _Rerun:
         diagnosis, start = shown[-1]
         incident.finding = enrich(incident.finding, diagnosis)
         self.send()
-        self._try_cures(start, diagnosis, "backward" if loss is None or loss.value is None else "forward")
+        phase: _Phase = "backward" if loss is None or loss.value is None else "forward"
+        attempt("trying cures", partial(self._cure, start, diagnosis, phase), incident.remark)
         where = (
             start.module.where if isinstance(start.module, LossStatements) else "the batch without its loss"
         )
@@ -158,12 +159,8 @@ class _Rerun:
         if reason:
             remarks.append(f"the loss was not computed again: {reason}; {_ADVICE}")
 
-    def _try_cures(self, snapshot: BatchSnapshot, diagnosis: Diagnosis, phase: _Phase = "forward") -> None:
-        """Try changes of the source first, as they are the smallest, then other formats. `phase` is the source's."""
-        cure = partial(self._cure, snapshot, diagnosis, phase)
-        attempt("trying cures", cure, self._incident.remark)
-
     def _cure(self, snapshot: BatchSnapshot, diagnosis: Diagnosis, phase: _Phase) -> None:
+        """Try changes of the source first, as they are the smallest, then other formats. `phase` is the source's."""
         incident, finding, statements = self._incident, self._incident.finding, snapshot.module
         model, conditions = self._model, self._conditions
         at = statements.target if isinstance(statements, LossStatements) else find_target

@@ -34,7 +34,7 @@ from ..instrumentation.wrapped_names import (
     parameter_owners,
     unwrapped,
 )
-from ..recording.events import Event, Recorder, Start
+from ..recording.events import Event, Recorder
 from ..recording.observe import call_values, observe, parameter_mesh, state_of, state_tensors
 from ..recording.walk import call_leaves
 from ..records.record import Frame, Record
@@ -154,7 +154,7 @@ class Starts:
         if self._failed is not None and self._failed[0] == batch:
             _, reference, snapshot = self._failed
             return None if (module := reference()) is None else replace(snapshot, module=module)
-        starts = [_snapshot(start) for start in self._recorder.ended_starts() if start.batch == batch]
+        starts = [BatchSnapshot.of(start) for start in self._recorder.ended_starts() if start.batch == batch]
         return next(filter(None, starts), None)
 
     def of(self, finding: Finding) -> tuple[BatchSnapshot | None, BackwardCall | None]:
@@ -162,7 +162,7 @@ class Starts:
         if finding.phase == "backward":
             return self.of_ended(finding.batch), self._backwards.get(finding.batch)
         start = self._recorder.start()
-        return None if start is None else _snapshot(start), None
+        return None if start is None else BatchSnapshot.of(start), None
 
 
 class Reports:
@@ -392,11 +392,3 @@ class Reports:
 
 def _recorded_names(model: nn.Module) -> dict[int, str]:
     return {id(named.module): named.name for named in named_modules(model) if is_recorded(named.module)}
-
-
-def _snapshot(start: Start) -> BatchSnapshot | None:
-    """Return the start as a re-run takes it; None once its module is gone or it is not kept."""
-    if start.module is None:
-        return None
-    buffers, others = start.extra or ({}, ())
-    return BatchSnapshot.of(start, buffers, RngState(start.generator, start.cuda, others))
