@@ -193,7 +193,7 @@ class PartialHealth:
 
     def __init__(self) -> None:
         self._rows: list[list[float]] = [[inf, 0, 1, inf, *[0] * 6, inf]]  # that of no element
-        self._sums = [torch.zeros(0, dtype=torch.int64)]
+        self._sums: list[Tensor] = []
 
     def add(self, x: Tensor, start: int) -> None:
         """Read the health of a part that begins at element `start` of the tensor, in C order."""
@@ -214,4 +214,5 @@ class PartialHealth:
 
     def fingerprint(self, dtype_name: str, shape: Sequence[int]) -> int:
         """Return `nanwatch.fingerprint` of the tensor, whose parts have all been read."""
-        return _fingerprint.sealed(torch.cat(self._sums), dtype_name, shape)
+        sums = torch.cat([torch.zeros(0, dtype=torch.int64), *self._sums])
+        return _fingerprint.sealed(sums, dtype_name, shape)
