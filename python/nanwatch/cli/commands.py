@@ -73,7 +73,7 @@ COMMANDS = {
     "diff": (".compare:diff_main", "where two traces, or two batches of one, part"),
     "doctor": (".commands:doctor_main", "what is installed, what serves which device, and what is missing"),
     "fits": (".files:fits_main", "the narrowest format that holds what each module makes, by a trace"),
-    "replay": (".compare:replay_main", "make the call in a capsule again, in one dtype or several"),
+    "replay": (".compare:replay_main", "make the call in a capsule again, as it was or in another dtype"),
     "run": (".run:main", "watch the model of an unchanged training script"),
     "scan": (".files:scan_main", "is a checkpoint sound, and how does it differ from another"),
     "show": (".files:show_main", "a trace, a report, the reports of all ranks, or black boxes"),

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..capsule.capsule import FILE, Capsule
-from ..capsule.replay import Replayed
 from ..compare.models import compare, compare_traces
 from ..compare.recording import record
 from ..compare.twice import VARIABLE, twice
@@ -167,15 +166,13 @@ def twice_main(arguments: list[str]) -> int:
 
 # A capsule
 
-_RECORDED = "as recorded"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_NONFINITE, _FAILED = 1, 2
 _REPLAY = """\
-exit status: 1 when a value was not finite again, 0 when all was finite, 2 when a call could not be made
+exit status: 1 when a value was not finite again, 0 when all was finite, 2 when the call could not be made
 
 examples:
   nanwatch replay run/capsule --model train:make_model
-  nanwatch replay run/capsule --model train:make_model --dtype float32 bfloat16
+  nanwatch replay run/capsule --model train:make_model --dtype float32
   nanwatch replay run/capsule --model train:make_model --device cpu --json
 """
 
@@ -200,11 +197,8 @@ def replay_main(arguments: list[str]) -> int:
     parser.add_argument("--device", help="where to run; by default where the recorded call ran, or the CPU")
     parser.add_argument(
         "--dtype",
-        nargs="+",
-        action="extend",
-        default=[],
         choices=_DTYPES,
-        help="after the capsule's own, with weights and inputs cast to it and autocast off",
+        help="cast weights and inputs to it, with autocast off; by default as recorded",
     )
     return answered(parser, arguments, _replay)
 
@@ -220,62 +214,36 @@ def _replay(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
         raise UseError(
             f"--model {options.model} should be a torch.nn.Module or make one, got {type(model).__name__}"
         )
-    results: dict[str, Replayed | Exception] = {}
-    for dtype in (_RECORDED, *options.dtype):
-        tell(f"replaying {dtype}")
-        try:
-            results[dtype] = rerun(
-                capsule, model, None if dtype == _RECORDED else getattr(torch, dtype), options.device
-            )
-        except Exception as error:  # other dtypes may work
-            results[dtype] = error
-    verdicts = {_verdict(result)[0] for result in results.values()}
-    status = _NONFINITE if "non-finite" in verdicts else 0 if verdicts == {"finite"} else _FAILED
-    return (_document if options.json else _text)(capsule, results), status
-
-
-def _verdict(result: Replayed | Exception) -> tuple[str, str]:
-    """Return what came of a call: "non-finite", "finite", "not seen" or "failed"; and the same in words."""
-    if isinstance(result, Exception):
-        return "failed", f"could not be run: {spell(result)}"
-    if result.report.finding is not None:
-        return "non-finite", text.summary(result.report.finding)
-    if any(record.isfinite for frame in result.report.frames for record in frame.records):
-        return "finite", "all finite"
-    return "not seen", "nothing could be looked at"
-
-
-def _text(capsule: Capsule, results: dict[str, Replayed | Exception]) -> str:
+    tell("making the call")
+    try:
+        done = rerun(capsule, model, options.dtype and getattr(torch, options.dtype), options.device)
+    except Exception as error:
+        raise UseError(f"the call could not be made: {spell(error)}") from None
+    verdict, words, status = "not seen", "nothing could be looked at", 2
+    if done.report.finding is not None:
+        verdict, words, status = "non-finite", text.summary(done.report.finding), 1
+    elif any(record.isfinite for frame in done.report.frames for record in frame.records):
+        verdict, words, status = "finite", "all finite", 0
+    if options.json:
+        document = {
+            "capsule": str(capsule.folder),
+            "module": capsule.module,
+            "class": capsule.class_name,
+            "versions": dict(capsule.versions),
+            "left_out": list(capsule.left_out),
+            "dtype": options.dtype,
+            "device": str(done.device),
+            "verdict": verdict,
+            "remarks": list(done.remarks),
+            "report": json.loads(done.report.to_json()),
+        }
+        return json.dumps(document, indent=2), status
     versions = f"torch {capsule.versions.get('torch')}, nanwatch {capsule.versions.get('nanwatch')}"
     name = f"{module_name(capsule.module)} ({capsule.class_name})"
-    lines = [f"{capsule.folder}: {name} on {capsule.device}, {versions}"]
-    lines += [f"{dtype:<13}{_verdict(result)[1]}" for dtype, result in results.items()]
-    replayed = [result for result in results.values() if isinstance(result, Replayed)]
-    remarks = dict.fromkeys(f"Note:  {remark}" for result in replayed for remark in result.remarks)
-    reports = [result.report for result in replayed if result.report.finding is not None]
-    shown = ["", reports[0].to_text()] if reports else []
-    return "\n".join([*map(visible, lines), *shown, *(["", *map(visible, remarks)] if remarks else [])])
-
-
-def _document(capsule: Capsule, results: dict[str, Replayed | Exception]) -> str:
-    runs = []
-    for dtype, result in results.items():
-        replayed = None if isinstance(result, Exception) else result
-        run = {
-            "dtype": dtype,
-            "device": replayed and str(replayed.device),
-            "verdict": _verdict(result)[0],
-            "error": spell(result) if isinstance(result, Exception) else None,
-            "remarks": list(replayed.remarks) if replayed else [],
-            "report": replayed and json.loads(replayed.report.to_json()),
-        }
-        runs.append(run)
-    document: dict[str, Any] = {
-        "capsule": str(capsule.folder),
-        "module": capsule.module,
-        "class": capsule.class_name,
-        "versions": dict(capsule.versions),
-        "left_out": list(capsule.left_out),
-        "runs": runs,
-    }
-    return json.dumps(document, indent=2)
+    lines = [
+        f"{capsule.folder}: {name} on {capsule.device}, {versions}",
+        f"{options.dtype or 'as recorded'}: {words}",
+    ]
+    shown = ["", done.report.to_text()] if done.report.finding is not None else []
+    remarks = ["", *[f"Note:  {remark}" for remark in done.remarks]] if done.remarks else []
+    return "\n".join([*map(visible, lines), *shown, *map(visible, remarks)]), status
