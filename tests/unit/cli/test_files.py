@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 from nanwatch.cli.files import show_main
-from nanwatch.ranks.merge import merge
 from nanwatch.report.report import Report
-from nanwatch.report.spike import Departure, SpikeReport
 from nanwatch.session.api import watch
 from nanwatch.trace.trace_file import Trace
 from support.black_boxes import black_box, needs_box
@@ -104,24 +102,6 @@ def test_show_prints_a_batch_as_a_report(place: Path, capsys: pytest.CaptureFixt
     assert (status, again) == (0, f"{report.to_text()}\n")
     assert run(capsys, "show", str(place))[:2] == (0, again)  # the folder of a failure
     assert "--batch is for a trace" in run(capsys, "show", "report.json", "--batch", "0")[2]
-
-
-def test_show_prints_a_saved_spike_and_writes_its_page(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Show has the spike as its own forms do, by file or folder, and merge passes over it."""
-    report = SpikeReport(410, 0, (Departure("", "loss", 9.1, 2.4, 55.0),), "loss")
-    folder = place / "out" / "spike-batch-410"
-    folder.mkdir(parents=True)
-    (folder / "report.json").write_text(report.to_json())
-    for path in (folder, folder / "report.json"):
-        assert run(capsys, "show", str(path)) == (0, f"{report.to_text()}\n", "")
-    assert run(capsys, "show", str(folder), "--json") == (0, f"{report.to_json()}\n", "")
-    (place / "out" / "report.json").write_text(Report((), None, 3).to_json())
-    assert merge(place / "out").left_out == ()
-    pytest.importorskip("jinja2")
-    assert run(capsys, "show", str(folder), "--html", "spike.html") == (0, "wrote spike.html\n", "")
-    assert Path("spike.html").read_text() == report.to_html()
 
 
 def test_show_takes_the_newest_report_of_a_folder(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,15 +72,6 @@ def test_spikes_and_forecasts_stand_above_the_table(
     assert document[-1] == {"kind": "spike", "batch": 39, "module": "whole", "label": "output", "text": SPIKE}
 
 
-def test_bad_use_is_status_2_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No trace, and a folder that is still empty."""
-    (tmp_path / "empty").mkdir()
-    for name, words in (("none", "there is no trace"), ("empty", "nothing was written to it yet")):
-        status, out, err = run(capsys, "top", str(tmp_path / name))
-        assert (status, out, err.count("\n")) == (2, "", 1)
-        assert words in err
-
-
 def test_the_live_view(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

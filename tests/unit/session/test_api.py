@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.report.report import NonFiniteError, Report
+from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import DeferredWatch, watch
 from nanwatch.session.options import Audit
 from support.toys import Scale
@@ -55,19 +55,6 @@ def test_record_keeps_the_start_of_the_failure() -> None:
     assert w.report().batch == 4
 
 
-def test_a_callable_gets_each_bad_batch() -> None:
-    """The callable is given one report for every bad batch, and what it raises is raised."""
-    model = nn.Sequential(Scale(INF), Scale())
-    reports: list[Report] = []
-    with watch(model, on_nonfinite=reports.append):
-        for factor in (INF, 1.0, INF):
-            model[0].factor = factor
-            model(torch.ones(1))
-    assert [report.batch for report in reports] == [0, 2]
-    with watch(model, on_nonfinite=lambda report: 1 // report.batch), pytest.raises(ZeroDivisionError):
-        model(torch.ones(1))
-
-
 # Options
 
 
@@ -96,11 +83,8 @@ def test_patterns_choose_modules(options: dict[str, Any], names: list[str]) -> N
         (nn.ReLU, {}, TypeError, r"got the class ReLU; pass ReLU\(...\)"),
         (torch.jit.script(nn.ReLU()), {}, TypeError, r"before torch.jit"),
         (nn.ReLU(), {"max_frame": 3}, TypeError, r"no option 'max_frame'; close names: max_frames"),
-        (nn.ReLU(), {"max_frames": 0}, ValueError, r"max_frames should be at least 1, got 0"),
         (nn.ReLU(), {"max_frames": 10**9}, ValueError, r"max_frames should be at most 1000000"),
-        (nn.ReLU(), {"max_frames": True}, TypeError, r"got True"),
         (nn.ReLU(), {"on_nonfinite": "explode"}, ValueError, r'"raise", "warn", "record" .* got \'explode\''),
-        (nn.ReLU(), {"gradients": 1}, TypeError, r"gradients should be True or False, got 1"),
         (nn.ReLU(), {"read": "weight"}, ValueError, r"read should be one or more words of .* got 'weight'"),
         (nn.ReLU(), {"read": "weights", "gradients": True}, ValueError, r"gradients needs the outputs"),
         (nn.ReLU(), {"trace": 3}, TypeError, r"trace should be a path or a nanwatch.Trace, got 3"),

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from nanwatch.util.visible import warn_user
 from support.gradient_models import Sick
 from support.toys import Scale
 from support.watching import watch
@@ -63,40 +59,3 @@ def test_bad_backwards_in_a_row_are_one_run() -> None:
     begins, total = (str(warning.message) for warning in caught)
     assert " in the backward of batch 0; " in begins
     assert total == "non-finite batches: 3 of 3, first in '0' 3x"
-
-
-@pytest.mark.usefixtures("each_recorder")
-@pytest.mark.parametrize("check", ["module", "batch"])
-def test_every_warning_is_at_the_users_line(check: Any) -> None:
-    """The call of the model, and stop()."""
-    model = nn.Sequential(nn.Sequential(Scale(INF)))
-    with told() as caught:
-        w = watch(model, on_nonfinite="warn", act_at=check)
-        model(torch.ones(1))  # warns
-        w.stop()  # warns
-    lines = inspect.getsource(sys.modules[__name__]).splitlines()
-    assert [warning.filename for warning in caught] == [__file__] * 2
-    assert [lines[warning.lineno - 1].rpartition("  ")[2] for warning in caught] == ["# warns"] * 2
-
-
-def test_a_warning_that_is_an_error_replaces_no_error(capsys: pytest.CaptureFixture[str]) -> None:
-    """The sum goes to stderr when the block ends by an exception of its own."""
-
-    def fail() -> None:
-        model = nn.Sequential(Scale(INF))
-        with watch(model, on_nonfinite="warn"):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                model(torch.ones(1))
-            raise LookupError("mine")
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(LookupError, match="mine") as caught:
-            fail()
-    assert caught.value.__context__ is None
-    assert "non-finite batches: 1 of 1" in capsys.readouterr().err
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(RuntimeWarning):
-            warn_user("asked for")

@@ -184,11 +184,9 @@ def test_arguments_of_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         ("gradients", "'gradients' should be option=value, such as gradients=true"),
         ("gradient=true", "no option 'gradient'; close names: gradients"),
         ("every=two", "every should be a whole number of at least 1, got 'two'"),
-        ("gradients=yes", "gradients should be True or False, got 'yes'"),
         ("trace=a.parquet,count", "'a.parquet,count' is not understood"),
         ("optimizer=mine", "optimizer should be a torch.optim.Optimizer or None, got str"),
         ("allow=mask", "allow should be inf:MODULE or nan:MODULE, such as 'inf:mask.*', .* got 'mask'"),
-        ("allow=inf:", "allow should be inf:MODULE .* 'inf:\\(root\\)' for the model itself, got 'inf:'"),
         ("modules=", "modules has an empty pattern; '\\(root\\)' is the model itself"),
         ("modules='a", "No closing quotation"),
     ],
@@ -209,15 +207,12 @@ def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     options = make_options({})
     assert (options.act_at, options.peer_timeout, options.stall_timeout) == ("batch", 3.0, 0.5)
     for variable, value, words in (
-        ("NANWATCH_PEER_TIMEOUT", "soon", "a number of seconds"),
-        ("NANWATCH_STALL_TIMEOUT", "nan", "a number of seconds"),
-        ("NANWATCH_STALL_TIMEOUT", "-1", "at least 0"),
-        ("NANWATCH_RERUN", "inprocess", "in-process or child"),
+        ("NANWATCH_PEER_TIMEOUT", "soon", "a number of seconds of at least 0"),
         ("NANWATCH", "off", "0 or 1"),
     ):
         with monkeypatch.context() as patch:
             patch.setenv(variable, value)
-            with pytest.raises(ValueError, match=f"{variable} should be .*{words}.*, got '{value}'"):
+            with pytest.raises(ValueError, match=f"{variable} should be {words}, got '{value}'"):
                 make_options({})
 
 
