@@ -79,21 +79,13 @@ class _Walk:
 
     def enter(self, value: Any, label: str, inside: tuple[int, ...] = ()) -> None:
         """Add the leaves of a value. `inside` are the ids of the containers around it."""
-        leaf: Any = value
-        children = None
+        leaf, children = value, None
         if not isinstance(value, (torch.Tensor, *SCALARS)):
             try:
-                leaf = _tensor_of(value)
-                children = self._children(value) if leaf is value else None
+                leaf, children = self._open(value, inside)
             except Exception as error:
                 # A container of the user's own may do anything when asked for its items.
                 leaf = Unwalked(f"{type(value).__name__} raised {type(error).__name__}")
-        if isinstance(children, Unwalked):
-            children, leaf = None, children
-        elif children is not None and id(value) in inside:
-            children, leaf = None, Unwalked("contains itself")
-        elif children is not None and len(inside) == MAX_DEPTH:
-            children, leaf = None, Unwalked(f"nested deeper than {MAX_DEPTH}")
         if children is None:
             self.leaves.append((label, leaf))
         for key, child in children or ():
@@ -103,15 +95,28 @@ class _Walk:
                 return
             self.enter(child, f"{label}[{key}]", (*inside, id(value)))
 
-    def _children(self, value: Any) -> list[tuple[object, Any]] | Unwalked | None:
-        """Return the items of a container, or the attributes of an object; None for a leaf."""
+    def _open(self, value: Any, inside: tuple[int, ...]) -> tuple[Any, list[tuple[object, Any]] | None]:
+        """Return the leaf that the value stands for; beside it the items of a container, or an object's attributes."""
+        if isinstance(value, Iterator | AsyncIterator | Coroutine):
+            return Unwalked(f"{type(value).__name__}, whose values belong to the caller"), None
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.ndarray):
+            if not value.flags.writeable or min(value.strides, default=0) < 0:
+                value = value.copy()  # PyTorch refuses the one and warns of the other
+            return torch.from_numpy(value), None
         children = _items(value)
         if children is None and self._objects and id(value) not in self._given:
             children = _attributes(value)
             self._num_objects += children is not None
             if children is not None and self._num_objects > MAX_OBJECTS:
-                return Unwalked(f"more than {MAX_OBJECTS} objects")
-        return children
+                return Unwalked(f"more than {MAX_OBJECTS} objects"), None
+        if children is None:
+            return value, None
+        if id(value) in inside:
+            return Unwalked("contains itself"), None
+        if len(inside) == MAX_DEPTH:
+            return Unwalked(f"nested deeper than {MAX_DEPTH}"), None
+        return value, children
 
 
 def _items(value: Any) -> list[tuple[object, Any]] | None:
@@ -142,18 +147,6 @@ def is_container(kind: type) -> bool:
         or kind in _pytree.SUPPORTED_NODES
         or ((numpy := sys.modules.get("numpy")) is not None and issubclass(kind, numpy.ndarray))
     )
-
-
-def _tensor_of(value: Any) -> Any:
-    """Return the tensor over the memory of a NumPy array, Unwalked for an iterator, and else the value."""
-    if isinstance(value, Iterator | AsyncIterator | Coroutine):
-        return Unwalked(f"{type(value).__name__}, whose values belong to the caller")
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.ndarray):
-        return value
-    if not value.flags.writeable or min(value.strides, default=0) < 0:
-        value = value.copy()  # PyTorch refuses the one and warns of the other
-    return torch.from_numpy(value)
 
 
 # Their attributes are theirs, and no values of a call.
