@@ -260,20 +260,13 @@ class _SketchedRecord(Record):
     sketch: bytes
 
 
-# Low bits of a sketch's float32 numbers that are cleared, so that a file is a fourth smaller. What is left has at least
-# two bits more than the tensor's own numbers. Rounding could turn a nan into a number, clearing cannot.
-_CLEARED_BITS = {torch.bfloat16: 13, torch.float16: 11}
-
-
 def _sketched(x: Tensor, record: Record) -> Record:
     try:
         local = local_shard(x)
         x = x if local is None else local
         if x.is_floating_point() and is_plain(x) and x.numel():
-            numbers = sketch(x)
-            numbers.view(torch.int32).bitwise_and_(-1 << _CLEARED_BITS.get(x.dtype, 0))
             record = _SketchedRecord(*record)
-            record.sketch = numbers.cpu().numpy().astype("<f4").tobytes()
+            record.sketch = sketch(x).cpu().numpy().astype("<f4").tobytes()
     except Exception:
         # Memory may be short. The range already says what matters.
         suppressed("a tensor could not be sketched")
