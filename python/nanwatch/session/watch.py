@@ -20,8 +20,7 @@ from ..history.spikes import SpikeWatch
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
 from ..instrumentation.global_hooks import GlobalHooks
-from ..ranks.replicas import ReplicaWatch
-from ..ranks.step_ranks import StepRanks
+from ..ranks.replicas import ReplicaWatch, StepRanks
 from ..recording.events import Arrival, BackwardCall, Event, Recorder
 from ..recording.recorder import make_recorder
 from ..records.record import Frame

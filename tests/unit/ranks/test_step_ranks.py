@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanwatch.ranks.exchange import Side
-from nanwatch.ranks.step_ranks import WeightPrint, judge_steps, sketch_of
+from nanwatch.ranks.replicas import WeightPrint, judge_steps, sketch_of
 
 GRADIENT = torch.randn(24, generator=torch.Generator().manual_seed(3))
 
