@@ -1,18 +1,44 @@
-"""Reading of the recorder's largest magnitudes at the ends of batches, for forecasts and spikes."""
+"""Reading of the recorder's largest magnitudes at the ends of batches, for forecasts, spikes and suspicion.
+
+Suspicion stands beside the frames of a report: weights that grew or are far from others, and modules nobody called.
+"""
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import isfinite
+from operator import itemgetter
+from statistics import median
+from typing import TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from ..instrumentation.wrapped_names import is_recorded, named_modules
 from ..recording.events import PeakName, Recorder
+from ..recording.observe import may_be_called, observe
+from ..records.record import Frame
+from ..report.events import Suspect
+from ..util.modules import each_parameter
+from ..util.visible import suppressed
 from .forecast import Forecast, Forecaster
 from .peaks import PeakHistory
-from .suspicion import Suspicion
 
-Take = Callable[[int, list[PeakName], bytes], object]
+Take: TypeAlias = Callable[[int, list[PeakName], bytes], object]
+Key: TypeAlias = tuple[str, str]  # module and label
+
+# Adam moves a weight by about the learning rate a step, and the gain of a norm stays below 5 in trained models: eight
+# times, three bits, is no healthy training.
+_FACTOR = 8
+# A bias or a LoRA matrix grows from 0 by any factor. Growth counts from here on.
+_LEAST = 0.1
+# Fewer have no middle from which one could be far.
+_LEAST_SIBLINGS = 4
+_NUMBER = re.compile(r"\d+")
 
 
 class Monitor:
@@ -61,3 +87,158 @@ class Monitor:
             return forecast
         finally:
             self._looking.release()
+
+
+class Suspicion:
+    """Reader of a model's weights for its reports, over the history that the forecaster keeps."""
+
+    def __init__(self, model: nn.Module, history: PeakHistory, recorder: Recorder) -> None:
+        self._model = weakref.ref(model)
+        self._history = history
+        self._recorder = recorder
+        self._versions: dict[int, int] = {}
+        try:
+            with torch._C.DisableTorchFunction():
+                self._versions = {id(x): _version(x) for x in each_parameter(model)}
+        except Exception:
+            suppressed("the versions of weights could not be noted")
+
+    def suspects(self, frames: Iterable[Frame] = ()) -> tuple[Suspect, ...]:
+        """Return the weight that grew most and the one that is farthest above its siblings, where either is far.
+
+        `frames` have later values than the batches that were looked at.
+        """
+        try:
+            first, latest = self._of_weights(frames)
+        except Exception:
+            suppressed("the growth of weights could not be told")
+            return ()
+        suspects: dict[Key, Suspect] = {}
+        if (grown := grown_most(first, latest)) is not None:
+            suspects[grown] = Suspect(*grown, latest[grown], first=first[grown])
+        if (apart := max(apart_from_siblings(latest), key=itemgetter(0), default=None)) is not None:
+            _, key, group, siblings = apart
+            suspects[key] = replace(
+                suspects.get(key) or Suspect(*key, latest[key]),
+                siblings=group,
+                num_siblings=len(siblings),
+                median=median(siblings),
+            )
+        return tuple(suspects.values())
+
+    def _of_weights(self, frames: Iterable[Frame]) -> tuple[dict[Key, float], dict[Key, float]]:
+        """Return the first and the latest finite abs max of each weight."""
+        model = self._model()
+        named = () if model is None else named_modules(model)
+        # A scripted module's dict cannot be iterated without `keys()`.
+        weights = {(item.name, label) for item in named for label in item.module._parameters.keys()}  # noqa: SIM118
+        first: dict[Key, float] = {}
+        latest: dict[Key, float] = {}
+        for key, begin, end in self._history.ends():
+            if key in weights:
+                first.setdefault(key, begin)
+                latest[key] = end
+        for frame in frames:
+            for record in frame.records:
+                key = frame.name, record.label
+                if record.role == "weight" and record.abs_max and isfinite(record.abs_max):
+                    first.setdefault(key, record.abs_max)
+                    latest[key] = record.abs_max
+        return first, latest
+
+    @property
+    def called(self) -> set[str]:
+        """Return the names of the modules that were called: those with weights, and those that the history has seen."""
+        if not self._history.names:
+            return set()
+        return {*self._recorder.called(), *(module for module, _ in self._history.names)}
+
+    def never_called(self, frames: Sequence[Frame], observes: Callable[[str], bool]) -> tuple[str, ...]:
+        """Return the names of modules that nobody called, though their weights are trained and `observes(name)` holds.
+
+        Empty before the first batch has ended: until then any module may still be called.
+        """
+        model, called = self._model(), self.called
+        if model is None or not called:
+            return ()
+        try:
+            with torch._C.DisableTorchFunction():
+                called |= {frame.name for frame in frames}
+                return tuple(self._never_called(model, called, observes))
+        except Exception:
+            suppressed("the modules that were never called could not be told")
+            return ()
+
+    def _never_called(
+        self, model: nn.Module, called: set[str], observes: Callable[[str], bool]
+    ) -> Iterator[str]:
+        named = [(item, weights) for item in named_modules(model) if (weights := _weights(item.module))]
+        uncalled = [
+            (item, weights)
+            for item, weights in named
+            if item.name not in called
+            and observes(item.name)
+            and is_recorded(item.module)
+            and may_be_called(item.module)
+        ]
+        if not uncalled:  # most models: no tensor is asked for anything
+            return
+        # A weight may be shared with a module that was called.
+        used = {id(x): x for item, weights in named if item.name in called for x in weights}
+        # A checkpoint that was loaded changed each weight once. Steps change all trained ones equally often.
+        steps = max(map(self._num_writes, used.values()), default=0)
+        for item, weights in uncalled:
+            is_shared = any(id(x) in used for x in weights)
+            # A module that is all zero has no magnitude by which it would be known.
+            if (
+                not is_shared
+                and any(self._is_trained(x, steps) for x in weights)
+                and any(observe(x, "", "weight").abs_max for x in weights)
+            ):
+                yield item.name
+
+    def _is_trained(self, x: Tensor, steps: int) -> bool:
+        if x.is_leaf and x.grad is not None:
+            return True
+        return self._num_writes(x) >= max(2, steps / 2)
+
+    def _num_writes(self, x: Tensor) -> int:
+        version = _version(x)
+        return version - self._versions.get(id(x), version)
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    return [x for x in module._parameters.values() if x is not None]
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def grown_most(first: Mapping[Key, float], latest: Mapping[Key, float]) -> Key | None:
+    """Return the weight whose abs max has grown by the largest factor, None where none has grown eight times."""
+
+    def growth(key: Key) -> float:
+        return latest[key] / max(first[key], _LEAST)
+
+    grown = max(latest, key=growth, default=None)
+    return grown if grown is not None and growth(grown) >= _FACTOR else None
+
+
+def apart_from_siblings(latest: Mapping[Key, float]) -> Iterator[tuple[float, Key, str, list[float]]]:
+    """Yield the weight that is farthest above its siblings, the same weight of other layers, where one is far.
+
+    `latest` has the abs max by module and label. Yields how many times the siblings' median it is (of 0.1 at least),
+    its key, the pattern of the siblings' names, and their abs max.
+    """
+    groups: dict[Key, list[Key]] = {}
+    for key in latest:
+        groups.setdefault((_NUMBER.sub("*", key[0]), key[1]), []).append(key)
+    for (pattern, _), members in groups.items():
+        if len(members) < _LEAST_SIBLINGS:
+            continue
+        key = max(members, key=latest.__getitem__)
+        siblings = [latest[member] for member in members if member is not key]
+        factor = latest[key] / max(median(siblings), _LEAST)
+        if factor >= _FACTOR:
+            yield factor, key, pattern, siblings

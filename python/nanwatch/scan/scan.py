@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..history.suspicion import apart_from_siblings
+from ..history.monitor import apart_from_siblings
 from ..numerics import _extension
 from ..numerics.formats import TensorHealth, limits
 from ..numerics.ranges import PartialHealth, tensor_health

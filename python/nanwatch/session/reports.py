@@ -24,7 +24,7 @@ from ..diagnosis.batch_snapshot import (
 )
 from ..diagnosis.incident import Incident
 from ..diagnosis.loss_statements import BackwardCall
-from ..history.suspicion import Suspicion
+from ..history.monitor import Suspicion
 from ..instrumentation.execution_context import RngState
 from ..instrumentation.functions import Function
 from ..instrumentation.wrapped_names import (
