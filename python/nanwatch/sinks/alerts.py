@@ -25,7 +25,7 @@ from ..util.imports import needed
 from ..util.job import rank, rank_and_world_size
 from ..util.visible import counts, spell, warn_user
 from .sink import BatchSummary, Sink
-from .trackers import HEADROOM, TOTAL, batch_values, curves, spell_module
+from .trackers import HEADROOM, TOTAL, batch_values, spell_module
 
 Facts = dict[str, str | int]
 _SECONDS = 10.0  # of one request
@@ -105,7 +105,6 @@ class JsonLinesSink(MessageSink):
         where, (number, world_size) = Path(path).absolute(), rank_and_world_size()
         self._path = where.with_name(f"{where.stem}-rank{number}{where.suffix}") if world_size > 1 else where
         self._file: TextIO | None = None
-        self._modules: dict[str, None] = {}
 
     def send(self, message: Message) -> None:
         """Write it."""
@@ -113,7 +112,7 @@ class JsonLinesSink(MessageSink):
 
     def on_batch(self, summary: BatchSummary) -> None:
         """Write the numbers that logs get."""
-        values = batch_values(summary, self._modules)
+        values = batch_values(summary)
         self._write({"event": "batch", "batch": summary.batch, "time": time.time(), **values})
 
     def _write(self, document: dict[str, Any]) -> None:
@@ -162,7 +161,6 @@ class PrometheusSink(MessageSink):
             self._port, target = int(target) + rank(), None
         default = needed("prometheus_client", "the sink prometheus", "prometheus").REGISTRY
         self._metrics = _metrics(default if target is None else target)
-        self._modules: dict[str, None] = {}
 
     def send(self, message: Message) -> None:
         """Count it."""
@@ -176,7 +174,7 @@ class PrometheusSink(MessageSink):
             _serve(self._port)
         for bits, _, _ in list(summary.headroom.values())[:1]:
             self._metrics[TOTAL].set(bits)
-        for name, bits in curves(summary, self._modules).items():
+        for name, bits in summary.curves.items():
             self._metrics[HEADROOM].labels(spell_module(name)).set(bits)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from math import isfinite
 from typing import Any
 
@@ -18,22 +18,33 @@ from ..report.report import Report
 from ..report.spike import SpikeReport
 from ..util.visible import close_names, spell, suppressed, warn_user
 
+# Curves by module. Of a larger model those modules have one that were among the worst when there still was room.
+_MOST_CURVES = 256
+
 
 class BatchSummary:
     """The headroom of one finite batch. Ask for it when all frames are taken.
 
-    Inputs are left out: each is another module's output.
+    Inputs are left out: each is another module's output. `shown` are the modules that have a curve.
     """
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, batch: int, shown: dict[str, None] | None = None) -> None:
         self.batch = batch
         self.frames: list[Frame] = []
+        self._shown = {} if shown is None else shown
 
     @cached_property
     def headroom(self) -> dict[str, tuple[float, str, str]]:
         """The least headroom of each module in bits, with label and dtype, the worst first."""
         worst = [least for least in by_module(self.frames).values() if isfinite(least.bits)]
         return {least.module: (least.bits, least.label, least.dtype) for least in worst}
+
+    @cached_property
+    def curves(self) -> dict[str, float]:
+        """The least headroom in bits of the modules that have a curve. New ones take the room that is left."""
+        new = [name for name in self.headroom if name not in self._shown]
+        self._shown.update(dict.fromkeys(new[: _MOST_CURVES - len(self._shown)]))
+        return {name: self.headroom[name][0] for name in self._shown if name in self.headroom}
 
 
 class Sink:
@@ -130,21 +141,18 @@ class Warnings(Sink):
         warn_user(str(difference))
 
 
-_NO_SUMMARY = BatchSummary(-1)
-
-
-class SinkStream(Sink):
+class SinkStream:
     """The events of one Watch, each handed to the sinks that take it.
 
-    `sinks` are the user's. `internal` are nanwatch's, which come last and may raise. The
-    smallest `every` of the user's sinks counts for all.
+    `sinks` are the user's. `internal` are nanwatch's, which come last and may raise. The smallest `every` of the user's
+    sinks counts for all.
     """
 
     def __init__(
         self,
         recorder: Recorder,
         sinks: Sequence[Sink],
-        internal: Sequence[Sink] = (),
+        internal: Sequence[Sink],
         *,
         every: int = 1,
     ) -> None:
@@ -157,7 +165,8 @@ class SinkStream(Sink):
         self._every = every
         self._log_every = min((sink.every for sink in sinks), default=Sink.every)
         self._next = 0  # the batch to sum up
-        self._summary = _NO_SUMMARY
+        self._summary: BatchSummary | None = None
+        self._shown: dict[str, None] = {}  # modules that have a curve
         self._last_nonfinite: int | None = None  # the latest batch that was reported
         self._process = os.getpid()  # a forked child has the sinks, but neither their files nor their threads
         self._frames = recorder.subscribe(Event.FRAME)
@@ -201,15 +210,15 @@ class SinkStream(Sink):
         if frame.batch >= self._next and self._takes("on_batch"):
             # Each thread adds to its own batch. A batch that failed is dropped with the first frame of the next.
             summary = self._summary
-            if summary.batch != frame.batch:
-                summary = self._summary = BatchSummary(frame.batch)
+            if summary is None or summary.batch != frame.batch:
+                summary = self._summary = BatchSummary(frame.batch, self._shown)
             summary.frames.append(frame)
 
     def batch_ended(self, batch: int) -> None:
         """Take the end of a finite batch."""
         summary = self._summary
-        if summary.batch == batch:
-            self._summary = _NO_SUMMARY
+        if summary is not None and summary.batch == batch:
+            self._summary = None
             self._next = batch + self._log_every
             self._tell("on_batch", summary)
 
@@ -231,11 +240,7 @@ class SinkStream(Sink):
         self._tell("on_close")
         self._receivers = []
 
-
-def _passed_on(event: str) -> Callable[..., None]:
-    return lambda self, *args: self._tell(event, *args)
-
-
-for _event in EVENTS:
-    if _event not in vars(SinkStream):
-        setattr(SinkStream, _event, _passed_on(_event))
+    def __getattr__(self, event: str) -> Callable[..., None]:
+        if event not in EVENTS:
+            raise AttributeError(event)
+        return partial(self._tell, event)

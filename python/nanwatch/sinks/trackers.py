@@ -25,8 +25,6 @@ from .sink import BatchSummary, Sink
 # The first part of a tag is its group in TensorBoard and W&B: the whole model's numbers in one, modules in others.
 TOTAL = "nanwatch"
 HEADROOM, FORECAST = "nanwatch_headroom_bits", "nanwatch_forecast_batch"
-# Curves by module. Of a larger model those modules have one that were among the worst when there still was room.
-_MOST_MODULES = 256
 FOLDER = "runs/nanwatch"  # below `runs`, where TensorBoard looks by default
 ACCEPTED = (
     "a nanwatch.Sink, a SummaryWriter of TensorBoard, a pathlib.Path for TensorBoard, a run of wandb, a function of a"
@@ -44,32 +42,18 @@ def spell_module(name: str) -> str:
     return visible(name) or "(root)"
 
 
-def curves(summary: BatchSummary, known: dict[str, None]) -> dict[str, float]:
-    """Return the headroom of the modules that have a curve. Modules of this batch take what room `known` has left."""
-    headroom = summary.headroom
-    known.update(
-        dict.fromkeys([name for name in headroom if name not in known][: _MOST_MODULES - len(known)])
-    )
-    return {name: headroom[name][0] for name in known if name in headroom}
-
-
-def batch_values(summary: BatchSummary, known: dict[str, None]) -> dict[str, float | str]:
-    """Return the numbers and words of a finite batch, and add its modules to those that have a curve."""
+def batch_values(summary: BatchSummary) -> dict[str, float | str]:
+    """Return the numbers and words of a finite batch."""
     values: dict[str, float | str] = {f"{TOTAL}/is_finite": 1.0}
     if summary.headroom:
         module, (bits, label, dtype) = next(iter(summary.headroom.items()))
         values[f"{TOTAL}/headroom_bits"] = bits
         values[f"{TOTAL}/headroom_module"] = visible(f"{spell_module(module)} {label}, {dtype}")
-    return values | {
-        f"{HEADROOM}/{spell_module(name)}": bits for name, bits in curves(summary, known).items()
-    }
+    return values | {f"{HEADROOM}/{spell_module(name)}": bits for name, bits in summary.curves.items()}
 
 
 class LogSink(Sink):
     """Sink that logs numbers and words for each event. A tracker needs no more than `write`."""
-
-    def __init__(self) -> None:
-        self._modules: dict[str, None] = {}  # that have a curve
 
     def write(self, batch: int, values: Values) -> None:
         """Log these at the batch. All numbers are finite."""
@@ -80,7 +64,7 @@ class LogSink(Sink):
 
     def on_batch(self, summary: BatchSummary) -> None:
         """Log the headroom."""
-        self.write(summary.batch, batch_values(summary, self._modules))
+        self.write(summary.batch, batch_values(summary))
 
     def on_forecast(self, batch: int, forecast: Forecast) -> None:
         """Log the batch that it expects, and its sentence."""
@@ -119,7 +103,6 @@ class FunctionSink(LogSink):
     """Log that calls a function with the numbers and words of each event, and the batch."""
 
     def __init__(self, function: Callable[[dict[str, float | str], int], object]) -> None:
-        super().__init__()
         self._function = function
 
     def write(self, batch: int, values: Values) -> None:
@@ -134,7 +117,6 @@ class TensorBoardSink(LogSink):
     """
 
     def __init__(self, target: Any = FOLDER) -> None:
-        super().__init__()
         self._make: Callable[[], Any] | None = None
         self._writer: Any = None
         if isinstance(target, str | os.PathLike):
@@ -179,7 +161,6 @@ class WandbSink(LogSink):
     """
 
     def __init__(self, target: Any = None) -> None:
-        super().__init__()
         if isinstance(target, str):
             raise ValueError(
                 f"the sink wandb takes no {target!r}; say that to wandb.init(), and pass what it returns"
@@ -207,6 +188,19 @@ class WandbSink(LogSink):
         return run
 
 
+def factory_of(name: str) -> Callable[..., Sink]:
+    """Return what makes the sink of this name. Raises ValueError, with the names that there are, for another."""
+    factories: dict[str, Callable[..., Sink]] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
+    if name in _ALERTS:
+        factories[name] = getattr(import_module(".alerts", __package__), _ALERTS[name])
+    if name not in factories:
+        known = ", ".join(sorted([*factories, *_ALERTS]))
+        raise ValueError(
+            f"there is no sink {name!r}; known are {known}; a folder for TensorBoard is tensorboard:FOLDER"
+        )
+    return factories[name]
+
+
 def log_for(target: Any) -> Callable[..., LogSink] | None:
     """Return what makes the log of an object, None where it is none of those that are ACCEPTED."""
 
@@ -218,20 +212,6 @@ def log_for(target: Any) -> Callable[..., LogSink] | None:
     if has("log", "define_metric"):  # a run; the module `wandb` stands for the run it began
         return WandbSink
     return FunctionSink if callable(target) and not isinstance(target, type) else None
-
-
-def factory_of(name: str) -> Callable[..., Sink]:
-    """Return what makes the sink of this name. Raises ValueError, with the names that there are, for another."""
-    factories: dict[str, Callable[..., Sink]] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
-    if name in factories:
-        return factories[name]
-    if name not in _ALERTS:
-        known = ", ".join(sorted([*factories, *_ALERTS]))
-        raise ValueError(
-            f"there is no sink {name!r}; known are {known}; a folder for TensorBoard is tensorboard:FOLDER"
-        )
-    factory: Callable[..., Sink] = getattr(import_module(".alerts", __package__), _ALERTS[name])
-    return factory
 
 
 def sink_for(target: Any) -> Sink:

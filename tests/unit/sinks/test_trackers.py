@@ -49,7 +49,7 @@ def test_the_headroom_is_that_of_the_frames(made: list[Frame]) -> None:
     batch.frames.extend(made)
     assert {name: bits for name, (bits, _, _) in batch.headroom.items()} == expected
     assert [bits for bits, _, _ in batch.headroom.values()] == sorted(expected.values())
-    values = batch_values(batch, {})
+    values = batch_values(batch)
     for name in ("a", ""):
         assert values.get(f"nanwatch_headroom_bits/{name or '(root)'}") == expected.get(name)
     assert values.get("nanwatch/headroom_bits") == min(expected.values(), default=None)
