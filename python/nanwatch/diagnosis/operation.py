@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -14,11 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..numerics import _reference
-from ..numerics.ranges import tensor_health
 from ..numerics.readable import is_plain, local_shard
+from ..recording.events import Settings
 from ..recording.observe import observe
 from ..recording.walk import leaves
-from ..records.headroom import is_normal
 from ..records.record import Record
 
 # In-place operations that do not look at what was there before.
@@ -28,6 +27,8 @@ _OVERWRITING = frozenset(
 _VALUE = re.compile("number|float|Tensor")
 # They give -inf for zero.
 _LOGARITHMS = frozenset({"log", "log_", "log2", "log2_", "log10", "log10_"})
+# A division or a logarithm does not forgive zeros and subnormals, which are usual among integers.
+_COUNTS = Settings(), Settings(counts=True)
 
 
 class Operation(NamedTuple):
@@ -87,53 +88,33 @@ def operation_of(func: Any) -> Operation:
 
 
 class Operands(NamedTuple):
-    """The operands of a call: its tensors and a record for each, and its numbers by name.
+    """The operands of a call: its tensors, a record with counts for each, and its numbers by name.
 
     `zero_one`: a logarithm was given zeros and ones, and nothing else.
     """
 
     tensors: list[Tensor]
-    ranges: list[Record]
+    records: list[Record]
     numbers: list[tuple[str, float]]
     zero_one: bool
 
-    @classmethod
-    def of(
-        cls,
-        operation: Operation,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        is_known: Callable[[Tensor], bool],
-    ) -> Operands:
-        """Return the operands of a call that is about to be made, or has been made and wrote to none of them.
 
-        Of those that are known the range is enough: what is non-finite in them need not be counted once more.
-        """
-        tensors: list[Tensor] = []
-        numbers: list[tuple[str, float]] = []
-        for name, value in operation.given(args, kwargs):
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                numbers += [(name, value)] if name in operation.values else []
-            elif operation.base != "lift_fresh" and name not in operation.overwritten:
-                tensors += tensors_in(value)
-        ranges = [
-            observe(x, f"operand[{i}]", "input", is_examined=not is_known(x)) for i, x in enumerate(tensors)
-        ]
-        return cls(tensors, ranges, numbers, operation.base in _LOGARITHMS and all(map(_is_choice, tensors)))
-
-    def details(self, written: Sequence[Tensor] = ()) -> tuple[Record, ...]:
-        """Return the records of the tensors.
-
-        They have a health where elements are zero or subnormal, which a division or a logarithm does not forgive,
-        unless the tensor shares memory with what was `written` since.
-        """
-        gone = {x.untyped_storage()._cdata for x in written if is_plain(x)}
-        records = list(self.ranges)
-        for i, (x, record) in enumerate(zip(self.tensors, self.ranges, strict=True)):
-            is_there = record.isfinite and is_plain(x) and x.untyped_storage()._cdata not in gone
-            if is_there and (ends := record.ends) is not None and not is_normal(record.abs_min, ends):
-                records[i] = record._replace(health=tensor_health(x))
-        return tuple(records)
+def operands_of(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operands:
+    """Return the operands of a call that is about to be made, or has been made and wrote to none of them."""
+    tensors: list[Tensor] = []
+    numbers: list[tuple[str, float]] = []
+    for name, value in operation.given(args, kwargs):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            numbers += [(name, value)] if name in operation.values else []
+        elif operation.base != "lift_fresh" and name not in operation.overwritten:
+            tensors += tensors_in(value)
+    records = [
+        observe(x, f"operand[{i}]", "input", wanted=_COUNTS[x.dtype.is_floating_point])
+        for i, x in enumerate(tensors)
+    ]
+    return Operands(
+        tensors, records, numbers, operation.base in _LOGARITHMS and all(map(_is_choice, tensors))
+    )
 
 
 def _is_choice(x: Tensor) -> bool:
@@ -200,23 +181,13 @@ class StorageWriteLog(Generic[T]):
         if entry.latest is not None:
             _bytes_of(x, entry.latest).fill_(0 if write is None else len(entry.writes))
 
-    def __contains__(self, x: object) -> bool:
-        """Return whether there are non-finite writes to the storage of the tensor `x`; touches no data."""
-        if not isinstance(x, Tensor):
-            return False
-        x = _addressable(x)
-        if is_plain(x):
-            return x.untyped_storage()._cdata in self._storages
-        return self._others.get(x) is not None
-
     def find(self, x: Tensor) -> list[T]:
         """Return the last write to each non-finite element of `x`, the oldest write first."""
         x = _addressable(x)
-        if x not in self:
-            return []
         if not is_plain(x):
-            return [self._others[x]]
-        entry = self._storages[x.untyped_storage()._cdata]
+            return [write for write in (self._others.get(x),) if write is not None]
+        if (entry := self._storages.get(x.untyped_storage()._cdata)) is None:
+            return []
         if entry.latest is None:
             return entry.writes[-1:]
         latest, once = _bytes_of(x, entry.latest), x.detach().as_strided(*_once(x), x.storage_offset())

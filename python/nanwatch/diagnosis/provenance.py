@@ -26,7 +26,7 @@ from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell
 from .causes import causes
 from .diagnosis import Expression, ModuleCall, Step, values_of
-from .operation import Operands, Operation, StorageWriteLog, operation_of
+from .operation import Operands, Operation, StorageWriteLog, operands_of, operation_of
 
 _MASK = Note("mask")
 _UNWRITTEN = (
@@ -74,7 +74,7 @@ class ProvenanceMode(TorchDispatchMode):
         if operation is None or not (operation.written or operation.fresh):
             return func(*args, **kwargs)
         # An operation in place overwrites its operand, so the operands are read before it runs.
-        before = self._safely(self._operands, operation, args, kwargs) if operation.written else None
+        before = self._safely(operands_of, operation, args, kwargs) if operation.written else None
         result = func(*args, **kwargs)
         self._safely(self._look, operation, args, kwargs, before, result)
         return result
@@ -101,9 +101,6 @@ class ProvenanceMode(TorchDispatchMode):
             self.trouble = f"{operation.name} could not be followed: {spell(error)}"
             return None
 
-    def _operands(self, operation: Operation, args: Any, kwargs: Any) -> Operands:
-        return Operands.of(operation, args, kwargs, self._writes.__contains__)
-
     def _look(
         self, operation: Operation, args: Any, kwargs: Any, before: Operands | None, result: Any
     ) -> None:
@@ -126,7 +123,7 @@ class ProvenanceMode(TorchDispatchMode):
             (step.place, step.module), node = self._site()
             step.in_backward = torch._C._current_autograd_node() is not None
             step.operation = node or step.operation
-            given = before or self._operands(operation, args, kwargs)
+            given = before or operands_of(operation, args, kwargs)
             bad = [x for x, record in pairs if record.isfinite is False]
             self._explain(step, operation, given, bad, dict(operation.given(args, kwargs)))
             if len(self.steps) < _MOST_STEPS:
@@ -138,22 +135,21 @@ class ProvenanceMode(TorchDispatchMode):
         self, step: Step, operation: Operation, given: Operands, bad: Sequence[Tensor], named: dict[str, Any]
     ) -> None:
         """Fill in where the step's values in the `bad` tensors come from, and what is so of its operands."""
-        step.operands = tuple(given.ranges)
+        step.operands = tuple(given.records)
         writers = {
             i: self._writes.find(x)
-            for i, (x, record) in enumerate(zip(given.tensors, given.ranges, strict=True))
+            for i, (x, record) in enumerate(zip(given.tensors, given.records, strict=True))
             if record.isfinite is False
         }
         guilty = _guilty(operation, given, list(writers), bad)
         sources = [writer for i in guilty for writer in writers[i]]
-        strangers = [i for i in guilty if not writers[i] and given.ranges[i].note != _MASK]
+        strangers = [i for i in guilty if not writers[i] and given.records[i].note != _MASK]
         is_live = any(not source.meant for source in sources)
         if not is_live and not strangers and "nan" not in step.values:
             step.meant = _is_meant(operation, given, step, bad, guilty, sources)
         if is_live or (sources and step.meant):
             step.origin = _origin(sources, "nan" in step.values)
             return
-        step.operands = given.details(bad if operation.written else ())
         step.call = self.open_calls[-1] if self.open_calls else None
         step.strangers = tuple(given.tensors[i] for i in strangers)
         remarks = [
@@ -255,7 +251,7 @@ def _is_meant(
     """Return whether infinities are meant: written as constants, or passed on from such."""
     if operation.base == "lift_fresh" or any(isinf(value) for _, value in given.numbers):
         return True
-    is_masked = any(record.note == _MASK for record in given.ranges)
+    is_masked = any(record.note == _MASK for record in given.records)
     if not guilty:
         # The sum of two masks that hold the dtype's minimum; the logarithm of a mask of zeros and ones.
         return "inf" not in step.values and (is_masked or given.zero_one)

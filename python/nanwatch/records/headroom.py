@@ -10,7 +10,6 @@ from math import inf, isfinite, log2, sqrt
 from operator import itemgetter
 from typing import NamedTuple
 
-from ..numerics.formats import Limits
 from ..util.visible import module_name
 from .record import Frame, Record
 
@@ -24,11 +23,6 @@ _RECOVERY = 1.0
 def is_near_end(largest: float, end: float) -> bool:
     """Return whether a value may leave a format that ends at `end` by a sum, a usual factor or its own square."""
     return largest >= min(end / NEAR_FACTOR, sqrt(end))
-
-
-def is_normal(smallest: float | None, ends: Limits) -> bool:
-    """Return whether no element is zero or subnormal, where `smallest` is the abs_min."""
-    return smallest is None or smallest >= ends.smallest_normal
 
 
 def has_vanished(record: Record) -> bool:

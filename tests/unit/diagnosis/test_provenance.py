@@ -204,8 +204,6 @@ def test_the_log_knows_who_wrote_each_element_last(writes: list[tuple[int, int, 
             last[i] = number if is_bad else None
     for part in (slice(None), slice(2, 5), slice(0, 8, 3)):
         assert log.find(memory[part]) == sorted({number for number in last[part] if number is not None})
-    assert memory in log or set(last) <= {None}
-    assert last not in log  # no tensor
     assert log.find(memory[3].expand(2, 5)) == [number for number in last[3:4] if number is not None]
 
 
