@@ -257,10 +257,8 @@ class _Formats(Trials):
         if experiment.error is not None:
             self.remarks.append(f"could not try to {what}: {spell(experiment.error)}")
             return False
-        if self._seen.error is not None:
-            self._seen = (
-                experiment  # a check of the program's own ended the first run before the guilty call did
-            )
+        if self._seen.error is not None:  # of a check of the program's own, before the guilty call ended
+            self._seen = experiment
         works, room = self.is_finite(experiment), None
         if works and needs_room:
             narrow = [x for x in experiment.gradients if x.dtype in ("float16", "bfloat16")]
@@ -335,18 +333,13 @@ def module_words(name: str) -> str:
 
 def code_of(model: nn.Module, name: str) -> str:
     """Return the expression that reaches the module in Python: `model.decoder.block[0]`."""
-    path = next(
-        (named.path for named in named_modules(model, remove_duplicate=False) if named.name == name), name
-    )
+    paths = (named.path for named in named_modules(model, remove_duplicate=False) if named.name == name)
+    path = next(paths, name)
     code, module = "model", model
     for part in path.split(".") if path else ():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and part.isdecimal():
-            code += f"[{part}]"
-        elif isinstance(module, nn.ModuleDict):
-            code += f"[{part!r}]"
-        elif part.isidentifier():
-            code += f".{part}"
-        else:
+        is_index = isinstance(module, nn.ModuleList | nn.Sequential) and part.isdecimal()
+        if not is_index and not part.isidentifier():
             return f"model.get_submodule({path!r})"
-        module = module._modules[part]  # type: ignore[assignment]
+        code += f"[{part}]" if is_index else f".{part}"
+        module = module.get_submodule(part)
     return code

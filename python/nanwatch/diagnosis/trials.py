@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
@@ -190,34 +191,36 @@ def _known(value: Tensor, exact: Tensor, most: float) -> tuple[Tensor, Tensor, T
 @contextmanager
 def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Give `model` for the block the weights and buffers of `model.to(dtype)`, and cast nothing else."""
-    places: list[tuple[dict[str, Any], str, Tensor]] = [
-        (table, name, x)
-        for module in model.modules()
-        if not isinstance(module, torch.jit.ScriptModule)
-        for table in (module._parameters, module._buffers)
-        for name, x in table.items()
-        if x is not None and x.is_floating_point() and x.dtype != dtype
-    ]
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    tables = [table for module in modules for table in (module._parameters, module._buffers)]
     # Tied weights stay tied.
-    copies = {x: x.detach().to(dtype).requires_grad_(x.requires_grad) for _, _, x in places}
-    try:
-        for table, name, x in places:
-            table[name] = copies[x]
+    copies = {
+        x: x.detach().to(dtype).requires_grad_(x.requires_grad)
+        for table in tables
+        for x in table.values()
+        if x is not None and x.is_floating_point() and x.dtype != dtype
+    }
+    with ExitStack() as stack:
+        for table in tables:
+            stack.callback(table.update, dict(table))
+            table.update({name: copies.get(x, x) for name, x in table.items()})
         yield
-    finally:
-        for table, name, x in places:
-            table[name] = x
 
 
-def _wide(x: Any) -> Any:
-    if isinstance(x, torch.dtype):
-        return torch.float64 if x.is_floating_point else torch.complex128 if x.is_complex else x
-    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+def _cast(to: torch.dtype, x: Any) -> Any:
+    """Return a tensor or a dtype of floating-point or complex numbers in the given format, and all else as it is."""
+    kind = x.dtype if isinstance(x, Tensor) else x
+    if not isinstance(kind, torch.dtype) or not (kind.is_floating_point or kind.is_complex):
         return x
-    kind = torch.complex128 if x.is_complex() else torch.float64
-    if x.dtype != kind and x.numel() > _MOST_ELEMENTS:
+    new = to.to_complex() if kind.is_complex else to
+    if isinstance(x, torch.dtype):
+        return new
+    if kind != new and x.numel() > _MOST_ELEMENTS:
         raise MemoryError(f"a tensor of {x.numel():,} elements")
-    return x.to(kind)
+    return x.to(new)
+
+
+_wide = partial(_cast, torch.float64)
 
 
 class Float64(TorchFunctionMode):
@@ -229,11 +232,6 @@ class Float64(TorchFunctionMode):
     def __init__(self, drawn: torch.dtype = torch.float32) -> None:
         super().__init__()
         self._drawn = drawn
-
-    def _narrow(self, x: Any) -> Any:
-        if isinstance(x, torch.dtype):
-            return self._drawn if x.is_floating_point else x
-        return x.to(self._drawn) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation in float64."""
@@ -252,7 +250,7 @@ class Float64(TorchFunctionMode):
         if all(map(torch.equal, (before.torch, *before.cuda), (after.torch, *after.cuda))):
             return _pytree.tree_map(_wide, result)
         before.restore()
-        narrow, options = _pytree.tree_map(self._narrow, (args, kwargs))
+        narrow, options = _pytree.tree_map(partial(_cast, self._drawn), (args, kwargs))
         drawn = _pytree.tree_map(_wide, func(*narrow, **options))
         if not (wide and result is wide[0]):
             return drawn

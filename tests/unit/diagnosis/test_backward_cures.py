@@ -77,15 +77,6 @@ def test_the_scale_that_is_named_is_right(power: int, weight: float) -> None:
     assert cure.headroom_bits == pytest.approx(log2(END / (64 * weight * smaller)), abs=0.01)
 
 
-def test_without_a_scaler_the_factor_is_told() -> None:
-    """64 * 30 * 2^14 is 480 times the end of float16: 1024 is the power of two that leaves a bit."""
-    cure = cures_of(30.0, 2.0**14)[0]
-    assert (cure.what, cure.works) == (
-        "a loss scale that is 1024 times smaller",
-        True,
-    )
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_a_pole_is_not_cured_and_that_is_said(known: bool) -> None:
     """The derivative of a norm at zero is not finite with any scale; of an unknown one nothing is told."""

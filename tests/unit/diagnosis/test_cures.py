@@ -76,22 +76,13 @@ def test_no_trial_of_a_model_that_several_ranks_share() -> None:
     assert not run.called
 
 
-class Squared(nn.Module):
-    """Outputs that fit, and weights whose gradients do not: those of a loss that grows with the square of outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = linear(200), linear(1e-3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(x)
-        result: Tensor = self.down(hidden * hidden)
-        return result
-
-
 def test_a_cure_whose_gradients_overflow_does_not_help() -> None:
-    """The outputs are finite in float32; the gradients of the float16 weights are not, of which bfloat16 has room."""
-    model, x = Squared().half(), torch.full((2, 4), 8.0, dtype=HALF)
+    """The outputs are finite in float32; the gradients of the float16 weights are not, of which bfloat16 has room.
+
+    They are those of a loss that grows with the square of the outputs.
+    """
+    model = Does(lambda up, down, x: down(up(x).square()), linear(200), linear(1e-3)).half()
+    x = torch.full((2, 4), 8.0, dtype=HALF)
     start, finding = failed(model, x, grad=True)
     verdicts = {cure.what.partition(",")[0]: cure.works for cure in try_formats(start, finding, model)[0]}
     assert verdicts == {"load the weights in bfloat16": True, "run the model in float32": False}
@@ -105,34 +96,28 @@ def test_a_cure_whose_gradients_overflow_does_not_help() -> None:
         assert all(bool(p.grad.isfinite().all()) for p in model.parameters()) == is_right
 
 
-class Unbound(nn.Module):
-    """The backward of unbind stacks what comes to it, which autocast refuses for bfloat16 inside a float16 block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.a(x).view(-1, 2, 4).unbind(1)
-        return self.b(torch.cat([first, second], -1))
+def unbound(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
+    """Stack in the backward what comes to `unbind`: autocast refuses that for bfloat16 inside a float16 block."""
+    result: Tensor = b(torch.cat(a(x).view(-1, 2, 4).unbind(1), -1))
+    return result
 
 
 def test_the_backward_of_a_trial_runs_behind_autocast() -> None:
     """As that of the user does: the best cure is the same with gradients as without."""
     torch.manual_seed(0)
-    model, x = Unbound(), torch.randn(4, 8)
+    model, x = Does(unbound, nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
     with torch.no_grad():
-        model.b.weight.mul_(1e5)
-    seen = []
+        model.parts[1].weight.mul_(1e5)  # type: ignore[operator]
+    cures = []
     for gradients in (False, True):
         autocast = torch.autocast("cpu", dtype=torch.float16)
         raised = pytest.raises(nanwatch.NonFiniteError)
         with nanwatch.watch(model, gradients=gradients), autocast, raised as error:
             model(x)
         assert error.value.report.finding is not None
-        seen.append(error.value.report.finding.cures)
-    assert seen[0] == seen[1]
-    assert seen[0][0].what == 'use bfloat16 in autocast, torch.autocast("cpu", dtype=torch.bfloat16)'
+        cures.append(error.value.report.finding.cures)
+    assert cures[0] == cures[1]
+    assert cures[0][0].what == 'use bfloat16 in autocast, torch.autocast("cpu", dtype=torch.bfloat16)'
 
 
 class Stateful(nn.Module):

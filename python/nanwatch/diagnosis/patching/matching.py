@@ -283,7 +283,7 @@ def written(
         text = _PLACES.sub(replaced, form)
     except LookupError:
         return ()
-    return *(edit for pair in hoists.values() for edit in pair), _placed(site, node, text)
+    return *(edit for pair in hoists.values() for edit in pair), placed(site, node, text)
 
 
 def _hoist(site: Site, value: ast.expr, number: int) -> tuple[Edit, Edit]:
@@ -303,7 +303,7 @@ def _hoist(site: Site, value: ast.expr, number: int) -> tuple[Edit, Edit]:
     return Edit(Span(start, start), f"{name} = {text}\n{indent}"), Edit(file.span(value), name)
 
 
-def _placed(site: Site, node: ast.AST, text: str) -> Edit:
+def placed(site: Site, node: ast.AST, text: str) -> Edit:
     """Return the edit that puts an expression in the place of a node, in brackets where it needs them."""
     above, span = site.parents.get(node), site.file.span(node)
     bracketed = site.file.bracketed(span)

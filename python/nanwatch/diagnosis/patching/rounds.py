@@ -26,7 +26,7 @@ from ..causes import DOMAINS
 from ..diagnosis import Expression, Step
 from ..experiment import Experiment
 from ..trials import MOST_BY_GUARD, Trials
-from .matching import Binding, Site, match, operation_of, written
+from .matching import Binding, Site, match, operation_of, placed, written
 from .source import (
     Edit,
     Probe,
@@ -92,16 +92,19 @@ class Proposer:
         inner = [node for top in self.failing[:1] for node in ast.walk(top) if node is not top]
         made = [value for node in inner if (value := site.definition(node)) is not None]
         parts = [*inner, *(node for value in made for node in ast.walk(value))]
-        operations = (operation_of(node, site) for node in self.failing)
-        operands = [x for operation in operations if operation is not None for x in operation.args]
-        looked = [x for x in (*operands, *parts) if isinstance(x, _VALUES) and site.constant(x) is None]
-        self.values = look([*self.failing, *looked])
-        # Numbers of the source that are not 0, and are 0 in the format of the failing operation.
-        self._vanished = [x for x in parts if isinstance(x, ast.expr) and self._vanishes(x)]
         # The operations that made the operands of the likeliest node, where one of these was not finite.
         is_finite = not any(record.isfinite is False for record in step.operands)
         poles = [x for x in parts if (operation := operation_of(x, site)) and operation.name in POLES]
         self._sources = [] if is_finite else poles
+        added = [
+            x for x in parts if isinstance(x, ast.Constant | ast.Name | ast.Attribute) and self._is_added(x)
+        ]
+        operations = (operation_of(node, site) for node in (*self.failing, *self._sources))
+        operands = [x for operation in operations if operation is not None for x in operation.args]
+        looked = [x for x in (*operands, *added) if isinstance(x, _VALUES) and site.constant(x) is None]
+        self.values = look([*self.failing, *looked])
+        # Numbers of the source that are not 0, and are 0 in the format of the failing operation.
+        self._vanished = [x for x in added if self._vanishes(self._number(x) or 0)]
 
     def _failing_nodes(self, step: Step) -> list[ast.AST]:
         assert step.place is not None
@@ -119,14 +122,13 @@ class Proposer:
         inside = [node for node, (_, _, is_outside) in ranks.items() if not is_outside]
         return sorted(inside or ranks, key=ranks.__getitem__)
 
-    def _vanishes(self, node: ast.expr) -> bool:
-        """Return whether a number keeps nothing away from 0, as 1e-8 does not that is added in float16."""
-        number, above = self._number(node) or 0, self._site.parents.get(node)
-        is_added = isinstance(getattr(above, "op", ast.Add()), ast.Add)
-        rounded = torch.tensor(number, dtype=getattr(torch, self._dtype))
-        return (
-            isinstance(node, ast.Constant | ast.Name | ast.Attribute) and is_added and number > 0 == rounded
-        )
+    def _is_added(self, node: ast.AST) -> bool:
+        above = self._site.parents.get(node)
+        return isinstance(getattr(above, "op", ast.Add()), ast.Add) and not isinstance(above, ast.Attribute)
+
+    def _vanishes(self, number: float) -> bool:
+        """Return whether the format of the failing operation rounds a number to 0, as float16 does 1e-8."""
+        return number > 0 == float(torch.tensor(number, dtype=getattr(torch, self._dtype)))
 
     def causes(self) -> list[str]:
         """Return a sentence for each number of the source that is 0 in the format of the failing operation."""
@@ -176,21 +178,15 @@ class Proposer:
         is_target = isinstance(node, ast.AugAssign) and changed in (node, node.target)
         if is_target or (part and self._site.constant(changed) is not None):
             return []
-        numbers = {**self._numbers, "BOUND": self._bound(binding)}
-        words = re.sub(r"\b[A-Z]{3,}\b", lambda name: numbers.get(name[0], name[0]), words)
-        return self._written(node, changed, form, binding, words, numbers)
+        return self._written(node, changed, form, binding, words)
 
     def _written(
-        self,
-        node: ast.AST,
-        changed: ast.AST,
-        form: str,
-        binding: Binding,
-        words: str,
-        numbers: Mapping[str, str] | None = None,
+        self, node: ast.AST, changed: ast.AST, form: str, binding: Binding, words: str
     ) -> list[Proposal]:
         """Return the change that writes a form in the place of a part of the node, none if it cannot be written."""
-        edits = written(self._site, changed, form, binding, numbers or self._numbers)
+        numbers = {**self._numbers, "BOUND": self._bound(binding)}
+        edits = written(self._site, changed, form, binding, numbers)
+        words = re.sub(r"\b[A-Z]{3,}\b", lambda name: numbers.get(name[0], name[0]), words)
         return [Proposal(edits, node, words)] if edits else []
 
     def _holds(self, condition: str, binding: Binding) -> bool:
@@ -276,7 +272,7 @@ class Proposer:
         index = whole.slice.id
         text = re.sub(rf"\b({'|'.join(names)})\b", rf"\1[{index}]", self._site.text(call))
         words = f"compute the elements that `{index}` takes, and no others"
-        return self._written(whole, whole, "W", Binding(), words, {"W": text})
+        return [Proposal((placed(self._site, whole, text),), whole, words)]
 
     def _infinities(self) -> Iterator[Proposal]:
         """Propose finite numbers for the infinities that the function writes, as in a mask."""
@@ -316,21 +312,18 @@ class Program(NamedTuple):
         with ExitStack() as stack:
             for each in dict.fromkeys((*self.targets, target)):
                 file = self.files.get(each.file.name, each.file)
-                stack.enter_context(exchanged(each, file, looks if each is target else (), probe))
+                exchange = each.exchange or partial(exchanged, each)
+                stack.enter_context(exchange(file, looks if each is target else (), probe))
             yield
 
     def find(self, place: Expression, at: TargetFinder) -> Target | str:
         """Return the functions that run the code of a place in this source, or why there are none."""
-        file = self.files.get(place.filename)
         for target in self.targets:
-            if file is not None and target.file.name == place.filename:
-                node = target.node_in(file.tree)
+            if target.file.name == place.filename:
+                node = target.node_in(self.files[place.filename].tree)
                 if isinstance(node, ast.Module) or first_line(node) <= place.line <= (node.end_lineno or 0):
                     return target
-        target_there = at(place)
-        if isinstance(target_there, str):
-            return target_there
-        return next((x for x in self.targets if x.functions == target_there.functions), target_there)
+        return at(place)
 
     def cure(self, effect: str) -> Cure:
         """Return the changes as a cure, whose effect is in words."""

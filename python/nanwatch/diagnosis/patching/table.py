@@ -173,9 +173,7 @@ GUARDS: tuple[tuple[str, str, str, str, str], ...] = (
     ("atan2(Y, X)", "X", "torch.where((X == 0) & (Y == 0), EPS, X)", "", "take no angle of (0, 0)"),
     ("hypot(A, B)", "", "torch.sqrt(A**2 + B**2 + TINY)", "", "add an eps inside the root"),
     ("angle(X)", "", "torch.atan2(X.imag, X.real)", "", "take the angle by atan2, whose gradient at 0 is 0"),
-    ("norm(X, dim=D)", "", "torch.sqrt((X**2).sum(D) + TINY)", "", "add an eps inside the root"),
-    ("norm(X, dim=D, keepdim=True)", "", "torch.sqrt((X**2).sum(D, keepdim=True) + TINY)", "", "add an eps inside the root"),
-    ("norm(X)", "", "torch.sqrt((X**2).sum() + TINY)", "", "add an eps inside the root"),
+    ("norm(X, ...)", "", "torch.sqrt((X**2).sum(...) + TINY)", "", "add an eps inside the root"),
     ("softmax(X, ...)", "X", "X.clamp(min=LOWEST)", "", _MASKED),
     ("log_softmax(X, ...)", "X", "X.clamp(min=LOWEST)", "", _MASKED),
     ("logsumexp(X, ...)", "X", "X.clamp(min=LOWEST)", "", _MASKED),
@@ -254,19 +252,13 @@ POLES = frozenset({
     "exp", "exp2", "expm1", "sinh", "cosh", "log", "log2", "log10", "lgamma", "digamma", "acos", "asin", "atanh", "acosh",
     "erfinv", "div", "reciprocal", "rsqrt", "log1p", "logit", "tan", "xlogy",
 })  # fmt: skip
-# By the name of an operation in the dispatcher or in the graph: the names in the source that run it, where they differ.
+# By the name of an operation: the names in the source that run it, where they differ.
 _RUN_BY = {
     "reciprocal": ("div", "reciprocal", "pow"),
-    "_softmax": ("softmax", "sigmoid"),
-    "_log_softmax": ("log_softmax", "cross_entropy"),
-    "linalg_svd": ("svd",),
-    "_linalg_svd": ("svd",),
-    "linalg_eigh": ("eigh",),
-    "_linalg_eigh": ("eigh",),
+    "softmax": ("softmax", "sigmoid"),
+    "log_softmax": ("log_softmax", "cross_entropy"),
     "rsub": ("sub",),
-    "native_layer_norm": ("layer_norm",),
-    "_ctc_loss": ("ctc_loss",),
-    "linalg_vector_norm": ("norm", "normalize", "cosine_similarity"),
+    "vector_norm": ("norm", "normalize", "cosine_similarity"),
     "sqrt": ("sqrt", "pow"),
     "pow": ("pow", "square", "sqrt"),
 }
@@ -281,5 +273,6 @@ def operation_name(operation: str) -> str:
 
 
 def names_that_run(operation: str) -> tuple[str, ...]:
-    """Return the names in the source that run an operation."""
-    return _RUN_BY.get(operation, (operation,))
+    """Return the names in the source that run an operation of the dispatcher or of the graph."""
+    name = re.sub("^_?(linalg_|native_)?", "", operation)
+    return _RUN_BY.get(name, (name,))

@@ -24,7 +24,7 @@ from nanwatch.diagnosis.patching.table import GUARDS, STABLE, numbers_of
 _ELSEWHERE = {"ndtr": "torch.special", "poisson_nll_loss": "F", "ctc_loss": "F", "eigh": "torch.linalg",
               "normalize": "F", "cosine_similarity": "F", "layer_norm": "F", "svd": "torch.linalg"}  # fmt: skip
 # Options that a pattern's `...` stands for.
-_REST = {"layer_norm": "(3,)", "ctc_loss": "steps, lengths", "unsqueeze": "-1", "logit": "1e-12", "gather": "-1, lengths", "svd": "False",
+_REST = {"layer_norm": "(3,)", "ctc_loss": "steps, lengths", "unsqueeze": "-1", "logit": "1e-12", "gather": "-1, lengths", "svd": "False", "norm": "2, -1",
          "poisson_nll_loss": "False"}  # fmt: skip
 # Numbers for letters that are no tensors.
 _NUMBERS = {"D": "-1", "P": "0.5", "N": "2", "S": "0.5", "I": "0"}
