@@ -192,7 +192,7 @@ def _known(value: Tensor, exact: Tensor, most: float) -> tuple[Tensor, Tensor, T
 def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Give `model` for the block the weights and buffers of `model.to(dtype)`, and cast nothing else."""
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    tables = [table for module in modules for table in (module._parameters, module._buffers)]
+    tables: list[dict[str, Any]] = [y for x in modules for y in (x._parameters, x._buffers)]
     # Tied weights stay tied.
     copies = {
         x: x.detach().to(dtype).requires_grad_(x.requires_grad)
