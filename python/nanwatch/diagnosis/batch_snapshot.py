@@ -161,7 +161,8 @@ class BatchSnapshot:
                 modes.enter_context(torch.inference_mode() if self.inference else torch.no_grad())
                 modes.enter_context(torch.compiler.set_stance("force_eager"))
                 # Its backward refuses to give the gradients of chosen tensors.
-                modes.enter_context(isolation.in_place_of(CheckpointFunction, "apply", _call_plainly))
+                plain = lambda function, _, *args: function(*args)  # noqa: E731
+                modes.enter_context(isolation.in_place_of(CheckpointFunction, "apply", plain))
                 for autocast in self.autocast:
                     modes.enter_context(autocast.context())
                 if self.grad and torch.backends.mha.get_fastpath_enabled():
@@ -173,8 +174,9 @@ class BatchSnapshot:
                     if number > 1 or isolation.is_child():
                         modes.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
                     # It would tell the other ranks that a batch has begun.
+                    alone = lambda replica, *args, **kwargs: replica.module(*args, **kwargs)  # noqa: E731
                     replicas = nn.parallel.DistributedDataParallel
-                    modes.enter_context(isolation.in_place_of(replicas, "forward", _call_alone))
+                    modes.enter_context(isolation.in_place_of(replicas, "forward", alone))
                 self.rng.restore()
                 modes.enter_context(isolation.limited())
                 # The class's own `__call__` is no part of the snapshot, and may wait for a lock that it holds already.
@@ -314,14 +316,6 @@ class _NoCollectives(TorchDispatchMode):
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional", "c10d_functional"):
             raise RuntimeError(f"{func} would wait for the other ranks, which do not run this batch again")
         return func(*args, **(kwargs or {}))
-
-
-def _call_alone(replica: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return replica.module(*args, **kwargs)  # type: ignore[operator]
-
-
-def _call_plainly(function: Callable[..., Any], _: bool, *args: Any) -> Any:
-    return function(*args)
 
 
 def draws_outside_torch(root: nn.Module) -> bool:

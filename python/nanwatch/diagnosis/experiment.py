@@ -5,9 +5,10 @@ A backward of a re-run goes through torch.autograd.grad, so that no `.grad` is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -85,20 +86,25 @@ class Experiment:
         """Whether a backward made a gradient that is non-finite."""
         return any(record.is_fault for record in self.gradients)
 
-    def keep_gradients(self, node: Any, x: Tensor, record: Record) -> None:
-        """Keep the gradient that a node of the graph has made."""
-        self.gradients.append(record)
-        if not record.is_fault or self.bad_gradient is not None or self.provenance is None:
-            return
-        step = self.provenance.origin(x, record)
+    def keep_gradients(self, node: Any, made: Sequence[Tensor | None], _: Any) -> None:
+        """Keep the gradients that a node of the graph has made, and the operation that began the first bad one."""
+        for x in made:
+            if x is not None:
+                record = observe(x, "gradient", "gradient")
+                self.gradients.append(record)
+                if record.is_fault and self.bad_gradient is None and self.provenance is not None:
+                    self.bad_gradient = self._origin_of(x, record, node, self.provenance)
+                    if self.failure is None:
+                        self.failure, self.failed_in_backward = self.bad_gradient, True
+
+    def _origin_of(self, x: Tensor, record: Record, node: Any, provenance: ProvenanceMode) -> Step:
+        step = provenance.origin(x, record)
         if step is None or step.meant:
-            place, module = self.provenance.site_of(node)
-            step = Step(0, node.name(), values_of(record), place=place, module=module)
-        elif not step.in_backward and not any(observe(x, "", "output").is_fault for x in self.results):
+            place, module = provenance.site_of(node)
+            return Step(0, node.name(), values_of(record), place=place, module=module)
+        if not step.in_backward and not any(observe(x, "", "output").is_fault for x in self.results):
             step.remarks += (_LEFT_OUT.format(step.operation, node.name()),)
-        self.bad_gradient = step
-        if self.failure is None:
-            self.failure, self.failed_in_backward = step, True
+        return step
 
     def note_origin(self, x: Tensor, record: Record) -> None:
         """Note the operation that began the values of a bad tensor, the first for which one is known."""
@@ -162,14 +168,15 @@ def run(
         with again.again() as call, graph, provenance or nullcontext():
             with wrap_calls((*names, *snapshot.module.modules()), seen):
                 output = call()
-            experiment.results = [x.detach() for _, x in leaves(output, "output") if isinstance(x, Tensor)]
-            if roots := [x for _, x in with_graph(output) if snapshot.grad]:
+            results = [x for _, x in leaves(output, "output") if isinstance(x, Tensor)]
+            experiment.results = [x.detach() for x in results]
+            if roots := [x for x in results if snapshot.grad and x.requires_grad]:
                 given = [torch.full_like(x, 1 / max(x.numel(), 1) / divisor) for x in roots]
-                experiment.given = [gradient_record(x) for x in given]
-                run_backward(roots, leaves_below(roots), given, experiment.keep_gradients)
+                experiment.given = [observe(x, "gradient", "gradient") for x in given]
+                run_backward(experiment, roots, given)
                 if squares:
                     given = [2 * x.detach() * gradient for x, gradient in zip(roots, given, strict=True)]
-                    run_backward(roots, leaves_below(roots), given, experiment.keep_gradients)
+                    run_backward(experiment, roots, given)
     except Exception as error:
         # Without its traceback, whose frames hold the activations of the run.
         experiment.error = error.with_traceback(None)
@@ -177,14 +184,6 @@ def run(
         if provenance is not None:
             provenance.active = False
     return experiment
-
-
-# Backwards of a re-run
-
-
-def gradient_record(x: Tensor) -> Record:
-    """Return the record of a gradient."""
-    return observe(x, "gradient", "gradient")
 
 
 def with_leaves(snapshot: BatchSnapshot) -> BatchSnapshot:
@@ -199,70 +198,23 @@ def with_leaves(snapshot: BatchSnapshot) -> BatchSnapshot:
     return replace(snapshot, args=args, kwargs=kwargs)
 
 
-def leaves_below(roots: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves of the graph of these roots: among them weights of a model that a function calls."""
-    below = [node.variable for node in graph_nodes(x.grad_fn for x in roots) if hasattr(node, "variable")]
-    return [*(x for x in roots if x.is_leaf), *below]
-
-
-def run_backward(
-    roots: list[Tensor],
-    wanted: Sequence[Any],
-    gradients: list[Tensor],
-    look: Callable[[Any, Tensor, Record], None],
-) -> None:
-    """Run a backward from these gradients of the roots to the wanted tensors or edges of the graph.
-
-    look: called with a node of the graph, a gradient that it made, and the gradient's record.
-    """
-
-    def hook_of(node: Any) -> Callable[[Sequence[Tensor | None], Any], None]:
-        def hook(made: Sequence[Tensor | None], _: Any) -> None:
-            for x in made:
-                if x is not None:
-                    look(node, x, gradient_record(x))
-
-        return hook
-
-    handles = [node.register_hook(hook_of(node)) for node in graph_nodes(x.grad_fn for x in roots)]
-    try:
-        with ExitStack() as modes, without_hooks([x for x in wanted if isinstance(x, Tensor)]):
-            for kind in autocast_kinds():  # a backward runs behind the block of the forward's autocast
-                modes.enter_context(torch.autocast(kind, enabled=False))
-            torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def without_hooks(tensors: list[Tensor]) -> Iterator[None]:
-    """Take the user's hooks off these for the block: they may add up gradients. The engine holds the dict, so it is
-    emptied and filled again.
-    """
-    kept = [(hooks, dict(hooks)) for x in tensors if (hooks := x._backward_hooks)]
-    try:
-        for hooks, _ in kept:
-            hooks.clear()
-        yield
-    finally:
-        for hooks, before in kept:
-            hooks.update(before)
-
-
-def graph_nodes(roots: Any) -> list[Any]:
-    """Return all nodes of the graph from these roots on, each once."""
-    left, nodes = list(roots), dict[Any, None]()
+def run_backward(experiment: Experiment, roots: list[Tensor], gradients: list[Tensor]) -> None:
+    """Run a backward from these gradients of the roots to the leaves of their graph. Keep what each node makes."""
+    nodes, left = dict[Any, None](), [x.grad_fn for x in roots]
     while left:
         node = left.pop()
         if node is not None and node not in nodes:
             nodes[node] = None
             left += [following for following, _ in node.next_functions]
-    return list(nodes)
-
-
-def with_graph(output: Any) -> Iterator[tuple[str, Tensor]]:
-    """Return the tensors of a module's output that have a graph, with their labels."""
-    yield from (
-        (label, x) for label, x in leaves(output, "output") if isinstance(x, Tensor) and x.requires_grad
-    )
+    # Among them weights of a model that a function calls.
+    ends = [*(x for x in roots if x.is_leaf), *(node.variable for node in nodes if hasattr(node, "variable"))]
+    with ExitStack() as after:
+        for node in nodes:
+            after.callback(node.register_hook(partial(experiment.keep_gradients, node)).remove)
+        for hooks in filter(None, [x._backward_hooks for x in ends]):
+            # The user's may add up gradients. The engine holds the dict, so it is emptied and filled again.
+            after.callback(hooks.update, dict(hooks))
+            hooks.clear()
+        for kind in autocast_kinds():  # a backward runs behind the block of the forward's autocast
+            after.enter_context(torch.autocast(kind, enabled=False))
+        torch.autograd.grad(roots, ends, gradients, retain_graph=True, allow_unused=True)
