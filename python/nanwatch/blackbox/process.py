@@ -88,7 +88,7 @@ class ProcessBox:
         self.note("facts", **facts)
 
     def _live(self) -> None:
-        noted = 0.0  # how long the hang had lasted that was noted last
+        is_noted = False  # the hang that lasts
         previous = longest = 0.0  # times without a call: a second ago, and the longest that ended
         while not self._ended.wait(1.0):
             with suppressing("the black box gave no sign of life"):
@@ -104,9 +104,9 @@ class ProcessBox:
                     limit = max(_LEAST_STALL, _SLOWER * longest)
                 is_interactive = hasattr(sys, "ps1")  # where somebody thinks between two calls
                 hangs = self.num_watches > 0 and 0 < limit <= idle and not is_interactive
-                if hangs and not 0 < noted < idle:  # less idle than before: a call came, and another hang
+                if hangs and not is_noted:
                     self._note_hang(idle)
-                noted = idle if hangs else 0.0
+                is_noted = hangs
 
     def _note_hang(self, idle: float) -> None:
         stacks = _stacks()
@@ -157,7 +157,7 @@ def open_box(output_dir: Path | None, stall_timeout: float | None) -> ProcessBox
         return None
     with _lock:
         if _process is None:
-            folder = box_folder(output_dir)
+            folder = state_folder() if output_dir is None else output_dir / "blackbox"
             name = f"rank-{rank_and_world_size()[0]}-{socket.gethostname()}-{os.getpid()}-{time.time_ns():x}{SUFFIX}"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -181,11 +181,6 @@ def state_folder() -> Path:
     """Return the folder of black boxes without `output_dir`: `$XDG_STATE_HOME`, else `~/.local/state`, `/nanwatch`."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "nanwatch"
-
-
-def box_folder(output_dir: Path | None) -> Path:
-    """Return the folder of the black boxes of a run."""
-    return state_folder() if output_dir is None else output_dir / "blackbox"
 
 
 def _prune(folder: Path) -> None:
