@@ -302,14 +302,11 @@ def make_numbered(folder: Path, make: Callable[[Path], object]) -> Path:
     """
     for number in count(1):
         place = folder if number == 1 else folder.with_name(f"{folder.name}.{number}")
-        if os.path.lexists(place):
-            continue
         try:
-            make(place)
-        except OSError:
-            # Another process made one of this name in the meantime; any other error comes again.
             if not os.path.lexists(place):
+                make(place)
+                return place
+        except OSError:
+            if not os.path.lexists(place):  # else another process made one of this name in the meantime
                 raise
-        else:
-            return place
     raise AssertionError  # never
