@@ -33,7 +33,7 @@ from ..recording.walk import MAX_DEPTH, MAX_LEAVES, SCALARS, Leaf, Unwalked, cal
 from ..util.modules import each_module
 from ..util.visible import warn_user
 from . import slot
-from .slot import IS_WATCHED, SITE, Changes, needs_operators, watching_at
+from .slot import IS_WATCHED, SITE, Changes, needs_operators, watching
 
 _DYNAMO = "torch._dynamo"
 
@@ -92,7 +92,7 @@ def _following(original: Any) -> Any:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         global _is_needed
         if _extension.C is None:
-            if watching_at(id(self.value)):
+            if watching(self.value):
                 _warn(f"calls inside torch.compile need the compiled part: {_extension.reason}")
             return original(self, tx, args, kwargs)
         _is_needed = True
@@ -102,13 +102,13 @@ def _following(original: Any) -> Any:
         if site is None:
             return original(self, tx, args, kwargs)
         if not callers:
-            _attempt(_put_begin, self, tx, site, args, kwargs)
+            _attempt(_put, self, tx, site, None, args, kwargs)
         callers.append(site)
         try:
             output = original(self, tx, args, kwargs)
         finally:
             callers.pop()
-        _attempt(_put_record, self, tx, site, callers[-1] if callers else None, args, kwargs, output)
+        _attempt(_put, self, tx, site, callers[-1] if callers else None, args, kwargs, output)
         return output
 
     return call_function
@@ -226,23 +226,22 @@ class _TensorLeaf:
         self.variable = variable
 
 
-def _put_begin(module: Any, tx: Any, site: Any, args: Any, kwargs: Any) -> None:
-    """Put the operator into the graph before a call that no call of the graph made."""
-    plan = _Plan(tx, "")
-    plan.add_inputs(args, kwargs)
-    plan.put(site, None)
+def _put(module: Any, tx: Any, site: Any, caller: Any, args: Any, kwargs: Any, *outputs: Any) -> None:
+    """Put the operator into the graph: after a call with its output, or before one that no call of the graph made.
 
-
-def _put_record(module: Any, tx: Any, site: Any, caller: Any, args: Any, kwargs: Any, output: Any) -> None:
-    """Put the operator into the graph after a call. `caller` is the site of the module that made it, or None."""
-    plan = _Plan(tx, type(module.value).__name__)
-    for role, named in (("w", module.value._parameters), ("b", module.value._buffers)):
+    `caller` is the site of the module that made the call, or None.
+    """
+    plan = _Plan(tx, type(module.value).__name__ if outputs else "")
+    parts = (("w", module.value._parameters), ("b", module.value._buffers)) if outputs else ()
+    for role, named in parts:
         for name, x in named.items():
             if x is not None and (role == "w" or x.is_floating_point() or x.is_complex()):
                 variable = module.var_getattr(tx, name).realize() if _is_plain(x) else None
                 plan.add(role, [(name, _TensorLeaf(variable))])
-    plan.add_inputs(args, kwargs)
-    plan.add("o", leaves(plan.twin(output, True), "output", False))
+    inputs = {key: plan.twin(variable) for key, variable in kwargs.items()}
+    plan.add("i", call_leaves(tuple(map(plan.twin, args)), inputs, objects=False))
+    for output in outputs:
+        plan.add("o", leaves(plan.twin(output, True), "output", False))
     plan.put(site, caller)
 
 
@@ -265,11 +264,6 @@ class _Plan:
         caller = _variable(tx, None) if caller is None else caller
         text = _variable(tx, PLAN_SEPARATOR.join(self._lines))
         _variable(tx, record_).call_function(tx, [sequence, site, caller, text, tensors], {})
-
-    def add_inputs(self, args: Any, kwargs: Any) -> None:
-        """Add the arguments of a call."""
-        named = {key: self.twin(variable) for key, variable in kwargs.items()}
-        self.add("i", call_leaves(tuple(map(self.twin, args)), named, objects=False))
 
     def add(self, role: str, values: Iterable[Leaf]) -> None:
         """Add lines of leaves."""

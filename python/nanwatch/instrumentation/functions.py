@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 from torch import nn
 from torch.compiler import is_compiling
 
-from .slot import detach, watching_at, wrappers
+from .slot import detach, watching, wrappers
 from .wrapped_names import Named, find_module
 
 P = ParamSpec("P")
@@ -91,7 +91,7 @@ def watched(function: Any = None, /, *, name: str | None = None) -> Any:
 
 
 def _attach(module: Function) -> None:
-    attachment = _running[0]() if _running and not watching_at(id(module)) else None
+    attachment = _running[0]() if _running and not watching(module) else None
     if attachment is not None:
         attachment.add(module.name, module)
 
@@ -109,7 +109,7 @@ def watch_begins(attachment: Any, model: nn.Module) -> None:
 def _detach(reference: weakref.ref[Any]) -> None:
     attachment = reference()
     for module in () if attachment is None else list(_functions.values()):
-        for wrapper in watching_at(id(module)):
+        for wrapper in watching(module):
             if wrapper.attachment() is attachment:
                 detach(module, wrapper)
     watch_ends(reference)

@@ -202,22 +202,17 @@ def default_call() -> Callable[..., Any] | None:
 
 def wrappers(module: nn.Module) -> list[Any]:
     """Return the wrappers of the module's call, the outermost first."""
-    return wrappers_at(id(module))
-
-
-def wrappers_at(address: int) -> list[Any]:
-    """Return the wrappers of the call of the module at an address, the outermost first."""
     attached_here = []
-    current = _slot.find(address)
+    current = _slot.find(id(module))
     while isinstance(current, CallWrapper):
         attached_here.append(current)
         current = current.inner
     return attached_here
 
 
-def watching_at(address: int) -> list[Any]:
-    """Return the wrappers of the watches of the module at an address, the outermost first."""
-    return [wrapper for wrapper in wrappers_at(address) if wrapper.recorder is not None]
+def watching(module: nn.Module) -> list[Any]:
+    """Return the wrappers of the module's watches, the outermost first."""
+    return [wrapper for wrapper in wrappers(module) if wrapper.recorder is not None]
 
 
 def needs_operators(module: nn.Module) -> bool:
@@ -380,7 +375,7 @@ def unwatched(root: nn.Module) -> Iterator[None]:
 
     watched = [module for _, module in each_module(root) if wrappers(module)]
     # Hooks of gradients on weights are in no slot, so their recorders are suspended.
-    recorders = {id(x.recorder): x.recorder for module in watched for x in watching_at(id(module))}
+    recorders = {id(x.recorder): x.recorder for module in watched for x in watching(module)}
     with ExitStack() as after:
         if outer is None:
             _alone.has_ended = has_ended
