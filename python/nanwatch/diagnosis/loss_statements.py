@@ -144,52 +144,41 @@ def _callers(frame: FrameType) -> list[Caller]:
     return callers[::-1]
 
 
-class Part(NamedTuple):
-    """Statements of a function, and the values of the names that they read.
+def _part_of(caller: Caller, file: SourceFile) -> _Part | None:
+    """Return the statements that computed the loss of the call under way; None where the frame was only handed it."""
+    top = node_of(file, caller.code)
+    parts = (_Part(caller, path) for path in (() if top is None else paths_to(top, caller.line)))
+    return next((part for part in parts if part.body), None)
 
+
+class _Part:
+    """Statements of a function before its backward, found from the loss backwards by the names that they have to make.
+
+    `body`: they bind the loss to `_RESULT`; [] where they make none. `reads`: values of the names that they read.
     `is_whole`: they make all that has a graph. Else a parameter of the function has one that its caller has made.
     """
 
-    body: list[ast.stmt]
-    reads: dict[str, Any]
-    is_whole: bool
-
-
-def _part_of(caller: Caller, file: SourceFile) -> Part | None:
-    """Return the statements that computed the loss of the call under way; None where the frame was only handed it."""
-    top = node_of(file, caller.code)
-    parts = (_Slicer(caller).cut(path) for path in (() if top is None else paths_to(top, caller.line)))
-    return next(filter(None, parts), None)
-
-
-class _Slicer:
-    """Goes back from the loss over the statements before it, with the names whose values they have to make."""
-
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: Caller, path: list[tuple[list[ast.stmt], ast.stmt]]) -> None:
         self._caller, self._values = caller, caller.names
-        self._reads: dict[str, Any] = {}
+        self.body: list[ast.stmt] = []
+        self.reads: dict[str, Any] = {}
         # Names that a later statement binds: their values are no longer those that an earlier one read.
         self._bound: set[str] = set()
-
-    def cut(self, path: list[tuple[list[ast.stmt], ast.stmt]]) -> Part | None:
         statement = path[-1][1]
-        loss = self._loss_in(statement)
-        if loss is None:
-            return None
+        if (loss := self._loss_in(statement)) is None:
+            return
         self._refuse_twice(loss)
-        needed = self._read(loss)
-        body: list[ast.stmt] = [ast.Assign([ast.Name(_RESULT, ast.Store())], loss)]
-        ast.copy_location(body[0], statement)
+        needed, result = self._read(loss), ast.Assign([ast.Name(_RESULT, ast.Store())], loss)
+        body: list[ast.stmt] = [ast.copy_location(result, statement)]
         for block, inner in reversed(path):
             before, needed = self._block(block[: block.index(inner)], needed)
             body = [*before, *body]
         is_computed = len(body) > 1 or any(isinstance(x, ast.Call | ast.BinOp) for x in ast.walk(loss))
-        if not is_computed or needed - self._values.keys():
-            return None
-        # A bad parameter, one with a graph, and a list or dict of others that these statements fill.
-        known = {name: self._values[name] for name in needed}
-        is_whole = not any(_has_graph(x) for x in known.values() if not isinstance(x, list | dict))
-        return Part(body, self._reads | known, is_whole)
+        if is_computed and not needed - self._values.keys():
+            # A bad parameter, one with a graph, and a list or dict of others that these statements fill.
+            known = {name: self._values[name] for name in needed}
+            self.is_whole = not any(_has_graph(x) for x in known.values() if not isinstance(x, list | dict))
+            self.body, self.reads = body, self.reads | known
 
     def _loss_in(self, statement: ast.stmt) -> ast.expr | None:
         """Return the loss: what has the method `backward`, else the only made argument of a call."""
@@ -219,7 +208,7 @@ class _Slicer:
             if is_gone or is_bound or _has_graph(value) or _is_bad(value):
                 needed.add(name)
             elif name in self._values:
-                self._reads[name] = value
+                self.reads[name] = value
         return needed
 
     def _block(self, statements: list[ast.stmt], needed: set[str]) -> tuple[list[ast.stmt], set[str]]:
@@ -227,7 +216,7 @@ class _Slicer:
         body: list[ast.stmt] = []
         for statement in reversed(statements):
             later, bound = set(self._bound), names_in(statement, ast.Store)
-            filled = _filled_by(statement) & (needed | self._reads.keys())
+            filled = _filled_by(statement) & (needed | self.reads.keys())
             self._bound |= bound | filled
             wanted = bound & needed | filled
             if not wanted:
@@ -240,7 +229,7 @@ class _Slicer:
                 is_lost = wanted & later or wanted - values.keys() or any(map(_has_graph, values.values()))
                 # Bad data stays as it was handed out. A branch that is not taken may have what is lost.
                 if not is_lost:
-                    self._reads |= values
+                    self.reads |= values
                 source = f"raise RuntimeError({str(reason)!r})" if is_lost else "pass"
                 kept, needed = ast.copy_location(ast.parse(source).body[0], statement), needed - wanted
             body = [kept, *body]
@@ -340,7 +329,7 @@ class LossStatements(nn.Module):
     A call returns the loss and the outputs of the model's calls, these without a graph.
     """
 
-    def __init__(self, model: nn.Module, caller: Caller, file: SourceFile, part: Part) -> None:
+    def __init__(self, model: nn.Module, caller: Caller, file: SourceFile, part: _Part) -> None:
         super().__init__()
         self.model = model
         self.is_whole = part.is_whole
