@@ -121,19 +121,15 @@ class Router(nn.Module):
         return x * p.amax(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("way", ["kept", "called"])
-def test_a_loss_that_a_module_keeps_beside_its_outputs(way: str) -> None:
+def test_a_loss_that_a_module_keeps_beside_its_outputs() -> None:
     """It leads to the line in the module's forward and to a cure; the loss was nan, so nothing was left out of it."""
     model = nn.Sequential(Router(), Net())
     with torch.no_grad():
         model[0].gate.bias.copy_(torch.tensor([100.0, 0.0]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with failing(model) as found:
-        if way == "kept":
-            logits = model(BATCH)
-            loss = logits.square().mean() * model[0].balance
-        else:
-            loss = model(BATCH).square().mean() * model[0].balance
+        logits = model(BATCH)
+        loss = logits.square().mean() * model[0].balance
         loss.backward()
         optimizer.step()
     (finding,) = found
@@ -194,23 +190,29 @@ def test_a_loss_that_differentiates_a_model_whose_weights_were_written() -> None
     assert (finding.operation, finding.source) == place
 
 
-def drawn(logits: Tensor, pole: Tensor) -> Tensor:
-    return logits.mean() * torch.log((torch.rand(()) - pole).abs())  # aten.log.default
+def drawn(model: nn.Module, x: Tensor, pole: Tensor, is_before: bool) -> Tensor:
+    draw = torch.rand(()) if is_before else None
+    logits = model(x)
+    draw = torch.rand(()) if draw is None else draw
+    return logits.mean() * torch.log((draw - pole).abs())  # aten.log.default
 
 
-def test_a_loss_draws_as_it_did_where_data_was_drawn_before() -> None:
-    """Data drawn after the last step has moved the random state: only the number of this run makes the value."""
+@pytest.mark.parametrize(("num_drawn", "is_before"), [(12, False), (0, True)])
+def test_a_loss_draws_as_it_did(num_drawn: int, is_before: bool) -> None:
+    """From the state of the model's call where data was drawn since the last step, and before the call from the step's.
+
+    Only the number of this run makes the value.
+    """
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1)
-    torch.rand(4, 3)
+    torch.rand(num_drawn)
     pole = torch.rand(())
     with failing(model) as found:
         torch.manual_seed(1)
         optimizer.step()
-        x = torch.rand(4, 3)
-        logits = model(x)
-        loss = drawn(logits, pole)
+        torch.rand(num_drawn)
+        loss = drawn(model, BATCH, pole, is_before)
         loss.backward()
         optimizer.step()
     (finding,) = found
@@ -293,7 +295,10 @@ def test_what_may_not_run_twice_is_not_run(way: str) -> None:
 def test_a_re_run_in_this_process_leaves_what_the_loss_calls(
     monkeypatch: pytest.MonkeyPatch, trains: bool
 ) -> None:
-    """Buffers, gradients and random states that only the closure of the loss holds are those of one run."""
+    """Buffers, gradients and random states that only the closure of the loss holds are those of one run.
+
+    No watch sees another.
+    """
     monkeypatch.setenv("NANWATCH_RERUN", "in-process")
     model, critic = Net(), nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 1))
     generator = torch.Generator().manual_seed(1)
@@ -304,7 +309,7 @@ def test_a_re_run_in_this_process_leaves_what_the_loss_calls(
         return critic(logits + torch.rand(4, 5, generator=generator)).mean()  # type: ignore[no-any-return]
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with failing(model) as found:
+    with watch(critic) as watched, failing(model) as found:
         logits = model(BATCH)
         loss = judge(logits) + logits.mul(0).sum().sqrt()
         loss.backward()
@@ -318,21 +323,4 @@ def test_a_re_run_in_this_process_leaves_what_the_loss_calls(
     for before, parameter in zip(gradients, critic.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, before, rtol=0, atol=0)
     assert torch.autograd.backward.__module__ == "torch.autograd"
-
-
-def test_no_watch_sees_a_re_run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither that of a module which only a function of the loss holds."""
-    monkeypatch.setenv("NANWATCH_RERUN", "in-process")
-    model, critic = Net(), nn.Linear(5, 1)
-
-    def judge(logits: Tensor) -> Tensor:
-        return critic(logits).mean()  # type: ignore[no-any-return]
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(critic) as watched, failing(model) as found:
-        logits = model(BATCH)
-        loss = judge(logits) + logits.mul(0).sum().sqrt()
-        loss.backward()
-        optimizer.step()
-    assert found[0].operation == "SqrtBackward0"
-    assert {frame.batch for frame in watched.report().frames} == {0}
+    assert {frame.batch for frame in watched.report().frames} == set(range(1 + trains))
