@@ -121,13 +121,10 @@ class Comparer:
         remarks = tuple(verdict.remarks)
         return Comparison(verdict.equal, headline, first, tuple(facts), compared, remarks, places)
 
-    def agrees(self, pair: CallPair) -> bool:
-        """Return whether neither inputs nor outputs of the pair are above the noise."""
-        return not any(self._differs((kind, pair)) for kind in _KINDS)
-
-    def spreads(self) -> bool:
-        """Return whether the input of a leaf is above the noise."""
-        return any(self._differs(("inputs", pair)) for pair in self.pairs if pair.is_leaf)
+    def differs(self, event: Event) -> bool:
+        """Return whether the inputs or outputs of a pair are above the noise."""
+        errors = self._events[event]
+        return errors is not None and errors.ratio > self.factor
 
     def place(self, pair: CallPair) -> Place:
         """Return the errors of a pair, which need not be one of those that were matched."""
@@ -141,17 +138,13 @@ class Comparer:
 
     # The search.
 
-    def _differs(self, event: Event) -> bool:
-        errors = self._events[event]
-        return errors is not None and errors.ratio > self.factor
-
     def _search(self) -> Verdict:
         """Go through the events in the order of A until one differs."""
         root = next((pair for pair in self.pairs if pair.a.parent is None), None)
         result = None if root is None else self._events["outputs", root]
         if root is None or result is None:
             return Verdict(self, None, "the outputs of the two models have shapes that do not go together")
-        if self._differs(("inputs", root)):
+        if self.differs(("inputs", root)):
             words = "; ".join(self._looks_like(("inputs", root), root))
             return Verdict(self, None, f"the models were not given the same inputs{words and f' ({words})'}")
         last, largest = None, 0.0
@@ -159,7 +152,7 @@ class Comparer:
             errors = self._events[event]
             if errors is None:
                 continue
-            if not self._differs(event):
+            if not self.differs(event):
                 last = event
             elif words := self._convention(event, errors):
                 self.remarks.append(words)
@@ -187,7 +180,7 @@ class Comparer:
         kind, pair = event
         key = (kind, *(call.key for call in pair))
         for outer in reversed(self.pairs):
-            is_around = outer.a.holds(pair.a) and not self._differs(("inputs", outer))
+            is_around = outer.a.holds(pair.a) and not self.differs(("inputs", outer))
             after = self._events["outputs", outer]
             if after is None or not (is_around or (outer is pair and kind == "inputs")):
                 continue
@@ -348,6 +341,7 @@ def gap_between(name: str, x: Tensor, y: Tensor, *, is_buffer: bool) -> Gap | No
 
     Parameters are equal in the coarser of their dtypes or not at all.
     """
+    dtypes = "" if x.dtype is y.dtype else f", {dtype_name(x.dtype)} in A and {dtype_name(y.dtype)} in B"
     coarse = coarsest(x.dtype, y.dtype)
     x, y = x.cpu(), y.cpu()
     if not is_buffer:
@@ -361,7 +355,7 @@ def gap_between(name: str, x: Tensor, y: Tensor, *, is_buffer: bool) -> Gap | No
     is_rounding = is_close(x, y) | is_close(y, x) | (x.to(coarse) == y.to(coarse))
     beyond = 1.0 - float(is_rounding.double().mean()) if is_buffer else 1.0
     is_turned = x.ndim == 2 and x.shape[0] == x.shape[1] and torch.equal(x.t(), y)
-    words = "is transposed" if is_turned else f"is {error:.2g} apart"
+    words = "is transposed" if is_turned else f"is {error:.2g} apart{dtypes}"
     return Gap(f"its {name} {words}", beyond) if error else None
 
 

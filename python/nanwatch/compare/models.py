@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import groupby, product
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -21,12 +21,12 @@ from ..records.fields import sizes
 from ..trace.result import Comparison
 from ..trace.trace_file import Trace, in_order, sketches
 from ..util.modules import is_in
-from ..util.visible import module_name, spell, without_wrappers
+from ..util.visible import module_name, spell
 from .calls import FLOATS, CallPair, ModuleCall, Run, coarsest, match_calls, most_common
-from .comparer import Comparer, Noise, NoiseRuns, Verdict, gap_between, gaps, parameter_differences
+from .comparer import Comparer, Noise, NoiseRuns, Verdict, gaps, parameter_differences
 from .model_runs import Caller, ModelRuns, Snapshot, TensorKey
 
-# A buffer is unlike another one where this share of its elements is further apart than rounding makes them.
+# A buffer is unlike its counterpart where this share of its elements is further apart than rounding makes them.
 _UNLIKE = 0.25
 _COLUMNS = (
     "batch",
@@ -181,33 +181,25 @@ class _Models:
         """Run each model that alone holds a tensor in this way with that tensor shaken, as a cast may have rounded it.
 
         Such are a buffer of frequencies that the other side computes, and a weight into which a factor went. A buffer
-        that is further from all of its name on the other side than rounding makes it is a difference of its own.
+        that is further from its counterpart than rounding makes it is a difference of its own.
         """
-        paired, unlike = set[TensorKey](), set[TensorKey]()
+        alike = set[TensorKey]()
         for pair in pairs:
-            paths = [part.path for call in pair for part in call.parts or (call,)]
-            paired |= {*product(paths, pair.a.tensors().keys() & pair.b.tensors().keys())}
-            unlike |= {*product(paths, gaps(pair))}
-        tensors = [side.tensors() for side in self._sides]
-        prints = [{key: fingerprint(x.to(stored)) for key, x in held.items()} for held in tensors]
+            buffers = () if pair.a.module is None else pair.a.module._buffers
+            rounded = {
+                name for name, gap in gaps(pair).items() if name not in buffers or gap.beyond <= _UNLIKE
+            }
+            names = pair.a.tensors().keys() & pair.b.tensors().keys() - rounded
+            alike |= {(part.path, name) for call in pair for part in call.parts or (call,) for name in names}
+        prints = [
+            {key: fingerprint(x.to(stored)) for key, x in side.tensors().items()} for side in self._sides
+        ]
         runs = []
         for number, side in enumerate(self._sides):
-            prints_there, keys = {*prints[1 - number].values()}, []
-            for (path, name), x in tensors[number].items():
-                if (path, name) in paired - unlike or prints[number][path, name] in prints_there:
-                    continue
-                there = [
-                    y for (_, same), y in tensors[1 - number].items() if (same, y.shape) == (name, x.shape)
-                ]
-                is_buffer = name in side.modules[path]._buffers
-                apart = [gap_between(name, x, y, is_buffer=True) for y in there if is_buffer]
-                if apart and all(gap is not None and gap.beyond > _UNLIKE for gap in apart):
-                    if (path, name) in paired:
-                        continue  # the words for the pair have it
-                    where = f"{name} of {module_name(path)} of {'AB'[number]} is further from each {name}"
-                    self._remarks.append(f"{where} of {'BA'[number]} than rounding makes it")
-                else:
-                    keys.append((path, name))
+            prints_there = {*prints[1 - number].values()}
+            keys = [
+                key for key, bits in prints[number].items() if key not in alike and bits not in prints_there
+            ]
             if keys:
                 plain, shaken = (side.run_in(torch.float32, stored, names) for names in ((), keys))
                 runs.append((number, plain, shaken))
@@ -235,18 +227,17 @@ def _with_parameters(comparer: Comparer, result: Verdict) -> Verdict:
     pairs = {(pair.a.path, pair.b.path): pair for pair in reversed(comparer.pairs)}.values()
     unlike = [(pair, words) for pair in pairs if (words := parameter_differences(pair))]
     # What makes up for another weight is another weight, or code: then all that follows agrees.
-    is_lost = len(unlike) == 1 and comparer.spreads()
-    faults = [(pair, words) for pair, words in unlike[::-1] if is_lost or comparer.agrees(pair)]
-    if result.equal and faults:
-        pair, words = faults[0]
-        where = "in its own parameters or eps; with these inputs the output shows no more than rounding"
-        result = result._replace(equal=False, first=comparer.place(pair), where=where, likely=words)
-    if result.equal is False and result.first is None:
-        same_names = [pair for pair in pairs if len({without_wrappers(call.path) for call in pair}) == 1]
-        stored = next(((pair, gap.words) for pair in same_names[::-1] for gap in gaps(pair).values()), None)
-        if stored is not None:
-            first = comparer.place(stored[0])
-            result = result._replace(first=first, where=result.why, why="", likely=(stored[1],))
+    leaves = [pair for pair in comparer.pairs if pair.is_leaf]
+    is_lost = len(unlike) == 1 and any(comparer.differs(("inputs", pair)) for pair in leaves)
+    differ = {pair for pair in pairs if any(comparer.differs((kind, pair)) for kind in ("inputs", "outputs"))}
+    faults = [(pair, words) for pair, words in unlike[::-1] if is_lost or pair not in differ]
+    # What measured the noise may be as far off as the outputs: then any such module is named.
+    chosen = faults if result.equal else unlike[::-1]
+    if chosen and result.first is None and result.equal is not None:
+        pair, words = chosen[0]
+        unseen = "in its own parameters or eps; with these inputs the output shows no more than rounding"
+        first, where = comparer.place(pair), result.why or unseen
+        return result._replace(equal=False, why="", first=first, where=where, likely=words)
     return result
 
 

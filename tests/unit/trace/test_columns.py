@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter
 from math import inf
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -18,10 +17,7 @@ from nanwatch.records.record import ROLES, Frame, Record
 from nanwatch.trace import columns
 from nanwatch.trace.columns import TraceError
 from support.paths import ROOT
-
-pytest.importorskip("pyarrow")
-
-FACTS = {"version": columns.VERSION, "nanwatch": "0", "torch": "0", "rank": 3, "every": 1, "lost_frames": 0}
+from support.written_traces import FACTS
 
 sizes = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
 magnitudes = st.floats(min_value=0, allow_nan=False)
@@ -33,12 +29,7 @@ healths = st.builds(
 )  # fmt: skip
 # Only what UTF-8 has: no lone surrogates.
 names = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
-notes = st.none() | st.builds(
-    Note,
-    st.sampled_from(NOTE_KINDS),
-    names,
-    st.none() | names,
-)
+notes = st.none() | st.builds(Note, st.sampled_from(NOTE_KINDS), names, st.none() | names)
 
 
 @st.composite
@@ -56,18 +47,8 @@ def rows(draw: st.DrawFn) -> Record:
     return Record(label, role, shape, dtype, low, high, health is None, health, draw(notes))
 
 
-frames = st.builds(
-    Frame,
-    st.integers(0, 3),
-    names,
-    names,
-    st.lists(rows(), min_size=1, max_size=4).map(tuple),
-    recomputed=st.booleans(),
-)
-
-
-def facts(**changes: Any) -> dict[bytes, bytes]:
-    return {columns.METADATA_KEY: json.dumps({**FACTS, **changes}).encode()}
+records = st.lists(rows(), min_size=1, max_size=4).map(tuple)
+frames = st.builds(Frame, st.integers(0, 3), names, names, records, recomputed=st.booleans())
 
 
 @given(st.lists(frames, min_size=1, max_size=6))
@@ -75,8 +56,7 @@ def test_frames_come_back_as_they_were(made: list[Frame]) -> None:
     """Frames of any content, in any order of batches, are the same after the table."""
     table = columns.Tabulator(3).table(made)
     assert table.schema.equals(columns.schema())
-    found: list[Frame] = list(columns.frames_of(table))
-    assert found == list(made)
+    assert list(columns.frames_of(table)) == made
     # The calls of a batch are counted from 0, in the order in which they come.
     counts: Counter[int] = Counter()
     expected = []
@@ -90,19 +70,20 @@ def test_frames_come_back_as_they_were(made: list[Frame]) -> None:
 def test_the_docs_have_every_column_in_order() -> None:
     """The table of the format in docs/traces.md names the columns and types of the schema, and its version."""
     text = (ROOT / "docs" / "traces.md").read_text()
-    found = re.findall(r"^\| `(\w+)` \| (\w+)(, null)? \|", text, re.MULTILINE)
-    assert [(name, kind, bool(null)) for name, kind, null in found] == list(columns.COLUMNS)
+    rows_of_table = re.findall(r"^\| `(\w+)` \| (\w+)(, null)? \|", text, re.MULTILINE)
+    assert [(name, kind, bool(null)) for name, kind, null in rows_of_table] == list(columns.COLUMNS)
     assert f"version {columns.VERSION}" in text
 
 
 @pytest.mark.parametrize(
-    ("metadata", "words"),
+    ("text", "words"),
     [
-        ({columns.METADATA_KEY: b"[" * 100_000}, "no trace that can be read"),
-        (facts(version=5), "its version is 5, this nanwatch reads version 10"),
+        ("[" * 100_000, "no trace that can be read"),
+        (json.dumps({**FACTS, "version": 5}), "its version is 5, this nanwatch reads version 10"),
     ],
 )
-def test_metadata_that_is_none_of_a_trace_is_refused(metadata: dict[bytes, bytes], words: str) -> None:
+def test_metadata_that_is_none_of_a_trace_is_refused(text: str, words: str) -> None:
     """The error names the file and what is wrong with it."""
+    schema = columns.schema().with_metadata({columns.METADATA_KEY: text})
     with pytest.raises(TraceError, match=f"^a.parquet.*{re.escape(words)}"):
-        columns.facts_of(columns.schema().with_metadata(metadata), "a.parquet")
+        columns.facts_of(schema, "a.parquet")

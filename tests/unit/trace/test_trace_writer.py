@@ -8,7 +8,6 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,43 +15,21 @@ import pytest
 
 from nanwatch.records.record import Frame, Record
 from nanwatch.trace import trace_writer
-from nanwatch.trace.columns import VERSION
 from nanwatch.trace.trace_file import Trace
 from nanwatch.trace.trace_writer import TraceWriter, claim
 from support.processes import until
-from support.written_traces import batches
+from support.written_traces import FACTS, batches
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
-FACTS = {"version": VERSION, "nanwatch": "0", "torch": "0", "rank": 0, "every": 1, "lost_frames": 0}
-
 
 def frame(batch: int, rows: int = 1) -> Frame:
-    return Frame(
-        batch,
-        "layer",
-        "Linear",
-        tuple(Record(f"input[{i}]", "input", (2, 3), "float32", 0.5, 1.5, True, None) for i in range(rows)),
-    )
+    records = (Record(f"input[{i}]", "input", (2, 3), "float32", 0.5, 1.5, True, None) for i in range(rows))
+    return Frame(batch, "layer", "Linear", tuple(records))
 
 
 def writer(path: Path) -> TraceWriter:
     return TraceWriter(claim(path), dict(FACTS), lambda: 1.0)
-
-
-@pytest.fixture
-def held_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A disk that takes nothing until the event is set."""
-    release, write = threading.Event(), trace_writer.write_table
-
-    def slow(table: Any, path: Path) -> None:
-        release.wait(30)
-        write(table, path)
-
-    monkeypatch.setattr(trace_writer, "write_table", slow)
-    monkeypatch.setattr(trace_writer, "_LEAST_SECONDS", 0.0)
-    yield release
-    release.set()
 
 
 def test_many_parts_are_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,10 +88,16 @@ def test_a_disk_that_fails_is_one_warning_and_the_parts_before_stay(
     assert [path.name for path in tmp_path.iterdir()] == ["run.parquet"]
 
 
-def test_a_slow_disk_costs_frames_and_no_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_disk: threading.Event
-) -> None:
+def test_a_slow_disk_costs_frames_and_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the disk takes nothing, puts beyond the limit return at once and are counted, with one warning."""
+    release, write = threading.Event(), trace_writer.write_table
+
+    def slow(table: Any, path: Path) -> None:
+        release.wait(30)
+        write(table, path)
+
+    monkeypatch.setattr(trace_writer, "write_table", slow)
+    monkeypatch.setattr(trace_writer, "_LEAST_SECONDS", 0.0)
     monkeypatch.setattr(trace_writer, "MAX_WAITING_ROWS", 100)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -124,7 +107,7 @@ def test_a_slow_disk_costs_frames_and_no_time(
         for batch in range(1, 300):
             trace.put([frame(batch, 2)])
         assert trace._waiting_rows <= 100
-        held_disk.set()
+        release.set()
         trace.close()
     written = Trace.open(tmp_path / "run.parquet")
     assert written.batches == tuple(range(51))
