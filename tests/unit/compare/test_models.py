@@ -228,6 +228,14 @@ def test_a_model_that_knows_one_precision_has_the_floor_of_the_other() -> None:
     assert nanwatch.compare(hard, hard, X).words("Noise")[0] == "not measured, assumed to be 4 eps of float32"
 
 
+def test_outputs_that_are_further_apart_than_rounding_are_never_equal() -> None:
+    """Though what measures the noise is as far off, here by what both add in float32."""
+    a, b = (with_step(lambda x, more=more: x + more * (x.dtype is torch.float32)) for more in (0.01, 0.02))
+    result = nanwatch.compare(a, b, X)
+    assert (result.equal, result.first) == (False, None)
+    assert "what measured the noise is as far off" in result.headline
+
+
 def test_bad_use_is_explained() -> None:
     for model_b, options, words in (
         ("model", {}, "model_b should be a torch.nn.Module, got str"),
