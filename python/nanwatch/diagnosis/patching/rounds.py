@@ -130,6 +130,21 @@ class Proposer:
         """Return whether the format of the failing operation rounds a number to 0, as float16 does 1e-8."""
         return number > 0 == float(torch.tensor(number, dtype=getattr(torch, self._dtype)))
 
+    def outside(self) -> str:
+        """Return in words what a clamp would hide: an operand that float64 has outside the operation's domain too."""
+        operation = operation_of(self.failing[0], self._site) if self.failing else None
+        if operation is None:
+            return ""
+        is_root = self._operation == "pow" and self._number(operation.args[-1]) in (0.5, -0.5)
+        domain = DOMAINS.get("sqrt" if is_root else self._operation)
+        tensors = [x[x.isfinite()] for x in self._tensors(operation.args[0]) if not x.is_complex()]
+        ends = [float(end) for x in tensors if x.numel() for end in x.aminmax()]
+        if domain is None:
+            return ""
+        least, largest = domain[0] - MOST_BY_GUARD, domain[1] + MOST_BY_GUARD
+        end = next((end for end in ends if not least <= end <= largest), None)
+        return "" if end is None else f"float64 too has {end:.3g} there"
+
     def causes(self) -> list[str]:
         """Return a sentence for each number of the source that is 0 in the format of the failing operation."""
         names = dict.fromkeys(map(self._site.text, self._vanished))
@@ -376,6 +391,7 @@ class Rounds:
         inside: tuple[Program, Failure | None] = program, None
         proposer = Proposer(site, step, partial(self._in_float64, program, site))
         self._trials.remarks += proposer.causes()
+        outside = proposer.outside()
         for proposal in proposer.proposals():
             if self._trials.runs >= _MOST_RUNS or time.monotonic() > self._end:
                 break
@@ -393,16 +409,15 @@ class Rounds:
             if experiment.error is not None or 0 not in probe.values:
                 continue
             exact = proposer.values.get(proposal.node, ())
-            effect = self._effect(
-                experiment, probe.values[0], exact, _hidden(site, step, proposal, proposer.values)
-            )
+            hidden = outside if ".clamp(" in edits[-1].text else ""
+            effect = self._effect(experiment, probe.values[0], exact, hidden)
             if effect is not None:
                 self._trials.cures.append(trial.cure(effect))
                 return trial, None
             later, is_later_backward = experiment.failure, experiment.failed_in_backward
             # An earlier failure than before is none to go on from. With strangers it was bad before the batch.
             is_earlier = is_backward and not is_later_backward
-            if later is None or later.place is None or later.strangers or is_earlier:
+            if later is None or later.place is None or later.strangers or is_earlier or hidden:
                 continue
             spans = [changed, *(moved(site.file.span(x), edits) for x in proposer.failing[:1])]
             file = trial.files[site.file.name]
@@ -439,16 +454,3 @@ class Rounds:
         spans = [site.file.span(node) for node in unique]
         self._trials.in_float64(partial(program.running, probe, site.target, spans))
         return {node: probe.values.get(i, []) for i, node in enumerate(unique)}
-
-
-def _hidden(site: Site, step: Step, proposal: Proposal, values: Values) -> str:
-    """Return in words what a guard would hide: an operand that float64 has outside the operation's domain too."""
-    domain, edit = DOMAINS.get(operation_name(step.operation)), proposal.edits[-1]
-    if domain is None or ".clamp(" not in edit.text:
-        return ""
-    operand = [x for node, exact in values.items() if site.file.span(node) == edit.span for x in exact]
-    finite = [x[x.isfinite()] for x in operand if isinstance(x, Tensor)]
-    ends = [float(end) for x in finite if x.numel() for end in x.aminmax()]
-    least, largest = domain[0] - MOST_BY_GUARD, domain[1] + MOST_BY_GUARD
-    outside = next((end for end in ends if not least <= end <= largest), None)
-    return "" if outside is None else f"float64 too has {outside:.3g} there"

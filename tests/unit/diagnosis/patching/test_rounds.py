@@ -97,7 +97,7 @@ def test_an_operand_on_two_lines_gets_a_name() -> None:
 
 
 def squashed(x: Tensor) -> Tensor:
-    return torch.log(1 - (2 * torch.tanh(x)) ** 2)
+    return (1 - (2 * torch.tanh(x)) ** 2).log()
 
 
 def angle(x: Tensor) -> Tensor:
@@ -108,9 +108,24 @@ def hyperbolic(x: Tensor) -> Tensor:
     return torch.acosh(1 + 2 * x * x / (1 - x * x))
 
 
-@pytest.mark.parametrize(
-    ("function", "operand"), [(squashed, "-2.96"), (angle, "9.01"), (hyperbolic, "-1.25")]
-)
+def deviation(x: Tensor) -> Tensor:
+    return 1 / (x - 1) ** 0.5
+
+
+def shifted(x: Tensor) -> Tensor:
+    return torch.log(1 + (x - 4))
+
+
+OUTSIDE = [
+    (squashed, "-2.96"),
+    (angle, "9.01"),
+    (hyperbolic, "-1.25"),
+    (deviation, "-0.9"),
+    (shifted, "-2.9"),
+]
+
+
+@pytest.mark.parametrize(("function", "operand"), OUTSIDE)
 def test_a_guard_far_outside_the_domain_is_no_cure(
     function: Callable[[Tensor], Tensor], operand: str
 ) -> None:
