@@ -378,7 +378,7 @@ class FailureHandler:
     @property
     def ended_by_exception(self) -> bool:
         """True if the latest batch ended by an exception."""
-        return self._exception_batch is not None and self._exception_batch == self._recorder.latest_batch
+        return self._exception_batch == self._recorder.latest_batch
 
     def settle(self) -> None:
         """Settle the recorder where a report is asked for, which is no place to raise an error."""

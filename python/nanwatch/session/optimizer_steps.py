@@ -110,9 +110,9 @@ class OptimizerSteps:
         self._last_step: Incident | None = None
         reports.explain_weight = self._explain_weight
         self._starts = recorder.subscribe(Event.BACKWARD_START)
-        self._starts.active = options.gradients and options.enabled
+        self._starts.active = options.gradients
         hooks = [before_steps.add(self._hook(OptimizerSteps._before_step))] if options.enabled else []
-        if options.enabled and options.optimizer is not None:
+        if options.optimizer is not None:
             self._node = recorder.add_node(OPTIMIZER, options.optimizer, False, False)
             hooks.append(after_steps.add(self._hook(OptimizerSteps._read_state)))
         self._hooks = Handles(self, hooks)

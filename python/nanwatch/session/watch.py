@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -98,15 +98,11 @@ class Watch:
         self._batch_ends = self._recorder.subscribe(Event.BATCH_END)
         self._batch_ends.active = sinks.takes_batches or self._tracer is not None or options.spikes
         if options.spikes:
-            folder = options.output_dir
-
-            def write(report: SpikeReport) -> SpikeReport:
-                assert folder is not None
-                return write_spike(report, starts.of_ended(report.batch), reference(), folder)
-
-            writes = None if folder is None else write
+            write: Callable[[SpikeReport], SpikeReport] | None = None
+            if (folder := options.output_dir) is not None:
+                write = lambda x: write_spike(x, starts.of_ended(x.batch), reference(), folder)  # noqa: E731
             self._steps.spikes = SpikeWatch(
-                self._recorder, self._steps, is_due, starts.keep, writes, sinks.on_spike
+                self._recorder, self._steps, is_due, starts.keep, write, sinks.on_spike
             )
             self._monitor.follow(self._steps.spikes.take)
         timeout = options.peer_timeout or 30.0
