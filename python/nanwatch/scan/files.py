@@ -36,7 +36,6 @@ _SUFFIXES = (".safetensors", ".gguf", ".npz", ".npy", ".pt", ".pth", ".bin", ".c
 _READS = "safetensors, GGUF, NumPy and torch.save, an index of such files, a folder of them or of DCP"
 _INDEX, _METADATA = ".index.json", ".metadata"
 _DONTNEED = 4  # of madvise(2)
-_MANY_BYTES = 1 << 20  # to give pages back costs 1 % of reading them from here on
 _libc = ctypes.CDLL(None)
 
 
@@ -58,7 +57,7 @@ class Stored(NamedTuple):
         """Yield the parts of the loaded tensor in C order: the first element's number, the bytes, and the elements.
 
         A part has `step` elements: a power of two from 2**13 on gives whole blocks of GGUF and of a fingerprint. The
-        mapped pages of a large part leave this process's memory after it.
+        mapped pages of several parts leave this process's memory after each.
         """
         flat = x.detach().reshape(-1)
         if flat.dtype is torch.bool:
@@ -72,11 +71,11 @@ class Stored(NamedTuple):
                     blocks = _gguf().dequantize(raw.numpy().reshape(-1, width), self.encoding)
                 values = torch.from_numpy(blocks).flatten()
             yield start // width * elements, raw, values
-            if raw.nbytes > _MANY_BYTES:
+            if len(flat) > length:
                 self.release()
 
     def release(self) -> None:
-        """Give all pages of the file back to the kernel."""
+        """Give all pages of the file back to the kernel. A thread that is reading one maps it again."""
         for region in self.regions:
             _libc.madvise(ctypes.c_void_p(region.start), ctypes.c_size_t(len(region)), _DONTNEED)
 

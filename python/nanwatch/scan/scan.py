@@ -1,17 +1,22 @@
 """Scan of checkpoints: what is in each tensor, what is wrong with it, and what differs in another checkpoint.
 
-Each file is read once, by PyTorch's threads.
+Each file is read once, in threads.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from math import inf, isinf, prod, sqrt
 from os import PathLike
 from pathlib import Path
 from statistics import median
+from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
@@ -27,15 +32,17 @@ from ..util.visible import spell, without_wrappers
 from .files import Stored, open_checkpoint
 from .result import Change, Problem, Scan, TensorScan
 
-PART = 1 << 22  # elements: enough for all of PyTorch's threads, which read a part together
+PART = 1 << 20  # elements: a call of a kernel costs nothing beside it, and all threads together stay small
 _STEP = 1 << 18  # elements of a comparison: its temporaries stay in the caches
 _MANY_ZEROS, _MANY_ENCODED_ZEROS = 0.1, 0.25  # blocks of 4 bits make up to 17 % of random numbers zero
 _MANY_SUBNORMALS = 0.01
 _SHOWN = 5  # dead rows whose numbers are kept
 _CASTS = ("float16", "bfloat16")
-_MOST_MAPPED = 8  # tensors of at most 1 MiB
+_MOST_THREADS = 16  # more are no faster, and each has a part in memory
+_MOST_AT_A_TIME = 8  # tensors that a thread takes together
 # Relative, of a tensor: rounding to float8_e5m2 takes at most this. A cast that makes everything zero takes more.
 _MOST_ROUNDED = 0.125
+_loading = Lock()
 
 Member: TypeAlias = tuple[Stored, TensorScan]
 
@@ -96,20 +103,43 @@ def _read_all(
     """Return the tensors of these files with what is in them, and the problems of the files."""
     entries = [entry for path in paths for entry in open_checkpoint(Path(path))]
     tensors = [entry for entry in entries if isinstance(entry, Stored)]
-    members: list[Member] = []
-    for number, stored in enumerate(tensors, 1):
-        tell("reading", number - 1, len(tensors), "tensors")
-        members.append((stored, _read(stored, fingerprints)))
-        is_last = number == len(tensors) or tensors[number].file != stored.file
-        if is_last or number % _MOST_MAPPED == 0:
-            stored.release()
-    return members, [entry for entry in entries if isinstance(entry, Problem)]
+    num_threads = min(torch.get_num_threads(), _MOST_THREADS)
+    size = min(_MOST_AT_A_TIME, 1 + len(tensors) // (8 * num_threads))
+    batches = [tensors[first : first + size] for first in range(0, len(tensors), size)]
+    scans: list[TensorScan] = []
+    tell("reading", 0, len(tensors), "tensors")
+    with ThreadPoolExecutor(num_threads, "nanwatch-scan", _compute_alone) as pool:
+        for batch in pool.map(partial(_read_batch, fingerprints=fingerprints), batches):
+            scans += batch
+            tell("reading", len(scans), len(tensors), "tensors")
+    problems = [entry for entry in entries if isinstance(entry, Problem)]
+    return [*zip(tensors, scans, strict=True)], problems
+
+
+def _compute_alone() -> None:
+    """Let PyTorch use this thread alone for what it calls: the others read other tensors.
+
+    `torch.set_num_threads` would change the number for threads of the program too.
+    """
+    torch.get_num_threads()  # sets the number of a new thread
+    set_num_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+    if set_num_threads is not None:
+        set_num_threads(1)
+
+
+def _read_batch(batch: Sequence[Stored], fingerprints: bool) -> list[TensorScan]:
+    scans = [_read(stored, fingerprints) for stored in batch]
+    for stored in {stored.regions: stored for stored in batch}.values():
+        stored.release()
+    return scans
 
 
 def _read(stored: Stored, fingerprints: bool) -> TensorScan:
     facts: dict[str, Any] = {}  # those that are known before an error stay
     try:
-        _read_values(stored, stored.load(), fingerprints, facts)
+        # One tensor at a time is in memory where the file is not mapped.
+        with nullcontext() if stored.regions else _loading:
+            _read_values(stored, stored.load(), fingerprints, facts)
     except ImportError:
         raise
     except (TypeError, NotImplementedError) as error:  # a dtype or a layout that PyTorch does not read
@@ -131,8 +161,7 @@ def _read_values(stored: Stored, x: Tensor, fingerprints: bool, facts: dict[str,
         facts["health"] = tensor_health(x)
         return
     total = PartialHealth()
-    # The temporaries of decoding take several times the memory of a part.
-    for start, raw, values in stored.parts(x, PART // 4 if is_encoded else PART):
+    for start, raw, values in stored.parts(x, PART):
         total.add(values, start)
         if fingerprints:
             total.add_bits(raw)
