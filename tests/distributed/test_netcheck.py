@@ -56,13 +56,6 @@ def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
     assert time.monotonic() - start < 5 + MARGIN
 
 
-def test_a_port_where_nothing_listens_is_named(ranks: Ranks) -> None:
-    """The line has address and port."""
-    ranks.start(1, 2, "--timeout", "3")
-    status, out = ranks.end_of(1, 3 + MARGIN)
-    assert (status, step(out)) == (1, f"store at 127.0.0.1 port {ranks.port}")
-
-
 @pytest.mark.parametrize(("listens", "reason"), [(False, "Connection refused"), (True, "timed out")])
 def test_a_pair_that_cannot_talk_is_named(ranks: Ranks, listens: bool, reason: str) -> None:
     """Rank 1 arrives in the store, but its port refuses connections or never answers."""

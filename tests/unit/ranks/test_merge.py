@@ -12,10 +12,7 @@ import torch
 import nanwatch
 from nanwatch import Report
 from nanwatch import __main__ as doctor
-from nanwatch.ranks.merge import Digest, by_attempt
 from nanwatch.records.headroom import by_module
-from nanwatch.util.job import Attempt
-from support.sightings import finding
 
 
 def model() -> torch.nn.Sequential:
@@ -75,23 +72,3 @@ def test_json_is_one_document(tmp_path, capsys):
         (1, False),
     ]
     assert document["ranks"][0]["finding"]["origin"] == "data"
-
-
-def test_ranks_are_compared_within_their_attempt() -> None:
-    """By the run and its beginning; of two reports of a rank the earlier failure counts, and worlds differ in size."""
-
-    def digest(rank: int, batch: int | None, begun: float | None) -> Digest:
-        seen = None if batch is None else replace(finding(batch=batch, rank=rank), sequence=0)
-        attempt = (
-            None if begun is None else Attempt("run", int(begun) + rank % 2, f"host:{begun}", begun + rank)
-        )
-        return Digest(rank, seen, attempt=attempt)
-
-    first = [digest(1, 5, 0.0), digest(0, None, 0.0), digest(1, 3, 0.0), digest(1, None, 0.0)]
-    second = [digest(2, 9, 100.0), digest(0, 7, 100.0)]
-    unknown = [digest(4, 1, None)]
-    merges = by_attempt([*second[:1], *first, *unknown, *second[1:]])
-    assert [merged.ranks for merged in merges] == [[4], [0, 1], [0, 2]]
-    batches = [[each.finding and each.finding.batch for each in merged.digests] for merged in merges]
-    assert batches == [[1], [None, 3], [7, 9]]
-    assert [merged.attempt and merged.attempt.number for merged in merges] == [None, 1, 100]

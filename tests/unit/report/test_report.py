@@ -120,13 +120,6 @@ def test_errors_survive_a_process_boundary(error: ValueError) -> None:
             assert again.report.to_json() == error.report.to_json()
 
 
-def test_the_error_says_it_all() -> None:
-    """The message is the summary and the report, and the report is at hand."""
-    error = NonFiniteError(REPORT)
-    assert str(error) == f"inf first seen in `output` of drop (Dropout) in batch 3\n\n{REPORT.to_text()}"
-    assert error.report is REPORT
-
-
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=30), st.data())
 def test_a_text_with_a_finding_fits_a_screen(sizes: list[int], data: st.DataObject) -> None:
     """It has fewer than forty lines and shows the guilty frame; `whole` shows all frames, as without a finding."""

@@ -26,18 +26,6 @@ REPORT = SpikeReport(
 )
 
 
-def test_text_tells_all_with_visible_names() -> None:
-    assert REPORT.to_text().splitlines() == [
-        "spike in batch 410: loss 9.1, usually 2.4 (55 deviations)",
-        "Cause: learning rate.",
-        r"First: `weight.grad` of <script>alert(1)</script>\x1b[31m: 0.5, and zero or missing in all steps before.",
-        "Then:  `output` of head: 80, usually 4 (12 deviations); then 1 more.",
-        "Rate:  the learning rate went from 0.001 to 0.1.",
-        "Samples: with the largest shares of the loss: 7 (91%), 0 (2%).",
-        "Next:  look at the schedule and its warm-up: steps of this size are what the weights have not seen.",
-    ]
-
-
 def test_the_page_has_a_row_for_each_departure_and_escapes_names() -> None:
     page = Page(replace(REPORT, backward=(Departure(HOSTILE, "weight.grad", 0.5, 0.0, inf),)).to_html())
     assert "script" not in {tag for tag, _ in page.tags}

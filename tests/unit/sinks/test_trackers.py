@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from math import inf, isfinite
+from math import inf, log2
 
+import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from nanwatch.history.forecast import Forecast
 from nanwatch.numerics.ranges import tensor_health
-from nanwatch.records.headroom import by_module, headroom_bits
-from nanwatch.records.note import Note
+from nanwatch.records.headroom import by_module
 from nanwatch.records.record import Frame, Record
 from nanwatch.report.finding import find
 from nanwatch.report.text import summary
@@ -21,41 +19,30 @@ from nanwatch.sinks.sink import BatchSummary
 from nanwatch.sinks.trackers import FunctionSink, LeastHeadroom, batch_values
 from support.toys import Scale
 
-magnitudes = st.floats(min_value=0, max_value=60000.0, allow_subnormal=False)
 
-
-@st.composite
-def frames(draw: st.DrawFn) -> Frame:
-    """A finite frame; what was not read and what has no headroom are among its rows."""
-    rows: list[Record] = []
-    for role in draw(st.lists(st.sampled_from(["weight", "buffer", "input", "output"]), max_size=4)):
-        dtype = draw(st.sampled_from(["float16", "bfloat16", "int64"]))
-        high = draw(magnitudes)
-        rows.append(Record(f"{role}{draw(st.integers(0, 1))}", role, (2,), dtype, 0.0, high, True, None))  # type: ignore[arg-type]
-    rows.append(Record("input[1]", "input", None, "", None, None, None, None, Note("absent")))
-    return Frame(3, draw(st.sampled_from(["", "a", "a.b"])), "M", tuple(rows))
-
-
-@given(st.lists(frames(), max_size=6))
-def test_the_headroom_is_that_of_the_frames(made: list[Frame]) -> None:
-    """By module the least bits over all calls, the worst module first and named; what has no number is left out."""
-    expected: dict[str, float] = {}
-    for frame in made:
-        for record in frame.records:
-            bits = headroom_bits(record)
-            if record.role != "input" and bits is not None and isfinite(bits):
-                expected[frame.name] = min(bits, expected.get(frame.name, inf))
-    batch = BatchSummary(3)
-    batch.frames.extend(made)
-    assert {name: bits for name, (bits, _, _) in batch.headroom.items()} == expected
-    assert [bits for bits, _, _ in batch.headroom.values()] == sorted(expected.values())
+def test_the_numbers_of_a_batch_are_the_doublings_left() -> None:
+    """By module over all its calls, the worst first; neither inputs nor zeros, and no module beyond those shown."""
+    batch = BatchSummary(3, {})
+    for name, role, high in (
+        ("a", "output", 8.0),
+        ("", "input", 64.0),
+        ("a", "weight", 32.0),
+        ("", "output", 2.0),
+    ):
+        record = Record(role, role, (2,), "float16", 0.0, high, True, None)  # type: ignore[arg-type]
+        batch.frames.append(Frame(3, name, "M", (record,)))
+    expected = {
+        "nanwatch_headroom_bits/a": log2(65504 / 32),
+        "nanwatch_headroom_bits/(root)": log2(65504 / 2),
+    }
     values = batch_values(batch)
-    for name in ("a", ""):
-        assert values.get(f"nanwatch_headroom_bits/{name or '(root)'}") == expected.get(name)
-    assert values.get("nanwatch/headroom_bits") == min(expected.values(), default=None)
-    if expected:
-        name, (_, label, dtype) = next(iter(batch.headroom.items()))
-        assert values["nanwatch/headroom_module"] == f"{name or '(root)'} {label}, {dtype}"
+    assert {name: values[name] for name in expected} == pytest.approx(expected)
+    assert values["nanwatch/headroom_bits"] == values["nanwatch_headroom_bits/a"]
+    assert values["nanwatch/headroom_module"] == "a weight, float16"
+    full = BatchSummary(4, dict.fromkeys(["a", *map(str, range(255))]))
+    full.frames = batch.frames
+    assert set(full.headroom) == {"a", ""}
+    assert set(full.curves) == {"a"}
 
 
 def test_a_forecast_and_a_fault_are_numbers_and_words() -> None:
