@@ -97,6 +97,7 @@ def test_modules_added_and_replaced_later_are_watched() -> None:
     assert all(module._compiled_call_impl is None for module in model.modules())
 
 
+@pytest.mark.usefixtures("each_recorder")
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_parametrized_modules_compute_the_same_and_are_seen(when: str) -> None:
     """Weight norm put on before or during the watch: same output, and frames of the parametrization's modules."""
@@ -110,6 +111,7 @@ def test_parametrized_modules_compute_the_same_and_are_seen(when: str) -> None:
         output = model(x)
         module_names = [name for _, name in names(w)]
         assert module_names == ["0.parametrizations.weight.0", "0.parametrizations.weight", "0", "1", "2", ""]
+        assert w.frames[2].class_name == "ParametrizedLinear"
         with torch.no_grad():
             model[0].parametrizations.weight.original0[0, 0] = INF
         finding = fault_of(model, x).finding

@@ -217,7 +217,7 @@ class PythonRecorder:
             return None
         batch = self._begin_batch(thread, module, args, kwargs) if caller is None else caller.batch
         node = self._nodes[number]
-        frame = Frame(batch.number, node.name, node.class_name, (), "forward", batch.recomputed)
+        frame = Frame(batch.number, node.name, type(module).__name__, (), "forward", batch.recomputed)
         thread.calls.append(Call(node, batch, caller, frame))
         with self._lock:
             self.counters["calls"] += 1
