@@ -268,14 +268,13 @@ class UpdateAudit:
         faults, model = self._ranks.faults(), self._model()
         if not faults or model is None:
             return
-        names = [fault.name.rpartition(".") for fault in faults]
-        suspects = [
-            Suspect(fault.kind, module, label, {"rank": fault.rank})
-            for fault, (module, _, label) in zip(faults, names, strict=True)
-        ]
+        suspects = []
+        for kind, name, _, rank in faults:
+            module, _, label = name.rpartition(".")
+            suspects.append(Suspect(kind, module, label, {"rank": rank}))
         trained = {(name, label): x.numel() for name, label, x in each_weight(model) if x.requires_grad}
         for suspect, count in gathered(suspects, trained):
-            self._add(min(fault.step for fault in faults), suspect, count, None)
+            self._add(min(step for _, _, step, _ in faults), suspect, count, None)
 
     @_harmless
     def _begin(self, optimizer: Optimizer, track: _Track) -> None:

@@ -34,7 +34,7 @@ from ..instrumentation.wrapped_names import named_modules
 from ..numerics import _extension
 from ..numerics._fingerprint import fingerprint
 from ..numerics.readable import local_shard, only_our_dispatch, unreadable
-from ..recording.events import RankFault, StepWeight
+from ..recording.events import StepWeight
 from ..report.events import ReplicaDifference
 from ..util.job import rank_and_world_size
 from ..util.modules import each_parameter
@@ -381,7 +381,7 @@ class StepRanks:
         self._number = self._num_forwards = self._num_differences = 0
         self._steps: dict[int, int] = {0: 0}  # of each check
         self._prints: dict[str, WeightPrint] = {}  # of the latest check
-        self._faults: list[RankFault] = []
+        self._faults: list[tuple[str, str, int, int]] = []
 
     def check(self, step: int, num_forwards: int, weights: Sequence[StepWeight]) -> None:
         """Send what this rank is about to step with. Makes nothing outside a job of several ranks."""
@@ -432,10 +432,10 @@ class StepRanks:
             self._is_over = self._is_over or verdict["is_over"]
             faults = [] if self._is_over else verdict["faults"]
             step = self._steps.get(number - 1, 0)
-            self._faults += [RankFault(kind, name, step, rank) for kind, name, rank in faults]
+            self._faults += [(kind, name, step, rank) for kind, name, rank in faults]
 
-    def faults(self) -> list[RankFault]:
-        """Return the faults that became certain since the last call."""
+    def faults(self) -> list[tuple[str, str, int, int]]:
+        """Return the faults that became certain since the last call: kind, weight, step, and a rank or -1."""
         if self._comparison is not None and not self._is_over:
             self._take(self._comparison.look())
         faults, self._faults = self._faults, []

@@ -97,15 +97,6 @@ class StepWeight(NamedTuple):
     group_size: int | None = None
 
 
-class RankFault(NamedTuple):
-    """Kind of a fault across ranks, the weight that has it, the step; a rank that lost its gradient, or -1."""
-
-    kind: str
-    name: str
-    step: int
-    rank: int
-
-
 class Start(NamedTuple):
     """Start of a batch: its outermost call, and the state on which that call depends.
 
