@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..numerics import _reference
-from ..numerics.readable import local_shard, only_our_dispatch, unreadable
+from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
 from ..records.record import Frame, Record
 from ..report.finding import Finding, OriginKind, Place, Value, finding_of
 
@@ -168,11 +168,9 @@ def describe(x: Tensor) -> str:
     than 2**31 elements, without values, and of other layouts than strided.
     """
     with only_our_dispatch(), torch.no_grad():
-        if unreadable(x):
-            return ""
         shard = local_shard(x)
         x = x if shard is None else shard
-        if x.layout is not torch.strided or x.is_nested or x.is_quantized or x.numel() > _MAX_ELEMENTS:
+        if unreadable(x) or not is_plain(x) or x.numel() > _MAX_ELEMENTS:
             return ""
         bad = ~torch.isfinite(_reference._to_arithmetic(x.detach()))
         count = int(bad.sum())

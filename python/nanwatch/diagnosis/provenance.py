@@ -162,8 +162,8 @@ class ProvenanceMode(TorchDispatchMode):
 
     def _site(self) -> tuple[Site, str]:
         """Return the site of the operation under way, and the name of the node of the graph that runs it."""
-        frame, node = program_frame(self._outermost), torch._C._current_autograd_node()
-        if node is not None and _is_of_engine(frame):
+        node, (frame, is_of_engine) = torch._C._current_autograd_node(), _program_frame(self._outermost)
+        if node is not None and is_of_engine:
             return self.site_of(node), node.name()
         module = self.open_calls[-1].name if self.open_calls else None
         if module is None and node is not None:  # in a backward written in Python
@@ -174,29 +174,25 @@ class ProvenanceMode(TorchDispatchMode):
         return (Expression(code.co_filename, frame.f_lineno, _positions(frame), code), module), ""
 
 
-def _is_of_engine(innermost: FrameType | None) -> bool:
-    """Return whether autograd's engine runs what is under way, and not the program's frame inside a backward of it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not innermost and frame is not None and frame.f_code is not _ENGINE:
-        frame = frame.f_back
-    return frame is None or frame is not innermost
-
-
-def program_frame(outermost: CodeType | None) -> FrameType | None:
+def _program_frame(outermost: CodeType) -> tuple[FrameType | None, bool]:
     """Return the innermost frame of the program: neither PyTorch's nor ours, nor that of a mode on the way.
 
-    None if there is none inside the function whose code is `outermost`.
+    None if there is none inside the function whose code is `outermost`. The second value says whether autograd's engine
+    runs what is under way, and not that frame inside a backward of it.
     """
     innermost: FrameType | None = None
+    is_of_engine = False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not outermost:
         code = frame.f_code
         if code.co_name in _HANDLERS:
             innermost = None
+        elif innermost is None and code is _ENGINE:
+            is_of_engine = True
         elif innermost is None and not code.co_filename.startswith(SKIPPED_FILES):
             innermost = frame
         frame = frame.f_back
-    return innermost
+    return innermost, is_of_engine or innermost is None
 
 
 def _positions(frame: FrameType) -> tuple[int | None, int | None, int | None, int | None] | None:

@@ -61,6 +61,19 @@ def to_the_sign_of_a_mask(x: Tensor) -> Tensor:
     return torch.softmax(low, -1)
 
 
+def behind_an_older_mask(x: Tensor) -> Tensor:
+    """The mask is older than the overflow, and meant."""
+    mask = torch.zeros(3, 3).masked_fill(MASK, -INF)
+    scores = (x * 1e30) @ (x * 1e30)  # culprit
+    return torch.softmax(scores + mask, -1)
+
+
+def behind_an_older_inf(x: Tensor) -> Tensor:
+    """The nan of the sum is that of the logarithm."""
+    large, bad = torch.exp(x * 1000), torch.log(-x)  # culprit
+    return torch.cat([large, bad]).sum()
+
+
 def other_sign(x: Tensor) -> Tensor:
     """One infinity of the other sign than the mask's is enough."""
     return (x - x).masked_fill(MASK, INF) @ -torch.ones(3, 1)  # culprit
@@ -106,6 +119,8 @@ KNOWN: dict[Callable[[Tensor], Tensor], str] = {
     masked_row: "aten._softmax.default",
     behind_a_mask: "aten.exp.default",
     to_the_sign_of_a_mask: "aten.mul.Tensor",
+    behind_an_older_mask: "aten.mm.default",
+    behind_an_older_inf: "aten.log.default",
     other_sign: "aten.mm.default",
     logarithm_of_counts: "aten.log.default",
     logarithm_of_zeros: "aten.log.default",
