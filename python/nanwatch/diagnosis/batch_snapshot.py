@@ -43,6 +43,8 @@ _SHARDING = frozenset({"deepspeed", "fairscale", "megatron", "colossalai", "horo
 _OWN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 # Bytes of the largest buffer that is copied at the start of a batch: the statistics of 16,384 channels.
 _MOST_BYTES = 1 << 16
+# Seconds that each re-run may take: at least these, and these times the batch's own, as a child has one thread.
+LEAST_SECONDS, TIMES_BATCH = 5.0, 20.0
 
 
 class BufferValue(NamedTuple):
@@ -111,8 +113,8 @@ class BufferHistory:
 class BatchSnapshot:
     """The outermost call of a batch, as it was about to be made: `module(*args, **kwargs)`.
 
-    `versions` are those of its tensors, `buffers` the values of the model's small buffers. `elapsed`: seconds from the
-    start to the failure.
+    `versions` are those of its tensors, `buffers` the values of the model's small buffers. `seconds`: those that a
+    second run may take.
     """
 
     module: nn.Module
@@ -124,7 +126,7 @@ class BatchSnapshot:
     grad: bool = field(default_factory=torch.is_grad_enabled)
     versions: tuple[tuple[Tensor, int], ...] = ()
     buffers: BufferValues = field(default_factory=dict)
-    elapsed: float = 0.0
+    seconds: float = LEAST_SECONDS
 
     @classmethod
     def of(cls, start: Start) -> BatchSnapshot | None:
@@ -137,7 +139,8 @@ class BatchSnapshot:
         autocast = tuple(Autocast(*mode) for mode in start.autocast if mode[0] == "cpu" or is_built)
         modes = autocast, start.inference, start.grad
         called_with = start.module, start.args, start.kwargs or _NOTHING
-        return cls(*called_with, rng, *modes, tuple(start.versions), buffers, start.elapsed)
+        seconds = LEAST_SECONDS + TIMES_BATCH * torch.get_num_threads() * start.elapsed
+        return cls(*called_with, rng, *modes, tuple(start.versions), buffers, seconds)
 
     @contextmanager
     def again(self) -> Iterator[Callable[[], Any]]:
@@ -178,7 +181,7 @@ class BatchSnapshot:
                     replicas = nn.parallel.DistributedDataParallel
                     modes.enter_context(isolation.in_place_of(replicas, "forward", alone))
                 self.rng.restore()
-                modes.enter_context(isolation.limited())
+                modes.enter_context(isolation.limited(self.seconds))
                 # The class's own `__call__` is no part of the snapshot, and may wait for a lock that it holds already.
                 yield lambda: nn.Module.__call__(self.module, *self.args, **self.kwargs)
 

@@ -158,25 +158,10 @@ class RerunEndedError(BaseException):
     """The clock has ended the code of the program that is run again. The text says where."""
 
 
-# Seconds that each re-run may take.
-_seconds = threading.TIMEOUT_MAX
-
-
 @contextmanager
-def clock(seconds: float) -> Iterator[None]:
-    """Give each re-run in the block this many seconds."""
-    global _seconds
-    before, _seconds = _seconds, seconds
-    try:
-        yield
-    finally:
-        _seconds = before
-
-
-@contextmanager
-def limited() -> Iterator[None]:
+def limited(seconds: float) -> Iterator[None]:
     """Give the block its time. Raises RerunEndedError in this thread where it takes longer."""
-    seconds, thread, end_waiting = _seconds, threading.get_ident(), waiting_ends()
+    thread, end_waiting = threading.get_ident(), waiting_ends()
     # Only the main thread gets signals, and a handler of the program's stays.
     is_main = threading.current_thread() is threading.main_thread()
     is_free = is_main and _ENDS_RUN and signal.getsignal(_ENDS_RUN) in (signal.SIG_DFL, signal.SIG_IGN)

@@ -140,7 +140,8 @@ class _Rerun:
         It runs as the statements of the program that computed the loss, with the model's calls if a gradient inside
         the model failed; where nothing is known of a loss, as the model alone.
         """
-        is_of_loss, buffers = self._incident.finding.is_of_loss, {} if snapshot is None else snapshot.buffers
+        is_of_loss = self._incident.finding.is_of_loss
+        kept = () if snapshot is None else (snapshot.buffers, snapshot.seconds)
         if loss is None:
             yield from [] if snapshot is None else [snapshot]
             return
@@ -150,8 +151,8 @@ class _Rerun:
                 if statements.is_whole or is_of_loss:
                     reason = ""
                     for rng in loss.rngs:
-                        facts = statements.inputs, rng, loss.autocast, False, True, (), buffers
-                        yield BatchSnapshot(statements, (), *facts)
+                        facts = statements.inputs, rng, loss.autocast, False, True, ()
+                        yield BatchSnapshot(statements, (), *facts, *kept)
         except Refused as refusal:
             reason = str(refusal)
         except Exception as error:

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from ..diagnosis import rerun
-from ..diagnosis.batch_snapshot import BatchSnapshot
+from ..diagnosis.batch_snapshot import LEAST_SECONDS, BatchSnapshot
 from ..diagnosis.incident import Incident, write_frames
-from ..diagnosis.isolation import ChildEndedError, can_fork, clock, run_in_child
+from ..diagnosis.isolation import ChildEndedError, can_fork, run_in_child
 from ..diagnosis.trials import Conditions
 from ..history.monitor import Monitor
 from ..instrumentation.slot import unwatched
@@ -39,8 +39,6 @@ from .reports import Reports, Starts
 
 # Non-finite batches that are remembered after their end, for their backwards and recomputations.
 _MAX_ENDED = 64
-# Seconds that each re-run may take: at least these, and these times the batch's own.
-LEAST_SECONDS, TIMES_BATCH = 5.0, 20.0
 _WHERE = "Watch.report() (or --output-dir) has the frames that led to it"
 _GOES_ON = "no re-run was made, as the run goes on: rerun=True (--rerun) finds the operation"
 _UNTAKEN = "the watch ended before a step took it"
@@ -317,27 +315,24 @@ class FailureHandler:
         examine: Callable[..., None],
     ) -> None:
         """Complete the incident in a forked child, else in this process, under a clock."""
-        # A child has one thread.
-        times = TIMES_BATCH * torch.get_num_threads()
-        seconds = LEAST_SECONDS + (0.0 if start is None else times * start.elapsed)
         # Once, as each child would import it anew: torch._dynamo takes a second.
         importlib.import_module("torch._dynamo")
         tempfile.gettempdir()  # writes a file, the first time
 
         def work() -> str:
-            with clock(seconds):
-                examine()
+            examine()
             return incident.report.to_json()
 
         if self._options.rerun_in == "child" and can_fork():
+            seconds = LEAST_SECONDS if start is None else start.seconds
             try:
-                incident.report = Report.from_json(run_in_child(work, seconds + LEAST_SECONDS))
+                incident.report = Report.from_json(run_in_child(work, 2 * seconds))
             except ChildEndedError as ended:
                 if ended.latest is not None:
                     incident.report = Report.from_json(ended.latest)
                 raise
             return
-        with unwatched(model), clock(seconds):  # no other thread enters the model meanwhile
+        with unwatched(model):  # no other thread enters the model meanwhile
             is_shared = self._recorder.num_other_threads > 0
             examine(reason="another thread was inside the model" if is_shared else "")
 

@@ -30,7 +30,7 @@ PLACES = ["in-process", *(["child"] if sys.platform == "linux" else [])]
 @pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the re-run is made, with a clock of half a second."""
-    monkeypatch.setattr("nanwatch.session.failure_handler.LEAST_SECONDS", 0.5)
+    monkeypatch.setattr("nanwatch.diagnosis.batch_snapshot.LEAST_SECONDS", 0.5)
     monkeypatch.setenv("NANWATCH_RERUN", request.param)
     return request.param
 

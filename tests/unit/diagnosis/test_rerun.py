@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch import NonFiniteError, Report
+from nanwatch.diagnosis import batch_snapshot
 from nanwatch.instrumentation import slot
-from nanwatch.session import failure_handler
 from support.watching import watch
 
 
@@ -183,7 +183,7 @@ class InPool(nn.Module):
 def test_a_model_that_waits_for_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its re-run in this process ends by the clock, and the thread comes through at once."""
     monkeypatch.setenv("NANWATCH_RERUN", "in-process")
-    monkeypatch.setattr(failure_handler, "LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(batch_snapshot, "LEAST_SECONDS", 0.5)
     began = time.monotonic()
     model = InPool()
     with watch(model), pytest.raises(NonFiniteError) as error:
