@@ -215,12 +215,11 @@ def errors_between(a: Tensor, b: Tensor) -> Errors:
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the floating-point parameters and buffers, the weight with a row for each output."""
-    kept = {name: x for name, x in {**module._parameters, **module._buffers}.items() if x is not None}
-    are_read = {
-        name: x.is_floating_point() and x.layout is torch.strided and not x.is_meta
-        for name, x in kept.items()
-    }
-    tensors = {name: x.detach() for name, x in kept.items() if are_read[name] and x.numel()}
+    kept = {**module._parameters, **module._buffers}
+    tensors = {name: x.detach() for name, x in kept.items() if x is not None and x.is_floating_point()}
+    for name, x in list(tensors.items()):
+        if x.layout is not torch.strided or x.is_meta or not x.numel():
+            del tensors[name]
     # transformers' Conv1D keeps its weight turned.
     if type(module).__name__ == "Conv1D" and "weight" in tensors and tensors["weight"].ndim == 2:
         tensors["weight"] = tensors["weight"].t()
@@ -325,15 +324,13 @@ class _Matcher:
         """Match containers that hold the same pairs of leaves."""
         leaves = [pair for pair in self.pairs if pair.is_leaf]
         inside_a, inside_b = (
-            {
-                call: {i for i, pair in enumerate(leaves) if call.holds(pair[number])}
-                for call in side
-                if call in self._free and not call.is_leaf
-            }
-            for number, side in enumerate(self._sides)
+            {call: {i for i, pair in enumerate(leaves) if call.holds(pair[number])} for call in side}
+            for number, side in enumerate(
+                [call for call in side if call in self._free] for side in self._sides
+            )
         )
         for call_a, parts in inside_a.items():
-            alike = (call for call, others in inside_b.items() if parts == others and self._fit(call_a, call))
+            alike = (call_b for call_b in inside_b if parts == inside_b[call_b] and self._fit(call_a, call_b))
             if parts and (call_b := next(alike, None)) is not None:
                 self._add(call_a, call_b)
 

@@ -263,9 +263,8 @@ def _part_of_difference(parts: Sequence[ModuleCall], a: Tensor, b: Tensor, limit
     widths = [call.outputs[0].shape[-1] for call in parts if call.outputs]
     if sum(widths) != a.shape[-1]:
         return []
-    both = zip(a.split(widths, -1), b.split(widths, -1), strict=True)
-    errors = [errors_between(*columns).total for columns in both]
-    off = [module_name(call.path) for call, error in zip(parts, errors, strict=True) if error > limit]
+    columns = zip(parts, a.split(widths, -1), b.split(widths, -1), strict=True)
+    off = [module_name(call.path) for call, *both in columns if errors_between(*both).total > limit]
     return [f"in {', '.join(off)} only"] if 0 < len(off) < len(parts) else []
 
 
