@@ -114,17 +114,14 @@ def _with_members(value: Any, members: dict[Any, Any], changed: dict[Any, Any]) 
 # torch.nn.utils.parametrize.cached() computes parametrized weights once in its block. Its cache belongs to the process.
 # A call of ours computes them without a graph or in another dtype, so it gets a cache of its own.
 
-# By the id of the module and the name of the weight.
-ParametrizationCache = dict[tuple[int, str], Tensor | None]
-
 
 def caches_parametrizations() -> bool:
     """Return whether this is inside a block of parametrize.cached()."""
     return parametrize._cache_enabled > 0
 
 
-def swap_parametrizations(cache: ParametrizationCache) -> ParametrizationCache:
-    """Put `cache` in place of the current one, and return that."""
-    before: ParametrizationCache = parametrize._cache
+def swap_parametrizations(cache: dict[Any, Any]) -> dict[Any, Any]:
+    """Put `cache`, by module and name of the weight, in place of the current one, and return that."""
+    before: dict[Any, Any] = parametrize._cache
     parametrize._cache = cache
     return before
