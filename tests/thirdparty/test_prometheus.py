@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch.sinks import trackers
+from nanwatch.sinks import sink
 from nanwatch.sinks.alerts import PrometheusSink
 from support.toys import Scale
 from support.watching import watch
@@ -28,7 +28,7 @@ def registry() -> Any:
 
 def test_headroom_by_module_and_failures(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gauges are within the bound of modules; the counter goes on with a second watch."""
-    monkeypatch.setattr(trackers, "_MOST_MODULES", 2)
+    monkeypatch.setattr(sink, "_MOST_CURVES", 2)
     for watched in (1, 2):
         model = nn.Sequential(Scale(), Scale(2.0), Scale(2.0**100))
         with watch(model, sinks=PrometheusSink(registry), log_every=1, on_nonfinite="record"):
