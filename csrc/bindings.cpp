@@ -51,7 +51,7 @@ PyObject* abs_range(PyObject*, PyObject* object) {
     if (!plain_view(object, &view)) return PyObject_CallOneArg(range_result.fallback, object);
     const int64_t bytes = view.numel * int64_t(word_size(view.format));
     const RangeRow row =
-        read_released(THPVariable_Unpack(object), view, bytes, [](const View& held) { return range_cpu(held); });
+        read_released(THPVariable_Unpack(object), view, bytes, [](const View& view) { return range_cpu(view); });
     PyObject* result = range_tuple();
     if (result == nullptr) return nullptr;
     PyTuple_SET_ITEM(result, column::abs_min, PyFloat_FromDouble(row.abs_min));

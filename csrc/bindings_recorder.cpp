@@ -111,18 +111,18 @@ void bind_recorder(py::module_& m) {
       .def_property_readonly("counters", [](CallRecorder& self) {
         const CallObserver& observer = self.observer();
         const Counters& c = observer.counters;
-        py::dict found;
-        found["calls"] = c.calls;
-        found["frames"] = c.frames;
-        found["tensors"] = c.tensors;
-        found["tensors_read"] = c.tensors_read;
-        found["bytes_read"] = c.bytes_read;
-        found["cache_hits"] = c.cache_hits;
-        found["stale_hits"] = c.stale_hits;
-        found["nanoseconds"] = self.subscriptions->nanoseconds.load();
-        found["labels"] = observer.labels().size();
-        found["weights_remembered"] = observer.num_weights();
-        return found;
+        py::dict counters;
+        counters["calls"] = c.calls;
+        counters["frames"] = c.frames;
+        counters["tensors"] = c.tensors;
+        counters["tensors_read"] = c.tensors_read;
+        counters["bytes_read"] = c.bytes_read;
+        counters["cache_hits"] = c.cache_hits;
+        counters["stale_hits"] = c.stale_hits;
+        counters["nanoseconds"] = self.subscriptions->nanoseconds.load();
+        counters["labels"] = observer.labels().size();
+        counters["weights_remembered"] = observer.num_weights();
+        return counters;
       });
 }
 

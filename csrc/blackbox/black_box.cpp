@@ -111,7 +111,7 @@ BlackBox* BlackBox::open(const std::string& path, bool kept) {
 uint32_t BlackBox::number_of(const std::string& module, const std::string& class_name) {
   std::string text = module + "\n" + class_name;
   text.resize(std::min(text.find('\0'), text.size()));  // which ends each text in the file
-  if (const auto known = numbers_.find(text); known != numbers_.end()) return known->second;
+  if (const auto entry = numbers_.find(text); entry != numbers_.end()) return entry->second;
   // As many numbers as texts: a reader counts them.
   const auto number = uint32_t(numbers_.size());
   if (!append(names_, kNames, &state_->names, text + '\0')) return kUnnamed;
@@ -136,16 +136,16 @@ void BlackBox::add_sample(std::string_view text) {
 }
 
 Slot* BlackBox::slot() {
-  thread_local OwnSlot own;
-  if (own.box == this) return &own.slot;
+  thread_local OwnSlot thread_slot;
+  if (thread_slot.box == this) return &thread_slot.slot;
   for (size_t number = 0; number < kThreads; ++number) {
     Thread& thread = threads_[number];
     if (__atomic_load_n(&thread.id, __ATOMIC_ACQUIRE) != 0) continue;
     thread.depth = 0;
     publish(&thread.id, thread_id());
-    own.slot = {this, &thread, stacks_ + number * kStack};
-    own.box = this;
-    return &own.slot;
+    thread_slot.slot = {this, &thread, stacks_ + number * kStack};
+    thread_slot.box = this;
+    return &thread_slot.slot;
   }
   return nullptr;
 }

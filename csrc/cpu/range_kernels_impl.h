@@ -30,7 +30,7 @@ struct HealthLoop {
     }
   }
 
-  static void one(HealthBits* out, Word word) {
+  static void count(HealthBits* out, Word word) {
     const Word m = magnitude<F>(word);
     out->range.merge({m, m});
     if (is_finite<F>(m)) {
@@ -44,8 +44,8 @@ struct HealthLoop {
     }
   }
 
-  static void some(HealthBits* out, const char* p, int64_t columns, int64_t stride) {
-    for (; columns > 0; --columns, p += stride * L::width) one(out, load_word<Word>(p));
+  static void count_each(HealthBits* out, const char* p, int64_t columns, int64_t stride) {
+    for (; columns > 0; --columns, p += stride * L::width) count(out, load_word<Word>(p));
   }
 
   void take(int j, V x) {
@@ -72,7 +72,7 @@ struct HealthLoop {
     if (rest > 0) loop.take(1, S::load_partial(q, rest * w, S::template fill<w>(pad)));
     const RangeBits bits{S::template least<w>(L::min(loop.lo[0], loop.lo[1])),
                          S::template greatest<w>(L::max(loop.hi[0], loop.hi[1]))};
-    if (!is_finite<F>(Word(bits.hi))) return some(out, p, columns, 1);
+    if (!is_finite<F>(Word(bits.hi))) return count_each(out, p, columns, 1);
     out->range.merge(bits);
     out->finite.merge(bits);
     const Word m = magnitude<F>(pad);
@@ -107,7 +107,7 @@ void health_plane(const Plane& plane, HealthBits* out) {
     if (plane.column_stride == 1) {
       HealthLoop<S, F>::run(out, p, plane.columns);
     } else {
-      HealthLoop<S, F>::some(out, p, plane.columns, plane.column_stride);
+      HealthLoop<S, F>::count_each(out, p, plane.columns, plane.column_stride);
     }
   }
 }

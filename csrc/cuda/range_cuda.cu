@@ -170,7 +170,7 @@ __device__ __forceinline__ Ends merge_block(Ends ends, bool is_narrow) {
 
 // Adds a block's ends. True for the block that comes last, whose `ends` then are those of all, and the cell is empty
 // again. Called by one thread of each block.
-__device__ bool meet(Cell* cell, uint32_t blocks, Ends* ends) {
+__device__ bool merge_into(Cell* cell, uint32_t blocks, Ends* ends) {
   if (blocks == 1) return true;
   atomicMax(&cell->hi, ends->hi);
   atomicMax(&cell->not_lo, ends->not_lo);
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   ends = merge_block(ends, is_narrow);
   if constexpr (records) {
     if (threadIdx.x == 0) {
-      is_last = meet(batch.cells + tensor, blocks, &ends);
+      is_last = merge_into(batch.cells + tensor, blocks, &ends);
       total = ends;
     }
     __syncthreads();
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
                                     batch.first + uint64_t(tensor));
     });
   } else {
-    if (threadIdx.x != 0 || !meet(batch.cells + tensor, blocks, &ends)) return;
+    if (threadIdx.x != 0 || !merge_into(batch.cells + tensor, blocks, &ends)) return;
     with_device_format(format, [&](auto tag) { range_of<decltype(tag)::format>(ends).write(batch.rows + 3 * tensor); });
   }
 }
@@ -324,11 +324,11 @@ int checked(cudaError_t error) {
 }
 
 int blocks_in_a_wave(int device) {
-  static std::atomic<int> known[16];  // asking takes a microsecond
-  int multiprocessors = device < 16 ? known[device].load(std::memory_order_relaxed) : 0;
+  static std::atomic<int> counts[16];  // asking takes a microsecond
+  int multiprocessors = device < 16 ? counts[device].load(std::memory_order_relaxed) : 0;
   if (multiprocessors == 0) {
     (void)cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    if (device < 16) known[device].store(multiprocessors, std::memory_order_relaxed);
+    if (device < 16) counts[device].store(multiprocessors, std::memory_order_relaxed);
   }
   return kBlocksPerMultiprocessor * std::max(multiprocessors, 1);
 }

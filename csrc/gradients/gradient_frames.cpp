@@ -40,13 +40,13 @@ std::vector<const GradientCall*> calls_of(const Backward& backward) {
 
 }  // namespace
 
-void Backward::add(const std::vector<GradientUser>& users, const GradientPlace& place, const GradientEvent& known) {
+void Backward::add(const std::vector<GradientUser>& users, const GradientPlace& place, const GradientEvent& event) {
   arrivals += !(place == latest_);
   latest_ = place;
-  has_nonfinite |= known.has_nonfinite;
+  has_nonfinite |= event.has_nonfinite;
   for (const GradientUser& user : users) {
     if (user.part == Part::output) user.call->task = task;
-    events.push_back({user, arrivals, known.has_nonfinite, known.row, known.pending});
+    events.push_back({user, arrivals, event.has_nonfinite, event.row, event.pending});
   }
 }
 
@@ -91,9 +91,9 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
   std::vector<const GradientCall*> calls = calls_of(backward);
   observer.counters.frames += int64_t(calls.size());
   if (!backward.has_nonfinite && !recorder.traces() && calls.size() > ring.capacity()) {
-    const auto seen = calls.end() - int64_t(ring.capacity());
-    std::for_each(calls.begin(), seen, [&ring](const GradientCall* call) { ring.skip(call->batch); });
-    calls.erase(calls.begin(), seen);  // they would be overwritten at once
+    const auto first_kept = calls.end() - int64_t(ring.capacity());
+    std::for_each(calls.begin(), first_kept, [&ring](const GradientCall* call) { ring.skip(call->batch); });
+    calls.erase(calls.begin(), first_kept);  // they would be overwritten at once
   }
   std::unordered_map<int64_t, size_t> positions;  // by the id of the call
   for (const GradientCall* call : calls) positions.emplace(call->id, positions.size());
@@ -140,11 +140,11 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
   for (size_t i = 0; i < frames.size() && done; ++i) {
     const bool traced = recorder.is_traced(frames[i].batch);
     if (!backward.has_nonfinite && !traced) continue;
-    const py::object seen = recorder.to_python(frames[i]);
+    const py::object frame_object = recorder.to_python(frames[i]);
     const auto caller = positions.find(calls[i]->caller);
-    reported.append(py::make_tuple(seen, caller == positions.end() ? py::object(py::none()) : py::int_(caller->second),
-                                   calls[i]->number));
-    done = !traced || recorder.notify("on_frame", py::make_tuple(seen));
+    reported.append(py::make_tuple(
+        frame_object, caller == positions.end() ? py::object(py::none()) : py::int_(caller->second), calls[i]->number));
+    done = !traced || recorder.notify("on_frame", py::make_tuple(frame_object));
   }
   if (done && backward.has_nonfinite) done = recorder.notify("on_backward_end", py::make_tuple(reported, events));
   for (OpenFrame& frame : frames) recorder.keep(frame);

@@ -125,7 +125,7 @@ inline LeafHook* find_hook(const at::Tensor& leaf) {
 }
 
 inline LeafHook* find_or_add_hook(const at::Tensor& leaf) {
-  if (LeafHook* const known = find_hook(leaf)) return known;
+  if (LeafHook* const hook = find_hook(leaf)) return hook;
   // Not by add_hook, which allows for one.
   torch::autograd::impl::hooks(leaf).push_back(std::make_unique<LeafHook>());
   return find_hook(leaf);

@@ -160,10 +160,10 @@ std::vector<GradientUser> GradientRecorder::users_now(const std::vector<Gradient
   for (const GradientUser& user : alive) {
     // A module may use a weight in several calls. The gradient is the sum over them, and belongs to the first call,
     // which the backward reaches last.
-    const bool known = std::any_of(users.begin(), users.end(), [&](const GradientUser& other) {
+    const bool is_known = std::any_of(users.begin(), users.end(), [&](const GradientUser& other) {
       return user.part == Part::weight && other.call->node == user.call->node && other.label == user.label;
     });
-    if (!known && !is_idle(user)) users.push_back(user);
+    if (!is_known && !is_idle(user)) users.push_back(user);
   }
   return users;
 }

@@ -87,7 +87,7 @@ struct Backward {
   void take_completed();
 
  private:
-  void add(const std::vector<GradientUser>& users, const GradientPlace& place, const GradientEvent& known);
+  void add(const std::vector<GradientUser>& users, const GradientPlace& place, const GradientEvent& event);
 
   GradientPlace latest_;
 };

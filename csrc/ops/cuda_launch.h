@@ -65,15 +65,15 @@ inline bool launched(int error, const char* op) {
 inline void* workspace_of(int device, void* stream) {
   constexpr size_t kMost = 256;  // torch's pools have 32 streams of each of two priorities
   static std::mutex mutex;
-  static auto* const known = new std::map<std::pair<int, void*>, void*>;  // kept: at exit the device may be gone
+  static auto* const workspaces = new std::map<std::pair<int, void*>, void*>;  // kept: at exit the device may be gone
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto place = known->find({device, stream});
-  if (place != known->end()) return place->second;
+  const auto entry = workspaces->find({device, stream});
+  if (entry != workspaces->end()) return entry->second;
   void* memory = nullptr;
-  if (known->size() == kMost || nanwatch_cuda_allocate(nanwatch_cuda_workspace(), &memory) != 0 ||
+  if (workspaces->size() == kMost || nanwatch_cuda_allocate(nanwatch_cuda_workspace(), &memory) != 0 ||
       nanwatch_cuda_clear(memory, stream) != 0)
     return nullptr;
-  return (*known)[{device, stream}] = memory;
+  return (*workspaces)[{device, stream}] = memory;
 }
 
 }  // namespace nanwatch

@@ -72,7 +72,7 @@ class BatchStart {
   }
 
   // Keeps nothing of the call but its place among others.
-  void let_go() {
+  void release() {
     const auto released = std::make_tuple(std::move(args_), std::move(kwargs_), std::move(module_), std::move(extra_),
                                           std::move(versions_));
     weak_module_ = pybind11::object();
@@ -161,9 +161,9 @@ class StartSignals {
   void watch_generators(pybind11::dict cuda) { cuda_ = std::move(cuda); }
   std::vector<at::Tensor> generator_states() const {
     std::vector<at::Tensor> states;
-    PyObject* const known = cuda_ ? PyDict_GetItemString(cuda_.ptr(), "default_generators") : nullptr;
-    for (Py_ssize_t i = 0; known != nullptr && PyTuple_Check(known) && i < PyTuple_GET_SIZE(known); ++i)
-      if (PyObject* const generator = PyTuple_GET_ITEM(known, i); THPGenerator_Check(generator))
+    PyObject* const generators = cuda_ ? PyDict_GetItemString(cuda_.ptr(), "default_generators") : nullptr;
+    for (Py_ssize_t i = 0; generators != nullptr && PyTuple_Check(generators) && i < PyTuple_GET_SIZE(generators); ++i)
+      if (PyObject* const generator = PyTuple_GET_ITEM(generators, i); THPGenerator_Check(generator))
         states.push_back(state_of(reinterpret_cast<THPGenerator*>(generator)->cdata));
     return states;
   }

@@ -72,7 +72,7 @@ Reading CallObserver::read(const Source& source) {
     table_ = RowTable::instance();
     return {{}, &source.frame->pending.collect(source.x, source.view.format, source.stream_slot)};
   }
-  return {read_released(source.x, source.view, bytes, [](const View& held) { return range_cpu(held); })};
+  return {read_released(source.x, source.view, bytes, [](const View& view) { return range_cpu(view); })};
 }
 
 Reading CallObserver::hit(const Source& source, const CacheEntry& entry) {
@@ -87,13 +87,13 @@ Reading CallObserver::hit(const Source& source, const CacheEntry& entry) {
 Reading CallObserver::weight_range(const Source& source, bool moves, Node::Slot* slot) {
   const Content content(source.x, epoch_);
   if (slot->cached == nullptr || !slot->cached->entry.content.is_same_part(content)) find_entry(content.key(), slot);
-  const CacheEntry& known = slot->cached->entry;
-  const bool unchanged = known.content.has_same_version(content);
-  const bool is_known = unchanged && known.content.epoch == epoch_ && source.is_served_by(known) && !moves;
-  if (is_known && uint32_t(source.batch) - known.batch < kAge) [[likely]]
-    return hit(source, known);
+  const CacheEntry& entry = slot->cached->entry;
+  const bool unchanged = entry.content.has_same_version(content);
+  const bool is_known = unchanged && entry.content.epoch == epoch_ && source.is_served_by(entry) && !moves;
+  if (is_known && uint32_t(source.batch) - entry.batch < kAge) [[likely]]
+    return hit(source, entry);
   if (!budget_.spend(source.bytes(), !is_known, &slot->cached->turn))
-    return is_known ? hit(source, known) : Reading{{}, nullptr, true};
+    return is_known ? hit(source, entry) : Reading{{}, nullptr, true};
   // While the lock is released for the read, another thread may drop the slot's entry, or the slot.
   const std::shared_ptr<WeightEntry> cached = slot->cached;
   const Reading reading = read(source);
@@ -127,10 +127,10 @@ Reading CallObserver::range_of(const Source& source, Memory memory, Node::Slot* 
     return weight_range(source, false, &passing);
   }
   const Content content(source.x, epoch_);
-  const CacheEntry* const known = activations_.find(content);
-  if (known != nullptr && known->content.epoch == epoch_ && known->batch == uint32_t(source.batch) &&
-      source.is_served_by(*known))
-    return hit(source, *known);
+  const CacheEntry* const entry = activations_.find(content);
+  if (entry != nullptr && entry->content.epoch == epoch_ && entry->batch == uint32_t(source.batch) &&
+      source.is_served_by(*entry))
+    return hit(source, *entry);
   budget_.earn(source.bytes());
   const Reading reading = read(source);
   if (reading.may_be_kept()) activations_.remember(source.object, content, reading, source.batch);
@@ -277,12 +277,12 @@ py::object CallObserver::to_python(const FrameData& frame, const RecordData& rec
 [[gnu::noinline]] bool CallObserver::known_mask(const at::Tensor& x, Labels::Id label, Role role, OpenFrame* frame) {
   if ((role != Role::input && role != Role::buffer) || !can_be_remembered(x)) return false;
   const Content content(x, epoch_);
-  const auto known = masks_.find(content.key());
-  if (known == masks_.end() || !known->second.tensor.entry.content.has_same_version(content) ||
-      known->second.tensor.is_expired())
+  const auto mask = masks_.find(content.key());
+  if (mask == masks_.end() || !mask->second.tensor.entry.content.has_same_version(content) ||
+      mask->second.tensor.is_expired())
     return false;
-  py::object record = known->second.record;
-  if (known->second.label != label || known->second.role != role) {
+  py::object record = mask->second.record;
+  if (mask->second.label != label || mask->second.role != role) {
     record = with_item(record.ptr(), record_item::label, from_utf8(labels_.text(label)));
     record = with_item(record.ptr(), record_item::role, from_utf8(role_name(role)));
   }
@@ -349,7 +349,7 @@ bool CallObserver::observe_compiled(const Node& node, std::string_view plan, at:
 
 bool CallObserver::compiled_records(const Node& node, std::string_view plan, at::TensorList tensors, OpenFrame* frame) {
   size_t next = 0;
-  std::vector<const void*> own;
+  std::vector<const void*> owned;
   return each_planned(plan, [&](Role role, char kind, const std::string& text, const std::string& reason) {
     const bool is_tensor = kind == 't', is_own = role == Role::weight || role == Role::buffer;
     const at::Tensor* const x = is_tensor && next < tensors.size() ? &tensors[next] : nullptr;
@@ -363,8 +363,8 @@ bool CallObserver::compiled_records(const Node& node, std::string_view plan, at:
     }
     if (is_own) {
       const void* const identity = x->unsafeGetTensorImpl();  // a tensor under two names counts once
-      if (std::find(own.begin(), own.end(), identity) != own.end()) return true;
-      own.push_back(identity);
+      if (std::find(owned.begin(), owned.end(), identity) != owned.end()) return true;
+      owned.push_back(identity);
     }
     const py::object object = wrap(*x);
     if (!object) {

@@ -84,7 +84,7 @@ CallRecorder::~CallRecorder() {
 }
 
 // A module's class, which may change while it is watched: fully_shard() puts another one there.
-void CallRecorder::meet(Node& node, PyObject* module) {
+void CallRecorder::note_class(Node& node, PyObject* module) {
   PyTypeObject* const type = Py_TYPE(module);
   if (type == node.type) return;
   node.type = type;
@@ -99,7 +99,7 @@ int32_t CallRecorder::add_node(const std::string& name, py::handle module, bool 
   node->observed = observed;
   node->is_function = py::hasattr(py::type::of(module), "is_watched_function");
   node->allow_inf = std::move(allow_inf);
-  meet(*node, module.ptr());
+  note_class(*node, module.ptr());
   if (observed) observer_.prepare(*node, module.ptr());
   nodes_.push_back(std::move(node));
   peaks_.reserve_node();
@@ -160,11 +160,11 @@ bool CallRecorder::start_batch(Thread& thread, int32_t index, PyObject* module, 
   // The modules that have buffers are looked for anew in every batch whose number is a power of two.
   if (is_asked || (keeps && (!extra_ || (thread.batch & (thread.batch - 1)) == 0 || signals.has_buffer_changed()))) {
     const auto or_none = [](PyObject* object) { return py::handle(object != nullptr ? object : Py_None); };
-    const py::object given = args != nullptr ? py::reinterpret_borrow<py::object>(args) : py::object(py::tuple());
+    const py::object arguments = args != nullptr ? py::reinterpret_borrow<py::object>(args) : py::object(py::tuple());
     extra_ = py::object();
     py::object answer;
     if (!notify("on_batch_start",
-                py::make_tuple(thread.batch, is_traced(thread.batch), or_none(module), given, or_none(kwargs)),
+                py::make_tuple(thread.batch, is_traced(thread.batch), or_none(module), arguments, or_none(kwargs)),
                 &answer))
       return false;
     signals.note_buffers();
@@ -175,7 +175,7 @@ bool CallRecorder::start_batch(Thread& thread, int32_t index, PyObject* module, 
   if (module == nullptr) return true;
   if (keeps) {
     const bool is_function = nodes_[size_t(index)]->is_function;
-    if (!is_function) let_go_of_starts();
+    if (!is_function) release_starts();
     try {
       thread.start = BatchStart::shared(std::make_unique<BatchStart>(thread.batch, is_function, module, args, kwargs,
                                                                      signals.generator_states(), extra));
@@ -199,13 +199,13 @@ void CallRecorder::leave_start(Thread& thread) {
 }
 
 // Keeps of ended batches no more than their numbers: a later batch of the model has begun.
-void CallRecorder::let_go_of_starts() {
+void CallRecorder::release_starts() {
   for (const std::weak_ptr<BatchStart>& ended : std::vector(ended_starts_))
-    if (const std::shared_ptr<BatchStart> start = ended.lock()) start->let_go();
+    if (const std::shared_ptr<BatchStart> start = ended.lock()) start->release();
 }
 
 void CallRecorder::forget_starts() {
-  let_go_of_starts();
+  release_starts();
   ended_starts_.clear();
 }
 
@@ -259,7 +259,7 @@ PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* inner, Py
   const Stopwatch stopwatch(*subscriptions);
   thread.nodes.pop_back();
   box::BlackBox::end(thread.slot, !output);
-  meet(node, module);
+  note_class(node, module);
   if (output && thread.active && !paused && node.observed) [[likely]] {
     const ModuleCall call{module, args, kwargs, output.ptr(), outermost};
     if (!survived([&] { return record(thread, index, call); })) output = py::object();

@@ -138,9 +138,9 @@ class CallRecorder {
   int64_t frames_kept() const { return ring_.pushed(); }
 
   // (batch, names of places that are new, values by place as float64); see peak_magnitudes.h. What was taken is gone.
-  pybind11::tuple take_peaks() { return taken(peaks_); }
+  pybind11::tuple take_peaks() { return peaks_to_python(peaks_); }
   // The same of the gradients of all backwards since they were last taken; the batch is the latest of theirs.
-  pybind11::tuple take_gradient_peaks() { return taken(gradient_peaks_); }
+  pybind11::tuple take_gradient_peaks() { return peaks_to_python(gradient_peaks_); }
   void add_gradient_peak(int64_t batch, int32_t node, const RecordData& record) {
     gradient_peaks_.add_gradient(batch, node, record);
   }
@@ -191,7 +191,7 @@ class CallRecorder {
     bool is_inside = false;  // of the batch under way, which is one of a module
     std::vector<AddedOutput> added = {};          // to calls under way
     PyObject *args = nullptr, *kwargs = nullptr;  // of the outermost call under way, which keeps them alive
-    pybind11::object given = {};                  // weak references to the arguments of a compiled outermost call
+    pybind11::object compiled_inputs = {};        // weak references to the arguments of a compiled outermost call
     std::shared_ptr<BatchStart> start = {};       // of the batch under way
     // Frames of the batch under way, since one waits for a device: the first `num_deferred`. Those behind them keep
     // their memory for the next batch.
@@ -206,26 +206,26 @@ class CallRecorder {
   class Recording;
 
   Thread& this_thread();
-  void meet(Node& node, PyObject* module);
+  void note_class(Node& node, PyObject* module);
   // Null in a forked child: the file is the parent's.
   box::BlackBox* live_box() const { return box_ == box::BlackBox::active() ? box_ : nullptr; }
   bool begin_batch(Thread& thread, int32_t index, PyObject* module, PyObject* args, PyObject* kwargs);
   bool start_batch(Thread& thread, int32_t index, PyObject* module, PyObject* args, PyObject* kwargs);
   bool end_batch(Thread& thread, bool completed);
   void leave_start(Thread& thread);
-  void let_go_of_starts();
+  void release_starts();
   bool record(Thread& thread, int32_t node, const ModuleCall& call);
   template <typename Observe>
   bool record_frame(Thread& thread, int32_t index, int32_t caller, std::shared_ptr<const void>* keep,
                     const Observe& observe);
   void follow(Thread& thread, int32_t index, int32_t caller, const std::vector<GradientCandidate>& candidates,
               std::shared_ptr<const void>* keep);
-  pybind11::object named_given_to(const Thread& thread) const;
+  pybind11::object named_inputs_of(const Thread& thread) const;
   bool tell(const Thread& thread, OpenFrame& frame, int32_t caller, bool is_over);
   bool take_deferred(Thread& thread);
   bool end_compiled(Thread& thread, bool completed);
   bool reports_frames(int64_t batch) const { return subscriptions->has(kFrame) || is_traced(batch); }
-  pybind11::tuple taken(PeakMagnitudes& peaks);
+  pybind11::tuple peaks_to_python(PeakMagnitudes& peaks);
 
   CallObserver observer_;
   pybind11::object events_, frame_type_, start_type_;

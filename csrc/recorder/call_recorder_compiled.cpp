@@ -57,7 +57,7 @@ bool CallRecorder::end_compiled(Thread& thread, bool completed) {
   thread.call_ids.clear();
   thread.compiled = false;
   const bool done = end_batch(thread, completed);
-  thread.given = py::object();
+  thread.compiled_inputs = py::object();
   return done;
 }
 
@@ -68,14 +68,14 @@ void CallRecorder::begin_compiled(int64_t index, std::string_view plan, at::Tens
   if (thread.compiled && !end_compiled(thread, false) && PyErr_Occurred() != nullptr) throw py::error_already_set();
   if (!thread.nodes.empty() || paused) return;
   // No tensor lives longer for being watched.
-  py::dict given;
+  py::dict inputs;
   size_t next = 0;
   each_planned(plan, [&](Role, char kind, const std::string& label, const std::string&) {
     if (kind != 't' || next == tensors.size()) return true;
     const py::object object = wrap(tensors[next++]);
     py::object weak;
     if (object) weak = py::reinterpret_steal<py::object>(PyWeakref_NewRef(object.ptr(), nullptr));
-    if (weak) given[py::str(label.substr(6, label.size() - 7))] = weak;  // `input[0]` without `input[` and `]`
+    if (weak) inputs[py::str(label.substr(6, label.size() - 7))] = weak;  // `input[0]` without `input[` and `]`
     if (!weak) PyErr_Clear();
     return true;
   });
@@ -83,7 +83,7 @@ void CallRecorder::begin_compiled(int64_t index, std::string_view plan, at::Tens
   thread.nodes.push_back(int32_t(index));
   box::BlackBox::begin(thread.slot, nodes_[size_t(index)]->box, thread.batch, thread.recomputed);
   thread.compiled = true;
-  thread.given = std::move(given);
+  thread.compiled_inputs = std::move(inputs);
 }
 
 void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_view plan, at::TensorList tensors) {

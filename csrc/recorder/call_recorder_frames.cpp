@@ -13,20 +13,20 @@ bool CallRecorder::tell(const Thread& thread, OpenFrame& frame, int32_t caller, 
   keep(frame);
   if (!has_nonfinite && !reports_frames(thread.batch)) return true;
   const FrameData copy(ring_.latest());
-  const py::object seen = to_python(copy);
-  if (reports_frames(thread.batch) && !notify("on_frame", py::make_tuple(seen))) return false;
+  const py::object frame_object = to_python(copy);
+  if (reports_frames(thread.batch) && !notify("on_frame", py::make_tuple(frame_object))) return false;
   if (!has_nonfinite) return true;
   const py::object args =
       thread.args != nullptr ? py::reinterpret_borrow<py::object>(thread.args) : py::object(py::tuple());
-  return notify("on_nonfinite", py::make_tuple(seen, name_of(caller), args, named_given_to(thread), is_over));
+  return notify("on_nonfinite", py::make_tuple(frame_object, name_of(caller), args, named_inputs_of(thread), is_over));
 }
 
 // Returns the named arguments of the outermost call; in compiled code all tensors that still live, by their places.
-py::object CallRecorder::named_given_to(const Thread& thread) const {
+py::object CallRecorder::named_inputs_of(const Thread& thread) const {
   if (thread.kwargs != nullptr) return py::reinterpret_borrow<py::object>(thread.kwargs);
-  if (!thread.given) return py::none();
+  if (!thread.compiled_inputs) return py::none();
   py::dict alive;
-  for (const auto& [place, weak] : py::reinterpret_borrow<py::dict>(thread.given)) {
+  for (const auto& [place, weak] : py::reinterpret_borrow<py::dict>(thread.compiled_inputs)) {
     PyObject* object = PyWeakref_GetObject(weak.ptr());
     if (object != nullptr && object != Py_None) alive[place] = py::handle(object);
   }
@@ -71,7 +71,7 @@ void CallRecorder::keep(FrameData& frame) {
   ring_.push(frame);
 }
 
-py::tuple CallRecorder::taken(PeakMagnitudes& peaks) {
+py::tuple CallRecorder::peaks_to_python(PeakMagnitudes& peaks) {
   // All taken before any Python object is made that the garbage collector knows: that may run code which calls a model.
   const std::vector<PeakMagnitudes::Key> keys = peaks.take_new();
   const std::string values(reinterpret_cast<const char*>(peaks.values().data()),

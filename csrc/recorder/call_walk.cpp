@@ -73,9 +73,9 @@ bool CallObserver::each_own(Node& node, const Attributes& module, Role role, con
       const at::Tensor& x = THPVariable_Unpack(value);
       if (!x.is_floating_point() && !x.is_complex()) continue;
     }
-    size_t known = 0;
-    while (known < count && slots[known].value != value) ++known;
-    if (known < count) continue;
+    size_t place = 0;
+    while (place < count && slots[place].value != value) ++place;
+    if (place < count) continue;
     if (count == slots.size()) slots.emplace_back();
     Node::Slot& slot = slots[count++];
     slot.value = value;
@@ -255,8 +255,8 @@ struct CallObserver::Walk {
 
 // Nothing, with an exception set, where asking was ended by what must end the call.
 std::optional<CallObserver::Kind> CallObserver::kind_of(PyTypeObject* type) {
-  const auto known = kinds_.find(type);
-  if (known != kinds_.end()) return known->second;
+  const auto entry = kinds_.find(type);
+  if (entry != kinds_.end()) return entry->second;
   const OutsideCompiler outside;
   Kind kind = Kind::container;
   const py::handle handle(reinterpret_cast<PyObject*>(type));

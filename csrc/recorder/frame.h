@@ -40,8 +40,8 @@ class Labels {
   size_t size() const { return labels_.size(); }
 
   Id of_text(const std::string& text) {
-    const auto known = ids_.find(text);
-    if (known != ids_.end()) return known->second;
+    const auto entry = ids_.find(text);
+    if (entry != ids_.end()) return entry->second;
     if (labels_.size() < kLimit) return add(text);
     const std::string shortened = text.substr(0, text.rfind('[')) + "[...]";
     const auto known_short = ids_.find(shortened);
