@@ -59,11 +59,6 @@ void bind_recorder(py::module_& m) {
       .def("frames_since", &CallRecorder::frames_since)
       .def("frames_of_batch", &CallRecorder::frames_of_batch)
       .def("settle", &CallRecorder::settle)
-      .def("begin_compiled", [](CallRecorder& self, int64_t node, std::string_view plan,
-                                const std::vector<at::Tensor>& tensors) { self.begin_compiled(node, plan, tensors); })
-      .def("record_compiled",
-           [](CallRecorder& self, int64_t node, int64_t caller, const std::string& plan,
-              const std::vector<at::Tensor>& tensors) { self.record_compiled(node, caller, plan, tensors); })
       .def("forget_tensors", [](CallRecorder& self) { self.observer().forget_tensors(); })
       .def("finish_nonfinite_backward",
            [](CallRecorder& self) {
@@ -106,7 +101,6 @@ void bind_recorder(py::module_& m) {
       .def("take_gradient_peaks", &CallRecorder::take_gradient_peaks)
       .def_readwrite("gathers_weights", &CallRecorder::gathers_weights)
       .def_property_readonly("latest_batch", &CallRecorder::latest_batch)
-      .def_property_readonly("is_under_way", &CallRecorder::is_under_way)
       .def_property_readonly("frames_kept", &CallRecorder::frames_kept)
       .def_property_readonly("counters", [](CallRecorder& self) {
         const CallObserver& observer = self.observer();

@@ -163,7 +163,6 @@ class CallRecorder {
 
   CallObserver& observer() { return observer_; }
   int64_t latest_batch() const { return latest_batch_; }
-  bool is_under_way() { return !this_thread().nodes.empty(); }
 
   std::array<pybind11::object*, 1> references() { return {&events_}; }  // for Python's garbage collector
 

@@ -2,7 +2,7 @@
 # the headers that are generated from the declarations, so that a new field of a record changes the file too.
 # headers: 99b5f8e8abcc0409
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,8 +53,6 @@ class CallRecorder(PythonRecorder):  # what that has for a Watch, this has too; 
         start_type: type[Start],
         helpers: dict[str, Any],
     ) -> None: ...
-    def begin_compiled(self, callee: int, plan: str, tensors: Sequence[Tensor], /) -> None: ...
-    def record_compiled(self, callee: int, caller: int, plan: str, tensors: Sequence[Tensor], /) -> None: ...
 
 class CallSlot:
     default_call: Callable[..., Any] | None
