@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
@@ -34,16 +33,14 @@ inline at::Tensor state_of(at::Generator generator) {
 // Used under the interpreter lock.
 class BatchStart {
  public:
-  BatchStart(int64_t batch, bool is_function, PyObject* module, PyObject* args, PyObject* kwargs,
-             std::vector<at::Tensor> cuda, pybind11::object extra)
+  BatchStart(int64_t batch, PyObject* module, PyObject* args, PyObject* kwargs, std::vector<at::Tensor> cuda,
+             pybind11::object extra)
       : batch_(batch),
-        is_function_(is_function),
         module_(pybind11::reinterpret_borrow<pybind11::object>(module)),
         args_(pybind11::reinterpret_borrow<pybind11::object>(args)),
         kwargs_(pybind11::reinterpret_borrow<pybind11::object>(kwargs != nullptr ? kwargs : Py_None)),
         extra_(std::move(extra)),
-        cuda_(std::move(cuda)),
-        first_node_(int64_t(at::sequence_number::peek())) {
+        cuda_(std::move(cuda)) {
     for (size_t i = 0; i < kDevices.size(); ++i)
       autocast_[i] = {at::autocast::get_autocast_dtype(kDevices[i]), at::autocast::is_autocast_enabled(kDevices[i])};
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) note(PyTuple_GET_ITEM(args, i), true);
@@ -65,13 +62,12 @@ class BatchStart {
 
   // The forward is left. A model that keeps its output would else keep itself.
   void end() {
-    end_node_ = int64_t(at::sequence_number::peek());
     weak_module_ = pybind11::reinterpret_steal<pybind11::object>(PyWeakref_NewRef(module_.ptr(), nullptr));
     if (!weak_module_) PyErr_Clear();
     module_ = pybind11::object();
   }
 
-  // Keeps nothing of the call but its place among others.
+  // Keeps nothing of the call.
   void release() {
     const auto released = std::make_tuple(std::move(args_), std::move(kwargs_), std::move(module_), std::move(extra_),
                                           std::move(versions_));
@@ -92,7 +88,7 @@ class BatchStart {
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - began_;
     return type(batch_, module, args_ ? args_ : py::tuple(), kwargs_ ? kwargs_ : py::none(), py::cast(random_),
                 py::tuple(py::cast(cuda_)), py::tuple(autocast), inference_, grad_, versions, elapsed.count(),
-                py::make_tuple(first_node_, end_node_), is_function_, extra_ ? extra_ : py::none());
+                extra_ ? extra_ : py::none());
   }
 
  private:
@@ -123,7 +119,6 @@ class BatchStart {
   }
 
   int64_t batch_;
-  bool is_function_;
   pybind11::object module_, weak_module_, args_, kwargs_, extra_;
   std::vector<std::pair<pybind11::object, uint32_t>> versions_;
   at::Tensor random_ = state_of(at::detail::getDefaultCPUGenerator());
@@ -131,7 +126,6 @@ class BatchStart {
   std::array<Autocast, 2> autocast_{};
   bool inference_ = c10::InferenceMode::is_enabled(), grad_ = c10::GradMode::is_enabled();
   std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
-  int64_t first_node_, end_node_ = -1;
 };
 
 // A recorded call, as its gradients refer to it.

@@ -174,11 +174,10 @@ bool CallRecorder::start_batch(Thread& thread, int32_t index, PyObject* module, 
   if (is_asked) extra_ = py::object();  // it may be another in the next batch
   if (module == nullptr) return true;
   if (keeps) {
-    const bool is_function = nodes_[size_t(index)]->is_function;
-    if (!is_function) release_starts();
+    if (!nodes_[size_t(index)]->is_function) release_starts();
     try {
-      thread.start = BatchStart::shared(std::make_unique<BatchStart>(thread.batch, is_function, module, args, kwargs,
-                                                                     signals.generator_states(), extra));
+      thread.start = BatchStart::shared(
+          std::make_unique<BatchStart>(thread.batch, module, args, kwargs, signals.generator_states(), extra));
     } catch (const std::exception&) {
       PyErr_Clear();  // then the batch has no re-run
     }

@@ -101,9 +101,8 @@ class Start(NamedTuple):
     """Start of a batch: its outermost call, and the state on which that call depends.
 
     `generator`: the state of the CPU's random numbers. `cuda`: of each CUDA device's, from `watch_generators`.
-    `autocast`: by device. `versions`: of the tensors among the arguments. `elapsed`: seconds since. `nodes`: autograd's
-    sequence numbers of the forward's first node and of the first behind it. `is_function`: the call of a watched
-    function, which may be a part of the loss. `extra`: what `on_batch_start` has answered.
+    `autocast`: by device. `versions`: of the tensors among the arguments. `elapsed`: seconds since. `extra`: what
+    `on_batch_start` has answered.
     """
 
     batch: int
@@ -117,8 +116,6 @@ class Start(NamedTuple):
     grad: bool
     versions: list[tuple[Tensor, int]]
     elapsed: float
-    nodes: tuple[int, int]
-    is_function: bool
     extra: Any
 
 
@@ -138,13 +135,11 @@ def start_of(
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")
     )
     modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    nodes = (torch._C._autograd._get_sequence_nr(), -1)
-    is_function = hasattr(type(module), "is_watched_function")
     # CUDA's generators refuse while a graph is captured.
     is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     cuda = tuple(x.get_state() for x in (() if is_captured else torch.cuda.default_generators))
     state = (torch.get_rng_state(), cuda, autocast, *modes, versions)
-    return Start(batch, module, args, kwargs, *state, 0.0, nodes, is_function, extra)
+    return Start(batch, module, args, kwargs, *state, 0.0, extra)
 
 
 class Batch:
@@ -170,13 +165,10 @@ class Batch:
     def ends_with_graph(self) -> bool:
         """End the outermost call. Return whether the batch has a start, and gradients may come."""
         self.given = (), None
-        if self.kept is None:
-            return False
-        self.kept = self.kept._replace(nodes=(self.kept.nodes[0], torch._C._autograd._get_sequence_nr()))
-        return self.kept.grad
+        return self.kept is not None and self.kept.grad
 
     def forget_call(self) -> None:
-        """Keep nothing of the call but its place among others."""
+        """Keep nothing of the call."""
         self._module = lambda: None
         self.kept = self.kept and self.kept._replace(args=(), kwargs=None, versions=[], extra=None)
 

@@ -308,7 +308,7 @@ class PythonRecorder:
             extra = self._events.on_batch_start(batch.number, is_traced, module, *batch.given)
             if self.keeps_starts:
                 batch.kept = start_of(batch.number, module, *batch.given, extra)._replace(module=None)
-                if not batch.kept.is_function:
+                if not hasattr(type(module), "is_watched_function"):
                     with self._lock:
                         self._forget_calls()
             self._threads_inside.add(threading.get_ident())
