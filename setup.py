@@ -51,9 +51,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc" / "cuda"))
 
 from build_cuda import CudaPart, build_cuda, find_nvcc
-from build_steps import CSRC, LOG, ROOT, BuildError, output_of
-from build_units import Compiled, compiler
-from torch_headers import WHEEL_MINORS, Torch, installed_torch, published_torch
+from build_units import (
+    CSRC,
+    LOG,
+    ROOT,
+    WHEEL_MINORS,
+    BuildError,
+    Compiled,
+    Torch,
+    compiler,
+    installed_torch,
+    output_of,
+    published_torch,
+)
 
 RETRY = "pip install --no-build-isolation --force-reinstall --no-deps -v ."
 

@@ -7,18 +7,123 @@ kernels in cpu/ do not include PyTorch. They are compiled once for all versions 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
+import tempfile
+import time
+import zipfile
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from build_steps import CSRC, LOG, ROOT, BuildError, run_step
-from torch_headers import Torch
+CSRC = Path(__file__).resolve().parent  # where includes begin
+ROOT = CSRC.parent
+LOG = ROOT / "build" / "compile.log"
+
+
+class BuildError(Exception):
+    """Why the compiled part, or its CUDA part, cannot be built here, in words for the user."""
+
+
+def run_step(name: str, command: list[str], failure: str) -> None:
+    """Run a command with its output in LOG, and print the name and the time; BuildError(failure) where it fails."""
+    LOG.parent.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with LOG.open("a+", errors="replace") as log:
+        begin = log.seek(0, os.SEEK_END)
+        print(shlex.join(command), file=log, flush=True)
+        failed = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT).returncode != 0
+        log.seek(begin)
+        errors = [line for line in log if failed and re.search(r"\berror\b", line, re.IGNORECASE)]
+    took = "failed after" if failed else "took"
+    print(f"nanwatch: {name} {took} {time.monotonic() - started:.0f} s", flush=True)
+    if failed:
+        print("".join(errors[:10]) + f"nanwatch: all of it is in {LOG}", file=sys.stderr, flush=True)
+        raise BuildError(failure)
+
+
+def output_of(command: list[str], seconds: int = 120) -> str:
+    """Return stdout and stderr of a command; BuildError when it cannot run, fails or takes longer."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"`{shlex.join(command)}` did not run: {error}") from error
+    if done.returncode != 0:
+        text = (done.stdout + done.stderr).strip()[-400:]
+        raise BuildError(f"`{shlex.join(command)}` failed ({done.returncode}): {text}")
+    return done.stdout + done.stderr
+
+
+# Headers of PyTorch: of the installed one, or of a published one, which pip downloads as a wheel of 0.2 GB without CUDA
+# and 0.9 GB with it. build/torch-headers keeps the 9 MB of headers.
+
+WHEEL_MINORS = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")  # for which a wheel has a module
+HEADERS = ROOT / "build" / "torch-headers"
+PARTS = re.compile(r"torch/(include/|version\.py$)")  # all that is taken from a wheel
+
+
+@dataclass(frozen=True)
+class Torch:
+    """One version of PyTorch as a compiler sees it."""
+
+    version: str
+    cuda: str | None
+    include: Path
+
+    @property
+    def minor(self) -> str:
+        """The part of the version within which torch keeps its binary interface: "2.13"."""
+        return ".".join(self.version.split("+")[0].split(".")[:2])
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders in which a compiler looks for headers."""
+        return [self.include, self.include / "torch" / "csrc" / "api" / "include"]
+
+
+def torch_in(folder: Path) -> Torch:
+    """Return the torch whose package is this folder; BuildError where it has no headers. Nothing is imported."""
+    if not (folder / "include" / "torch").is_dir():
+        raise BuildError(f"the torch in {folder} has no headers; install one from a wheel: pip install torch")
+    facts = runpy.run_path(str(folder / "version.py"))
+    return Torch(str(facts["__version__"]), facts.get("cuda"), folder / "include")
+
+
+def installed_torch() -> Torch:
+    """Return the torch that this Python would import; BuildError where there is none."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        raise BuildError(
+            "torch is not there at build time; install it first, then build with --no-build-isolation, which lets "
+            "the build see it"
+        )
+    return torch_in(Path(torch.origin).parent)
+
+
+def published_torch(minor: str) -> Torch:
+    """Return the newest published torch of a minor version such as "2.12", fetching its headers once."""
+    folder = HEADERS / minor
+    if not (folder / "torch" / "version.py").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        with tempfile.TemporaryDirectory() as place:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+            output_of([*command, "--dest", place, f"torch=={minor}.*"], seconds=1800)
+            (wheel,) = Path(place).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                # version.py last: it is what says that all is there.
+                parts = sorted(filter(PARTS.match, archive.namelist()), key="torch/version.py".__eq__)
+                archive.extractall(folder, parts)
+    return torch_in(folder / "torch")
+
+
+# The units.
 
 # The folders whose sources make up a unit, "" for csrc/ itself. The call of a watched module stays within the first.
 UNITS = {"recorder": ("", "blackbox", "device", "recorder"), "operators": ("gradients", "ops")}

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from build_steps import CSRC, LOG, ROOT, BuildError, output_of, run_step
+from build_units import CSRC, LOG, ROOT, BuildError, output_of, run_step
 
 # From Turing to Blackwell: one binary for every generation PyTorch still builds for, and PTX for what comes after.
 DEFAULT_ARCHS = ("75", "80", "86", "89", "90", "100", "120")
