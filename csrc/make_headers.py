@@ -89,7 +89,7 @@ def enumeration(name: str, texts: list[str]) -> str:
 
 def columns() -> str:
     """Return the text of the header."""
-    record, note, formats = "records/record.py", "records/note.py", "numerics/formats.py"
+    record, formats = "records/record.py", "numerics/formats.py"
     health = [name for name in fields_of(formats, "TensorHealth") if name != "numel"]
     items = fields_of(record, "Record")
     return (
@@ -106,12 +106,12 @@ def columns() -> str:
         + f"\nconstexpr int kRecordItems = record_item::{items[-1]} + 1;\n"
         + enumeration("Role", choices_of(record, "Role"))
         + enumeration("Phase", choices_of(record, "Phase"))
-        + scope("note_item", fields_of(note, "Note"), "A note as a Python tuple.")
-        + f"\nconstexpr int kNoteItems = note_item::{fields_of(note, 'Note')[-1]} + 1;\n"
-        + enumeration("NoteKind", ["", *choices_of(note, "NoteKind")])
+        + scope("note_item", fields_of(record, "Note"), "A note as a Python tuple.")
+        + f"\nconstexpr int kNoteItems = note_item::{fields_of(record, 'Note')[-1]} + 1;\n"
+        + enumeration("NoteKind", ["", *choices_of(record, "NoteKind")])
         + "// These say that a non-finite value is meant.\n"
         + "inline constexpr NoteKind kExcuses[] = {"
-        + ", ".join(f"NoteKind::{kind}" for kind in ast.literal_eval(assigned(note, "EXCUSES")))
+        + ", ".join(f"NoteKind::{kind}" for kind in ast.literal_eval(assigned(record, "EXCUSES")))
         + "};\n"
         + "\n}  // namespace nanwatch\n"
     )

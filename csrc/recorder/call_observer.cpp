@@ -8,7 +8,7 @@ namespace py = pybind11;
 namespace nanwatch {
 namespace {
 
-// As NOT_READ_YET of python/nanwatch/records/note.py.
+// Of a tensor for which the budget of a batch had no room.
 constexpr const char* kNotReadYet = "not read yet";
 // A weight that nothing has changed since is read again after so many batches.
 constexpr uint32_t kAge = 64;

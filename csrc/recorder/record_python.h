@@ -163,7 +163,7 @@ inline int8_t floating_dtype(const std::string& name) {
   return at::isFloatingType(type) || at::isComplexType(type) ? int8_t(type) : int8_t(-1);
 }
 
-// The named tuples records.record.Record and records.note.Note, which Python sets once.
+// The named tuples records.record.Record and records.record.Note, which Python sets once.
 inline PyTypeObject* record_type = nullptr;
 inline PyTypeObject* note_type = nullptr;
 

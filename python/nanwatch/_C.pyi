@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from .numerics.formats import AbsRange
 from .recording.events import RecorderEvents, Settings, Start
 from .recording.recorder import PythonRecorder
-from .records.note import Note
-from .records.record import Frame, Record
+from .records.record import Frame, Note, Record
 
 def abs_range(x: Tensor, /) -> AbsRange: ...
 def bind(range_type: type[AbsRange], fallback: Callable[[Tensor], AbsRange]) -> None: ...

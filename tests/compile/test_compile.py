@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.records.note import Note
-from nanwatch.records.record import Frame
+from nanwatch.records.record import Frame, Note
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.watch import Watch
 from support.architectures import built, inputs_of

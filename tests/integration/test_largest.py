@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics.formats import limits
 from nanwatch.recording.events import PeakName
-from nanwatch.records.note import Note
-from nanwatch.records.record import Frame
+from nanwatch.records.record import Frame, Note
 from nanwatch.session.api import watch
 from nanwatch.session.watch import Watch
 from support.architectures import built, inputs_of

@@ -7,8 +7,7 @@ from math import inf, isnan, nan
 from typing import Any
 
 from nanwatch.numerics.formats import TensorHealth
-from nanwatch.records.note import Note
-from nanwatch.records.record import Frame, Record
+from nanwatch.records.record import Frame, Note, Record
 from nanwatch.report.finding import find
 from nanwatch.report.report import Report
 

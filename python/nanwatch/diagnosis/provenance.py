@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..numerics import _reference
 from ..numerics.readable import is_plain, only_our_dispatch
 from ..recording.observe import observe
-from ..records.note import Note
-from ..records.record import Record
+from ..records.record import Note, Record
 from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell
 from .causes import causes

@@ -15,8 +15,7 @@ import numpy as np
 
 from ..numerics.formats import limits
 from ..recording.events import PeakName
-from ..records.note import Note
-from ..records.record import Frame, event_frame
+from ..records.record import Frame, Note, event_frame
 from ..util.visible import module_name, visible
 from .peaks import Floats, PeakHistory
 

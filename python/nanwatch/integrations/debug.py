@@ -22,8 +22,7 @@ from ..instrumentation.wrapped_names import is_recorded, module_names, original_
 from ..numerics.formats import TensorHealth
 from ..numerics.ranges import abs_range, tensor_health
 from ..recording.observe import observe, own_tensors
-from ..records.note import Note
-from ..records.record import Frame, Record, Role
+from ..records.record import Frame, Note, Record, Role
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError
 from ..session.options import MAX_BATCH, Options, whole

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..numerics._reference import without_repeats
 from ..numerics.readable import local_shard, only_our_dispatch
-from ..records.note import NoteKind
+from ..records.record import NoteKind
 from ..util.visible import suppressed
 
 if TYPE_CHECKING:

@@ -30,8 +30,7 @@ from ..numerics.readable import (
     only_our_dispatch,
     unreadable,
 )
-from ..records.note import CAPTURED, PLAIN_MASK, Note
-from ..records.record import Record, Role
+from ..records.record import CAPTURED, PLAIN_MASK, Note, Record, Role
 from ..util.modules import each_module
 from ..util.visible import suppressed
 from .events import Settings

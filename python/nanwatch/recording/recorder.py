@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ..numerics import _extension
-from ..records.note import PLAIN_MASK, Note
-from ..records.record import Frame, Record
+from ..records.record import PLAIN_MASK, Frame, Note, Record
 from .backward import Backward, Call, Node, has_gradient, place_of
 from .events import Batch, Event, Part, PeakName, Peaks, Recorder, RecorderEvents, Settings, Start, start_of
 from .masks import Excuses

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from ..records.note import Note
+from ..records.record import Note
 from ..util.job import spell_runs
 from ..util.visible import module_name, visible
 from .finding import Finding

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO, TypeAlias
 
-from ..records.note import CAPTURED
-from ..records.record import Frame
+from ..records.record import CAPTURED, Frame
 from ..util import reading
 from ..util.job import Attempt, current_attempt, rank
 from ..util.progress import wants_color

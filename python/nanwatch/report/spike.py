@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, TypeAlias
 
-from ..records.note import Note
-from ..records.record import Frame, event_frame
+from ..records.record import Frame, Note, event_frame
 from ..util import reading
 from ..util.visible import module_name, visible
 from .page import NUMBER, TEXT, InNotebook, Table, page

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from ..records.headroom import has_vanished, shrinking
-from ..records.note import EVENTS
-from ..records.record import Frame, Phase, Record
+from ..records.record import EVENTS, Frame, Phase, Record
 from ..util.visible import first_few, module_name, visible
 from .finding import Cure, Finding
 from .finding_text import explain

@@ -37,8 +37,7 @@ from ..numerics.readable import Numbers, is_plain
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall, Event
 from ..recording.observe import nonfinite, observe, state_tensors
-from ..records.note import Note
-from ..records.record import Frame, Role
+from ..records.record import Frame, Note, Role
 from ..report import text
 from ..report.events import SkippedStep
 from ..report.finding import Finding

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from ..numerics.fit import edges
-from ..records.note import EXCUSES
+from ..records.record import EXCUSES
 from ..util.visible import without_wrappers
 from .trace_file import Trace, ends_of, strings
 

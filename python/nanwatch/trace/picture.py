@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..records.note import EVENTS, EXCUSES, Note, NoteKind
+from ..records.record import EVENTS, EXCUSES, Note, NoteKind
 from ..report.page import NUMBER, TEXT, Chart, Level, Section, Table, bits_words, page
 from ..util.visible import module_name
 from .result import line

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import nanwatch
-from nanwatch.records.note import Note
+from nanwatch.records.record import Note
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import nanwatch
 from nanwatch.recording.observe import observe, parameter_mesh
-from nanwatch.records.note import Note
+from nanwatch.records.record import Note
 from nanwatch.report.report import Report
 from support.recorders import WITH_DEVICE, watched
 from support.toys import Scale

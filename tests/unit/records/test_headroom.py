@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from nanwatch.numerics.formats import limits
 from nanwatch.records.headroom import by_module, has_vanished, headroom_bits, shrinking
-from nanwatch.records.note import Note
-from nanwatch.records.record import Frame, Record
+from nanwatch.records.record import Frame, Note, Record
 
 FORMATS = (
     *("float64", "float32", "float16", "bfloat16"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanwatch.records.note import EVENTS, EXCUSES, NOTE_KINDS, Note, NoteKind
-from nanwatch.records.record import Frame, Record, event_frame
+from nanwatch.records.record import EVENTS, EXCUSES, NOTE_KINDS, Frame, Note, NoteKind, Record, event_frame
 
 
 def record(isfinite: bool | None, kind: NoteKind | None = None) -> Record:

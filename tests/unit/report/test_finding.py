@@ -7,8 +7,7 @@ from math import inf, nan
 import pytest
 
 from nanwatch.numerics.formats import TensorHealth
-from nanwatch.records.note import Note
-from nanwatch.records.record import Record
+from nanwatch.records.record import Note, Record
 from nanwatch.report.finding import Cure, find, working_first
 from support.html_page import frame, record
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanwatch.records.note import CAPTURED, Note
-from nanwatch.records.record import Frame, Record
+from nanwatch.records.record import CAPTURED, Frame, Note, Record
 from nanwatch.report.finding import find
 from nanwatch.report.report import BatchLimitError, NonFiniteError, Report
 from support.html_page import frame, record

@@ -9,8 +9,7 @@ from math import inf, nan, prod
 import pytest
 
 from nanwatch.numerics.formats import TensorHealth
-from nanwatch.records.note import Note
-from nanwatch.records.record import Frame, Record, Role
+from nanwatch.records.record import Frame, Note, Record, Role
 from nanwatch.report.finding import Cure, Finding, Place, find
 from nanwatch.report.report import Report
 

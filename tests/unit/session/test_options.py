@@ -16,7 +16,7 @@ from torch import nn
 
 import nanwatch
 from nanwatch.cli.run import run_parser
-from nanwatch.records.note import Note
+from nanwatch.records.record import Note
 from nanwatch.report.report import Report
 from nanwatch.session.options import (
     OPTIONS,

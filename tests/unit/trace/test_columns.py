@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 
 from nanwatch.numerics.formats import TensorHealth
-from nanwatch.records.note import NOTE_KINDS, Note
-from nanwatch.records.record import ROLES, Frame, Record
+from nanwatch.records.record import NOTE_KINDS, ROLES, Frame, Note, Record
 from nanwatch.trace import columns
 from nanwatch.trace.columns import TraceError
 from support.paths import ROOT
