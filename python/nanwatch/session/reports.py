@@ -5,6 +5,7 @@ Reports are of its latest frames, of a non-finite call, or of calls that an exce
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -351,12 +352,14 @@ class Reports:
         model = self.model()
         if model is None or not calls or isinstance(calls[-1].module, Function):
             return False
-        if unwrapped(calls[-1].module) is unwrapped(model):
+        root = unwrapped(model)
+        if unwrapped(calls[-1].module) is root:
             return False
-        is_root_called = "" in self._suspicion.called or any(
-            frame.name == "" for frame in self.recorder.frames()
-        )
-        return is_root_called or self.recorder.num_other_threads > 0
+        if "" in self._suspicion.called or any(frame.name == "" for frame in self.recorder.frames()):
+            return True
+        # A program may also call parts alone, in several threads. Then no stack holds the root.
+        stacks = list(sys._current_frames().values())
+        return any(unwrapped(call.module) is root for stack in stacks for call in open_calls(stack))
 
     def _first_nonfinite(self, batch: int, calls: Sequence[LeftCall]) -> tuple[Frame, str | None] | None:
         """Return the frame of the outermost of these calls that holds a non-finite value, and the name of its caller.

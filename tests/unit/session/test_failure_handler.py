@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -44,11 +45,32 @@ class NeverCalled(Parts):
         return self.second(x)
 
 
+class CalledInThreads(NeverCalled):
+    """Another thread is inside the first layer while the second is called."""
+
+    def fit(self, x: Tensor) -> Tensor:
+        entered, ends = threading.Event(), threading.Event()
+
+        def wait(*_: object) -> None:
+            entered.set()
+            ends.wait(9)
+
+        self.first.register_forward_hook(wait)
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(self.first, torch.ones(2))
+            entered.wait(9)
+            try:
+                return self.second(x)
+            finally:
+                ends.set()
+
+
 @pytest.mark.parametrize(
     ("kind", "run", "origin"),
     [
         (InThread, lambda model: model(torch.ones(2)), "received"),
         (NeverCalled, lambda model: model.fit(torch.tensor([INF, 1.0])), "data"),
+        (CalledInThreads, lambda model: model.fit(torch.tensor([INF, 1.0])), "data"),
     ],
 )
 def test_the_data_is_blamed_only_where_the_batch_came_with_it(
