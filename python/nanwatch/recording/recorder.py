@@ -345,10 +345,12 @@ class PythonRecorder:
         arrive = weakref.WeakMethod(self._arrive)  # a graph keeps its hooks, and they must not keep this
 
         def hook(place: object, call_of: Callable[[], Call | None], part: Part, label: str, x: Any) -> None:
-            call, method = call_of(), arrive()
             # None comes for results of an operation that nobody used, as all parts of unbind but one, and from a
             # Function whose backward gives none. Compiled autograd follows hooks, and this leads nowhere that it could.
-            if x is not None and not is_compiling() and call is not None and method is not None:
+            if x is None or is_compiling():
+                return
+            call, method = call_of(), arrive()
+            if call is not None and method is not None:
                 method(place, call, part, label, x)
 
         with torch._C.DisableTorchFunction():

@@ -90,3 +90,18 @@ def test_a_finite_sum_of_sparse_gradients_is_told_from_one_that_is_not(recorder:
         with pytest.raises(NonFiniteError, match=r"weight\.grad"):
             optimizer.step()
     assert torch.equal(model.weight, before)
+
+
+def test_compiled_autograd_finds_nothing_to_compile_in_a_hook(recorder: str) -> None:
+    """The backward is one graph: with fullgraph=True a hook that breaks it would be an error."""
+    model, x = model_of(), torch.ones(2, 3)
+    model(x).sum().backward()
+    expected = [weight.grad for weight in model.parameters()]
+    model.zero_grad()
+    with (
+        watched(model, recorder, gradients=True),
+        torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)),
+    ):
+        model(x).sum().backward()
+    for weight, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(weight.grad, gradient, rtol=0, atol=0)
