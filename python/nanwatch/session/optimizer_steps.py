@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite, isnan
@@ -59,14 +59,15 @@ _MAX_KEPT = 100
 class _Deferred:
     """The failure of a backward, and the batches whose gradients were not finite.
 
-    `scale` is the GradScaler's in the backward. `is_of_weight`: the gradient of a weight was among them. `is_skipped`:
-    the optimizer itself said so.
+    `scale` is the GradScaler's in the backward. `is_of_weight`: the gradient of a weight was among them. `weights` are
+    the ids of those whose gradients were bad. `is_skipped`: the optimizer itself said so.
     """
 
     incident: Incident
     batches: set[int]
     scale: float | None
     is_of_weight: bool
+    weights: set[int]
     is_skipped: bool = False
 
 
@@ -95,6 +96,7 @@ class OptimizerSteps:
         self.num_skipped = 0
         self.num_untaken = 0  # non-finite backwards after which a step took finite gradients
         self._in_a_row = 0
+        self._skipped_weights = set[int]()  # of the latest skipped step
         # A loss that is nan, and its batch, where a gradient is not finite either.
         self._loss: tuple[Tensor, int] | None = None
         self._scaler: Callable[[], Any] | None = None
@@ -187,13 +189,14 @@ class OptimizerSteps:
 
     def _defer(self, incident: Incident, batches: set[int], *, is_of_weight: bool) -> None:
         """Defer a failure, or act on it at once if too many steps in a row were skipped."""
+        weights = self._bad_weights()
         if (deferred := self._deferred) is None:
-            self._deferred = _Deferred(incident, batches, self._scale(), is_of_weight)
+            self._deferred = _Deferred(incident, batches, self._scale(), is_of_weight, weights)
         else:
-            deferred.batches = (
-                deferred.batches | batches
-            )  # a new set: another thread may iterate over the old one
+            # A new set: another thread may iterate over the old one.
+            deferred.batches = deferred.batches | batches
             deferred.is_of_weight |= is_of_weight
+            deferred.weights |= weights
         most = self._options.max_skipped_steps
         if self._in_a_row < most:
             return
@@ -225,7 +228,7 @@ class OptimizerSteps:
             return
         before, after = deferred.scale, self._scale()
         is_known = deferred.is_skipped or (before is not None and after is not None and after < before)
-        if not is_known and (only_known or not (deferred.is_of_weight and self._are_clean())):
+        if not is_known and (only_known or not deferred.is_of_weight or self._bad_weights()):
             return
         if not is_known and self._options.scaler is None:
             before = None  # the scaler that was found has no part in this
@@ -235,22 +238,25 @@ class OptimizerSteps:
         self.skipped.append(step)
         self.num_skipped += 1
         self._in_a_row += 1
+        self._skipped_weights = deferred.weights
         self._recorder.excuse_gradients(sorted(deferred.batches), step.note)
         self._tell(step)
 
-    def _are_clean(self) -> bool:
-        """Return whether all gradients of the model are gone or finite."""
+    def _bad_weights(self) -> set[int]:
+        """Return the ids of the model's parameters whose gradients are not finite."""
         model = self._model()
-        tensors = [] if model is None else list(each_parameter(model))
-        return not nonfinite(x.grad for x in tensors if x.grad is not None)
+        return set() if model is None else {id(x) for x in _nonfinite_gradients(each_parameter(model))}
 
-    def _due(self, optimizer: Optimizer, *, is_nonfinite: bool) -> Incident | None:
+    def _due(self, optimizer: Optimizer, takes_ours: bool, *, is_nonfinite: bool) -> Incident | None:
         """Return the incident that a step of `optimizer` is about to take; None lets it pass.
 
+        takes_ours: the step takes gradients of the model.
         is_nonfinite: a gradient of the optimizer's parameters is not finite.
         """
         if (deferred := self._deferred) is None:
-            if self._in_a_row and self._takes_gradients(optimizer):
+            # The steps of another optimizer, as of a GAN's other part, end no run.
+            weights = self._skipped_weights
+            if self._in_a_row and (weights & _parameter_ids(optimizer) if weights else takes_ours):
                 self._in_a_row = 0
             return None
         found_inf = getattr(optimizer, "found_inf", None)
@@ -261,7 +267,7 @@ class OptimizerSteps:
                 deferred.scale = float(scale)
         elif is_nonfinite:
             return self.release()
-        elif not deferred.is_of_weight or self._are_clean():
+        elif not deferred.is_of_weight or not self._bad_weights():
             # The user has mended the gradients. Warn of the 1st, 2nd, 4th, 8th: 100 such batches give 7 lines.
             self._deferred = None
             self._recorder.excuse_gradients(sorted(deferred.batches), Note("not_taken"))
@@ -367,7 +373,8 @@ class OptimizerSteps:
         # ranks, and gradients that no hook sees, such as those of weights used without their module.
         batch, bad_parameters = recorder.latest_batch, list[Tensor]()
         if self._deferred is not None or (takes_ours and self._is_due(batch)):
-            bad_parameters = _nonfinite_parameters(optimizer)
+            parameters = (x for group in optimizer.param_groups for x in group["params"])
+            bad_parameters = _nonfinite_gradients(parameters)
         # The gradients of a non-finite forward are its consequence.
         if bad_parameters and self._deferred is None and not self._failures.knows(batch):
             incident = self._reports.of_taken(optimizer, bad_parameters, batch)
@@ -378,7 +385,7 @@ class OptimizerSteps:
         if loss is not None and is_nan and self._deferred is None:
             self._loss_is_nan(*loss)
         # The gradients of weights may be finite behind a bad one, as where a ReLU lets nothing through.
-        due = self._due(optimizer, is_nonfinite=bool(bad_parameters) or is_nan)
+        due = self._due(optimizer, takes_ours, is_nonfinite=bool(bad_parameters) or is_nan)
         if due is not None:
             self._failures.step_follows(due)
             return
@@ -465,8 +472,8 @@ def _parameter_ids(optimizer: Optimizer) -> set[int]:
     return {id(x) for group in optimizer.param_groups for x in group["params"]}
 
 
-def _nonfinite_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters whose gradients are not finite, in the order of the optimizer's groups."""
-    parameters = [x for group in optimizer.param_groups for x in group["params"] if x.grad is not None]
-    gradients = {id(gradient) for gradient in nonfinite(x.grad for x in parameters)}
+def _nonfinite_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters whose gradients are not finite, in their order."""
+    parameters = list(parameters)
+    gradients = {id(x) for x in nonfinite(x.grad for x in parameters if x.grad is not None)}
     return [x for x in parameters if id(x.grad) in gradients]

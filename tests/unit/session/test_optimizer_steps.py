@@ -83,6 +83,23 @@ def test_the_step_after_the_last_allowed_skip_is_a_failure() -> None:
     assert_same_bits(model.state_dict(), before)
 
 
+@pytest.mark.usefixtures("collected")
+def test_the_steps_of_another_optimizer_end_no_run_of_skipped_steps() -> None:
+    """As in a GAN of which one part is trained, and each step of the other is skipped."""
+    model = nn.ModuleList([Narrow(), nn.Linear(4, 1)])
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=1e-3)
+
+    def train_both() -> None:
+        for _ in train(model[0], torch.amp.GradScaler("cpu", init_scale=2.0**30), 9, {}):
+            optimizer.zero_grad()
+            model[1](torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    words = "the 2 steps before this one were skipped"
+    with watch(model, gradients=True, max_skipped_steps=2), pytest.raises(NonFiniteError, match=words):
+        train_both()
+
+
 def test_a_scaler_that_is_given_is_asked_where_there_are_several() -> None:
     """With two scalers in use none is guessed; `scaler` names it."""
     other = torch.amp.GradScaler("cpu")
