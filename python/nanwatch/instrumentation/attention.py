@@ -119,10 +119,12 @@ _lock = threading.RLock()  # the garbage collector may end a watch anywhere
 
 
 def _reading(original: Any, logits_of: Callable[..., Tensor | None]) -> Any:
+    watches = _watches
+
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         output = original(*args, **kwargs)
-        for reference in () if is_compiling() else _watches.copy():
+        for reference in () if is_compiling() else watches.copy():
             if (watch := reference()) is not None:
                 watch.read(logits_of, args, kwargs)
         return output
@@ -140,10 +142,12 @@ _functions = Changes("torch.nn.functional", _replace_functions)
 
 
 def _end(reference: weakref.ref[AttentionWatch]) -> None:
+    global _watches
     with _lock:
         _watches.remove(reference)
         if not _watches:
             _functions.undo()
+            _watches = []  # a function that stays, as a library has put one over it, reads for no later watch
 
 
 class AttentionWatch:

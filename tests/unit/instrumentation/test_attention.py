@@ -160,6 +160,8 @@ def test_functions_come_back_after_the_last_watch_and_other_patches_stay(
         with watch(models[0], attention=True) as third:
             models[0](x, x, x)
             assert len(third.attention) == 1
+            labels = [record.label for frame in third.frames for record in frame.records]
+            assert labels.count(LARGEST) == 1
         assert functional.scaled_dot_product_attention is theirs
     functional.scaled_dot_product_attention = ORIGINAL
     assert functional.softmax is softmax
