@@ -31,7 +31,7 @@ from .trials import NO_CONDITIONS, Conditions, Hold, Trials, loaded
 
 Cures = tuple[tuple[Cure, ...], tuple[str, ...]]
 # Runs of a batch for other formats. Two cures are a choice; more would only cost forwards.
-MAX_RUNS = 5
+MAX_RUNS = 6
 _ENOUGH = 2
 # Modules around the guilty one that are tried on a backward.
 _MOST_MODULES = 3
@@ -145,7 +145,8 @@ class _Formats(Trials):
         works = self._in_float32(self._at, is_expected=True)
         is_wide_enough = self._bfloat16()
         larger = [name for name in self._around() if name != self._root]
-        works = works or any(map(self._in_float32, larger))
+        # One run is left for the whole model, which may have many modules around the guilty one.
+        works = works or any(map(self._in_float32, larger[: MAX_RUNS - 1 - self.runs]))
         if not (works or is_wide_enough or self._at == self._root):
             self._in_float32(self._root)
         if not is_wide_enough:

@@ -41,6 +41,23 @@ def test_the_cures_are_true(name: str) -> None:
     assert runs.call_count <= MAX_RUNS + 1  # one in float64
 
 
+def test_the_whole_model_is_tried_whatever_lies_around_the_guilty_module() -> None:
+    """The three modules around the overflow hand it on, and bfloat16 loses the differences that the norm enlarges."""
+    torch.manual_seed(0)
+    layer = linear(300)
+    with torch.no_grad():
+        layer.weight += torch.randn(4, 4)
+    around = nn.Sequential(nn.Sequential(nn.Sequential(layer)))
+    model = half(nn.Sequential(around, nn.LayerNorm(4)))
+    start, finding = failed(model, big(100.0).half())
+    cures, (remark,) = try_formats(start, finding, model)
+    assert [(cure.what.partition(" in ")[0], cure.works) for cure in cures] == [
+        ("run the model", True),
+        ("run `0.0.0.0`", False),
+    ]
+    assert "bfloat16" in remark
+
+
 def test_no_float32_for_what_is_float32() -> None:
     """Where no narrow format takes part there is no cure, and but one run."""
     model = nn.Sequential(linear(1), Does(torch.exp))
