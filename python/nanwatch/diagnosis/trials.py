@@ -115,6 +115,9 @@ class Trials:
 
         with around():
             experiment = run(snapshot, self.names, make, self.conditions.allows)
+        if experiment.error is not None and self.snapshot.grad and not backward:
+            # The batch may take gradients itself, as a gradient penalty does.
+            return self.in_float64(around, backward=True)
         self._exact.append(experiment.results if experiment.error is None else None)
         return not experiment.has_bad_gradients
 

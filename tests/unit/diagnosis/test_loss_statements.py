@@ -190,6 +190,25 @@ def test_a_loss_that_differentiates_a_model_whose_weights_were_written() -> None
     assert (finding.operation, finding.source) == place
 
 
+def test_a_loss_that_takes_gradients_itself_is_compared_with_float64() -> None:
+    """An adaptive weight of two losses divides by the norm of a gradient, which is 0."""
+    torch.manual_seed(0)
+    model = Score()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with failing(model) as found:
+        out = model(BATCH)
+        first, second = out.square().mean(), out.clamp(max=-100.0).mean()
+        norms = [
+            torch.autograd.grad(x, model.head.weight, retain_graph=True)[0].norm() for x in (first, second)
+        ]
+        loss = first + norms[0] / norms[1] * (second + 100)
+        loss.backward()
+        optimizer.step()
+    (finding,) = found
+    assert finding.cures[0].works
+    assert finding.cures[0].effect.startswith("agrees with float64")
+
+
 def drawn(model: nn.Module, x: Tensor, pole: Tensor, is_before: bool) -> Tensor:
     draw = torch.rand(()) if is_before else None
     logits = model(x)

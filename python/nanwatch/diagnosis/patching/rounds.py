@@ -324,6 +324,7 @@ class Program(NamedTuple):
     @contextmanager
     def running(self, probe: Probe, target: Target, looks: Sequence[Span]) -> Iterator[None]:
         """Let the calls of this thread run this source for the block, and look at places of one function."""
+        probe.values.clear()
         with ExitStack() as stack:
             for each in dict.fromkeys((*self.targets, target)):
                 file = self.files.get(each.file.name, each.file)
