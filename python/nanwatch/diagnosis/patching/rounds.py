@@ -220,7 +220,10 @@ class Proposer:
         made = self._site.defined(operand)
         return condition == "positive" or (
             all(bool((x == x.round()).all()) for x in tensors)
-            and any(says_count(ast.unparse(x)) for x in (operand, made, self._site.defined(made)))
+            and (
+                not any(x.is_floating_point() for x in tensors)
+                or any(says_count(ast.unparse(x)) for x in (operand, made, self._site.defined(made)))
+            )
         )
 
     def _tensors(self, node: ast.AST) -> list[Tensor]:

@@ -131,9 +131,9 @@ _MASKED = "mask with a finite score, so that a row masked everywhere becomes uni
 _ROOT = "keep what the root is taken of away from 0"
 _LOG = "keep what the logarithm is taken of away from 0"
 # Guards of the operation that failed: (pattern, the part of it that is written anew, its new form, condition, words);
-# "" is the whole of the pattern. Conditions: the operand is a Python `number`, an `int`, a `count` (whole numbers, and its
-# source says that they count), `positive` (float64 shows nothing below 0); the exponent has a `pole` at 0, or a `bound`
-# that float64 shows.
+# "" is the whole of the pattern. Conditions: the operand is a Python `number`, an `int`, a `count` (integers, or whole
+# numbers whose source says that they count), `positive` (float64 shows nothing below 0); the exponent has a `pole` at
+# 0, or a `bound` that float64 shows.
 GUARDS: tuple[tuple[str, str, str, str, str], ...] = (
     ("A / B", "B", "max(B, 1)", "int", "divide by at least 1"),
     ("A / B", "B", "max(B, EPS)", "number", "divide by at least EPS"),

@@ -227,6 +227,16 @@ def test_code_without_source_has_no_change_and_says_why() -> None:
     assert any("not at hand" in remark for remark in finding.remarks)
 
 
+def mean_of_chosen(x: Tensor) -> Tensor:
+    chosen = x > 2
+    return x[chosen].sum() / chosen.sum()
+
+
+def test_a_divisor_of_integers_counts_by_any_name() -> None:
+    (line,) = new_lines(works(failed(Does(mean_of_chosen), torch.ones(3))))
+    assert line == "return x[chosen].sum() / chosen.sum().clamp(min=1)"
+
+
 def test_whole_words_say_that_a_value_counts() -> None:
     """A zero of anything else is no empty batch: 1 in its place would be another number."""
     assert all(map(says_count, ["num_tokens", "nValid", "mask.sum()", "(labels != -100).sum()", "lens"]))
