@@ -251,6 +251,13 @@ class Proposer:
         letters.update(("M", x.value) for x in node.keywords if (x.arg or "").endswith("mask"))
         if len(args) == 1 and isinstance(node.func, ast.Attribute) and self._operation == "mean":
             letters["X"] = node.func.value
+        if getattr(node.func, "attr", "") == "log_prob":
+            values = self._tensors(args[0])
+            letters.update(
+                (letter, args[0])
+                for letter, most in (("V", math.inf), ("U", 1.0))
+                if values and all(bool(((x >= 0) & (x <= most)).all()) for x in values)
+            )
         for operations, part, form, words in CALLS:
             if self._operation.removesuffix("_forward") in operations.split() and part in letters:
                 yield from self._written(node, letters[part], form, Binding(letters), words)

@@ -206,11 +206,14 @@ GUARDS += tuple(
     if row[0].startswith(f"{name}(")
 )
 # Guards of a call of any function or module, by the operation that failed: `W` is the call, X and Y are its arguments,
-# and M is an argument that is called a mask.
+# M is an argument that is called a mask, and V is what `log_prob` is called with, if nothing in it is below 0. It is U
+# too, if nothing is above 1.
 CALLS = (
     ("nll_loss", "W", "W if (Y != -100).any() else X.sum() * 0.0", "take 0 where all labels are ignored"),
     ("nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy mean", "W", "W if X.numel() else X.sum() * 0.0",
      "take 0 for the mean of nothing"),
+    ("xlogy log", "V", "V.clamp(min=NEAR)", "keep the value off the edge of the distribution"),
+    ("xlogy log log1p", "U", "U.clamp(NEAR, 1 - NEAR)", "keep the value off the edges of the distribution"),
     ("softmax _softmax _safe_softmax", "M", "M & ~M.all(-1, keepdim=True)", "mask no row everywhere"),
 )  # fmt: skip
 # Options of modules that end a failure, each with the least value that does.

@@ -227,6 +227,44 @@ def test_code_without_source_has_no_change_and_says_why() -> None:
     assert any("not at hand" in remark for remark in finding.remarks)
 
 
+def rates(y: Tensor, scale: Tensor) -> Tensor:
+    a = scale + 1
+    result: Tensor = torch.distributions.Beta(a, a).log_prob(y)
+    return result
+
+
+def amounts(y: Tensor, scale: Tensor) -> Tensor:
+    result: Tensor = torch.distributions.Gamma(scale + 1, 1.0).log_prob(y)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("function", "y", "part"),
+    [
+        (rates, [0.0, 0.3], "y.clamp(min=1e-6)"),
+        (rates, [1.0, 0.3], "y.clamp(1e-6, 1 - 1e-6)"),
+        (amounts, [0.0, 7.0], "y.clamp(min=1e-6)"),
+    ],
+)
+def test_a_value_at_the_edge_of_a_distribution_is_kept_off_it(
+    function: Callable[..., Tensor], y: list[float], part: str
+) -> None:
+    """The density is 0 there, and the line of the program has none but the call of `log_prob`."""
+    (line,) = new_lines(works(failed(Does(function), torch.tensor(y), torch.ones(1))))
+    assert f"log_prob({part})" in line
+
+
+def test_no_value_is_moved_into_the_support_of_a_distribution() -> None:
+    """A rate of 1.5 or of -0.5 is wrong data, and not one of its edges."""
+
+    def unchecked(y: Tensor, scale: Tensor) -> Tensor:
+        result: Tensor = torch.distributions.Beta(scale + 1, 2.0, validate_args=False).log_prob(y)
+        return result
+
+    for value in (1.5, -0.5):
+        assert not failed(Does(unchecked), torch.tensor([value, 0.3]), torch.ones(1)).cures
+
+
 def mean_of_chosen(x: Tensor) -> Tensor:
     chosen = x > 2
     return x[chosen].sum() / chosen.sum()
