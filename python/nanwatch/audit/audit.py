@@ -302,7 +302,7 @@ class UpdateAudit:
         track.previous = {} if step is None else step.weights
         if step is not None:
             sample_after(step.weights.values())
-            step.calls = self._window.calls_since(track.time)
+            step.calls, step.called = self._window.calls_since(track.time), self._window.called
             keys = {weight.key for weight in step.of_optimizer()}
             step.arrivals = {key: came for key, came in self._window.arrivals.items() if key in keys}
             step.has_trained, step.has_learned = self._has_trained, track.has_learned

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, isclose
@@ -61,6 +61,7 @@ class Step:
     clips: Sequence[window.Clip]
     previous: Mapping[Key, WeightSample]
     calls: Mapping[str, window.Call] = field(default_factory=dict)  # the latest of each module
+    called: Collection[str] = ()  # modules that were called at any time, also without grad mode
     arrivals: Mapping[Key, Sequence[window.Arrival]] = field(default_factory=dict)
     has_trained: bool = False  # an audit has seen the model in training mode
     has_learned: bool = False  # and a gradient other than 0 in a step of this optimizer
@@ -349,9 +350,12 @@ def _parted(step: Step) -> Iterator[Suspect]:
             )
             if weight not in tables and weight.after is not None and is_apart:
                 yield _suspect("tie-broken", weight)
-            # One of two, as experts are more, and those without tokens rest too.
-            rests = weight.group is not None and weight.grad == "none" and weight.module not in step.calls
-            if rests and [each.grad for each in weights if each is not weight] == ["some"]:
+            # One of two, as experts are more, and those without tokens rest too. An average and the target of a
+            # Q-function rest as well: code writes the one, and calls the other without grad mode.
+            rests = weight.group is not None and weight.grad == "none" and weight.module not in step.called
+            before = step.previous.get(weight.key)
+            is_written = before is not None and not same_bits(before.after, weight.before)
+            if rests and not is_written and [each.grad for each in weights if each is not weight] == ["some"]:
                 yield _suspect("other-module-trained:copy", weight)
 
 

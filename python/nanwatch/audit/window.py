@@ -36,6 +36,7 @@ ELEMENTS = 1024
 _MOST_LISTED = 256  # modules of a plain list
 _MOST_REDUCED, _MOST_CLIPS = 8192, 64
 _MAX_OPERATIONS = 16  # that a loss is followed through
+_LEAST_SCALE = 8
 _MEAN = 1  # the reduction of a loss, as the nodes of PyTorch's losses keep it
 Key: TypeAlias = tuple[str, str]  # module and label
 Grad: TypeAlias = Literal["none", "zero", "some"]
@@ -240,9 +241,10 @@ class Backward(NamedTuple):
 
     @property
     def scale(self) -> float | None:
-        """The loss scale, if the loss was multiplied by one power of two."""
+        """The loss scale, if the loss was multiplied by one power of two that is no weight of the loss, such as 2."""
         factors = [factor for factor in self.factors if factor > 1]
-        return factors[0] if len(factors) == 1 and is_power_of_two(factors[0]) else None
+        is_scale = len(factors) == 1 and factors[0] >= _LEAST_SCALE and is_power_of_two(factors[0])
+        return factors[0] if is_scale else None
 
 
 def is_power_of_two(x: float) -> bool:
@@ -315,13 +317,15 @@ _TAPS = {
 class Window:
     """Gatherer for the audits of a model.
 
-    `time` counts the beginnings and the ends of the steps of all optimizers. `skips` has the scales and the lines of
-    the latest two steps in a row that a GradScaler has skipped with a scale of at most 1.
+    `time` counts the beginnings and the ends of the steps of all optimizers. `called` has the modules that were called
+    at any time, also without grad mode. `skips` has the scales and the lines of the latest two steps in a row that a
+    GradScaler has skipped with a scale of at most 1.
     """
 
     def __init__(self, recorder: Recorder, model: nn.Module) -> None:
         self.time = 0
         self.arrivals: dict[Key, list[Arrival]] = {}  # since the latest step of the weight's optimizer
+        self.called: set[str] = set()
         self.skips: deque[tuple[float, Place | None]] = deque(maxlen=2)
         self._calls: dict[str, Call] = {}
         self._recorder = recorder
@@ -373,7 +377,10 @@ class Window:
 
     def on_frame(self, frame: Frame) -> None:
         """Take a recorded call."""
-        if self._frames.active and frame.phase == "forward" and frame.batch in self._batches:
+        if not self._frames.active or frame.phase != "forward":
+            return
+        self.called.add(frame.name)
+        if frame.batch in self._batches:
             records = [record for record in frame.records if record.shape is not None]
             inputs = {(x.shape or (), x.abs_min, x.abs_max) for x in records if x.role == "input"}
             num_outputs = sum(record.role == "output" for record in records)

@@ -169,14 +169,47 @@ def _copy_rests(training: Training) -> None:
     training.hold(training.model)
 
 
-def _divided_by_another_scale(training: Training) -> None:
-    training.factor = 8.0
+def _divided_by_another_scale(training: Training, scale: float = 8.0) -> None:
+    training.factor = scale
 
     def unscale() -> None:
         for x in training.model.parameters():
-            x.grad /= 16
+            x.grad /= 2 * scale
 
     training.put(before_step=unscale)
+
+
+def _weighted(training: Training) -> None:
+    """Multiply the loss by a small weight, and divide the gradients by a number of batches."""
+    _divided_by_another_scale(training, 2.0)
+
+
+def _average(training: Training) -> None:
+    """Write a moving average that no call uses, and that the optimizer holds."""
+    training.model = Rests()
+    training.hold(training.model)
+
+    @torch.no_grad()
+    def write() -> None:
+        for x, average in zip(
+            training.model.head.parameters(), training.model.copy.parameters(), strict=True
+        ):
+            average.lerp_(x, 0.01)
+
+    training.put(after_step=write)
+
+
+def _target(training: Training) -> None:
+    """Call the target of a Q-function without grad mode, by itself."""
+    training.model = Rests()
+    training.hold(training.model)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            target = training.model.copy(training.x)
+        return training.model.head(training.x) - target
+
+    training.put(forward=forward)
 
 
 def _skipped(training: Training) -> None:
@@ -295,6 +328,14 @@ def test_a_healthy_training_has_no_findings() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert training.run(20, audit=1) == ()
+
+
+@pytest.mark.parametrize("change", [_weighted, _average, _target])
+def test_a_healthy_training_that_looks_like_a_faulty_one(change: Callable[[Training], object]) -> None:
+    """Small weights of a loss are no loss scale, and copies that code writes or calls are no forgotten ones."""
+    training = Training()
+    change(training)
+    assert training.run(12, audit=1) == ()
 
 
 def test_an_audited_training_ends_with_equal_weights() -> None:
