@@ -300,9 +300,11 @@ def tensors_in(content: Any) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         keys, value = pending.pop()
         if isinstance(value, Tensor):
             yield keys, value
+        elif isinstance(value, _SCALARS):
+            continue  # also NumPy's float64, a float: a best loss begins as inf
         elif isinstance(value, np.ndarray | np.generic) and value.dtype.char in _FRACTIONS:
             yield keys, torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))
-        elif id(value) not in seen and not isinstance(value, _SCALARS):
+        elif id(value) not in seen:
             seen.add(id(value))
             pending += [((*keys, key), child) for key, child in reversed(_children(value))]
 
