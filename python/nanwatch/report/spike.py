@@ -16,7 +16,7 @@ from .report import Report, read_report
 from .text import Fact
 
 SCHEMA = "nanwatch.spike"
-VERSION = 1
+VERSION = 2
 
 Cause: TypeAlias = Literal["learning rate", "weight", "input", "module", "gradient", "loss"]
 _NEXT: dict[Cause, str] = {
