@@ -253,15 +253,18 @@ def compare_traces(
 
     `batches` are those of A and of B; by default the first with sketches in both. `reference` is a trace of A in
     higher precision, from which the noise floor is measured; its batch is that of A. Without one a difference must also
-    be a jump. Raises ValueError where no batch has sketches in both.
+    be a jump. Raises ValueError where no batch has sketches in both, or one of `batches` has none.
     """
     _check_factor(factor)
+    how = "record it with watch(trace=nanwatch.Trace(path, sketches=N)), or name one of each with batches"
     if batches is None:
         both = {*a.sketched_batches} & {*b.sketched_batches}
         if not both:
-            how = "record both with watch(trace=nanwatch.Trace(path, sketches=N)), or name one of each with batches"
             raise ValueError(f"no batch of {a.path} and {b.path} has sketches in both; {how}")
         batches = min(both), min(both)
+    for trace, batch in zip((a, b), batches, strict=True):
+        if batch not in trace.sketched_batches:
+            raise ValueError(f"{trace.path} has no sketches of batch {batch}; {how}")
     (calls_a, dtype_a), (calls_b, dtype_b) = _calls_of(a, batches[0]), _calls_of(b, batches[1])
     coarse = coarsest(dtype_a, dtype_b)
     runs, words = [], f"not measured, assumed to be 4 eps of {dtype_name(coarse)}; "

@@ -469,3 +469,5 @@ def test_modules_of_two_traces_are_matched(tmp_path: Path) -> None:
     result = compare_traces(a, trace("c", port))
     assert result.first is not None
     assert (result.first.module_a, result.first.module_b) == ("1.down", "1.narrow")
+    with pytest.raises(ValueError, match="has no sketches of batch 7"):
+        compare_traces(a, a, batches=(0, 7))
