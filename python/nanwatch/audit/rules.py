@@ -240,7 +240,6 @@ def _outside(step: Step) -> Iterator[Suspect]:
 
 
 def _frozen_moved(step: Step) -> Iterator[Suspect]:
-    """Yield frozen weights that the step moves."""
     for weight in step.of_optimizer():
         has_moved = weight.after is not None and not same_bits(weight.before, weight.after)
         if has_moved and not (weight.is_trained and weight.is_meant):
@@ -248,7 +247,6 @@ def _frozen_moved(step: Step) -> Iterator[Suspect]:
 
 
 def _stale(step: Step) -> Iterator[Suspect]:
-    """Yield weights whose gradients of earlier steps were never set to zero."""
     for weight in step.trained() if step.previous else ():
         if window.is_stale(step.arrivals.get(weight.key, ())):
             yield _suspect("missing-zero-grad", weight)

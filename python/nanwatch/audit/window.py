@@ -220,7 +220,6 @@ class Clip(NamedTuple):
 
 
 def _norm_of(weights: Iterable[weakref.ref[Tensor]]) -> float:
-    """Return the 2-norm of the gradients of these weights."""
     gradients = [plain(x.grad) for reference in weights if (x := reference()) is not None]
     with torch.no_grad(), only_our_dispatch():
         norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in gradients if x is not None]

@@ -207,7 +207,6 @@ def read(path: str | os.PathLike[str]) -> BlackBoxReport:
 
 
 def _report(file: BoxFile) -> BlackBoxReport:
-    """Return all that the file says."""
     state, facts = file.state, dict[str, Any]()
     for note in file.notes:
         if note.get("kind") == "facts":

@@ -123,7 +123,6 @@ def diff_main(arguments: list[str]) -> int:
 
 
 def _add_batches_and_page(parser: Any) -> None:
-    """Add the options that the comparisons of traces share."""
     parser.add_argument(
         "--batches",
         nargs=2,

@@ -235,7 +235,6 @@ def _top(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
 
 
 def _table(rows: list[Row]) -> list[str]:
-    """Return a line of headings and one for each row."""
     cells = [
         (bits_words(row.bits), trend_words(row.trend), str(row.batch), f"{row.abs_max:.2e}",
          str(row.num_failed or ""), row.place)

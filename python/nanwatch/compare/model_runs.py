@@ -205,7 +205,6 @@ class ModelRuns:
 
 
 def _dtype_of(run: Run) -> torch.dtype:
-    """Return the dtype of most outputs."""
     return most_common((x.dtype for call in run.values() for x in call.outputs), torch.float32)
 
 

@@ -275,7 +275,6 @@ class _Formats(Trials):
         return works
 
     def _failing(self, experiment: Experiment) -> list[Record]:
-        """Return the records of the value of the finding."""
         return [x for x in experiment.records(self.finding.module) if x.label == self.finding.label]
 
     def _is_narrow(self) -> bool:

@@ -64,7 +64,6 @@ def find_operation(
 
 
 def _of_tensor(x: Tensor, **facts: Any) -> Diagnosis:
-    """Return the diagnosis with what is known of the non-finite tensor itself."""
     health = observe(x, "", "output").health
     return Diagnosis(extent=describe(x), index=None if health is None else health.first_nonfinite, **facts)
 
@@ -102,7 +101,6 @@ def _holds_nan(record: Record) -> bool:
 
 
 def _names(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the names of the modules whose calls are frames."""
     return {named.module: named.name for named in named_modules(model) if is_recorded(named.module)}
 
 

@@ -251,7 +251,6 @@ def detach(module: nn.Module, wrapper: Any) -> None:
 
 
 def _keep(module: nn.Module) -> None:
-    """Forget the module when it is freed."""
     key = id(module)
     _alive.setdefault(key, weakref.ref(module, functools.partial(_forget, key)))
 

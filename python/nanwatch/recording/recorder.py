@@ -341,7 +341,6 @@ class PythonRecorder:
     # Gradients. A recorded call leaves a hook at each of its tensors; csrc/gradients/gradient_recorder.h says how.
 
     def _follow(self, call: Call, values: Iterable[tuple[Any, str, Any]]) -> None:
-        """Leave hooks for the gradients of the values of a call."""
         arrive = weakref.WeakMethod(self._arrive)  # a graph keeps its hooks, and they must not keep this
 
         def hook(place: object, call_of: Callable[[], Call | None], part: Part, label: str, x: Any) -> None:
@@ -431,7 +430,6 @@ class PythonRecorder:
             self._finish(task)
 
     def _finish(self, task: int) -> None:
-        """Make and keep the frames of a backward."""
         with self._lock:
             backward = self._backwards.pop(task, None)
         if backward is None or self.paused or not self._follows:

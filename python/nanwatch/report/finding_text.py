@@ -173,7 +173,6 @@ def _why_forward(finding: Finding, frame: Frame | None, frames: Sequence[Frame])
 
 
 def _last_finite(finding: Finding, frames: Sequence[Frame]) -> int | None:
-    """Return the latest batch among `frames` in which the record of the finding was finite."""
     finite = [
         frame.batch
         for frame in frames
@@ -251,7 +250,6 @@ def _squared(finding: Finding, frame: Frame | None) -> Statement | None:
 
 
 def _largest_finite(frame: Frame, culprit: Record) -> float:
-    """Return the largest finite magnitude among the inputs and the outputs of the call."""
     sizes = [
         record.abs_max for record in frame.records if _is_finite_float(record) and record.role != "output"
     ]
@@ -336,7 +334,6 @@ def _narrowest(finding: Finding, record: Record | None) -> tuple[str, float] | N
 
 
 def _finite_gradients(frame: Frame | None) -> Iterable[float]:
-    """Yield the largest finite magnitude of each gradient of a frame."""
     for record in () if frame is None else frame.records:
         if record.isfinite and record.abs_max is not None:
             yield record.abs_max

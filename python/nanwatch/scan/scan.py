@@ -100,7 +100,6 @@ def scan(
 def _read_all(
     paths: Sequence[str | PathLike[str]], tell: Tell, *, fingerprints: bool
 ) -> tuple[list[Member], list[Problem]]:
-    """Return the tensors of these files with what is in them, and the problems of the files."""
     entries = [entry for path in paths for entry in open_checkpoint(Path(path))]
     tensors = [entry for entry in entries if isinstance(entry, Stored)]
     num_threads = min(torch.get_num_threads(), _MOST_THREADS)
@@ -150,7 +149,6 @@ def _read(stored: Stored, fingerprints: bool) -> TensorScan:
 
 
 def _read_values(stored: Stored, x: Tensor, fingerprints: bool, facts: dict[str, Any]) -> None:
-    """Set the fields of a TensorScan."""
     dtype, shape, kind = dtype_name(x.dtype), tuple(x.shape), (dtype_name(x.dtype), x.shape)
     if is_encoded := stored.encoding is not None:
         dtype, shape, kind = stored.encoding.name.lower(), stored.shape, ("uint8", x.shape)
@@ -311,7 +309,6 @@ def _change(first: Member, second: Member) -> Change:
 
 
 def _distance(first: Member, second: Member) -> Change:
-    """Return the distance of two tensors of one shape, over all elements."""
     a, b = first[1], second[1]
     noise = square = largest = 0.0
     at, num_lost = -1, 0  # finite elements that are nan or inf in the second

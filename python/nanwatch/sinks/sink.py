@@ -181,7 +181,6 @@ class SinkStream:
         return any(event in events for _, events in self._receivers)
 
     def _subscribe(self, batch: int) -> None:
-        """Ask for the frames of this batch, if a sink wants them."""
         self._frames.active = self._takes("on_frame") or (batch >= self._next and self._takes("on_batch"))
 
     def _tell(self, event: str, *args: Any) -> None:

@@ -109,7 +109,6 @@ class Comparison(InNotebook):
         )
 
     def _chart(self) -> Chart:
-        """Return a chart of the error over depth."""
         places, names = self.modules, [place.name for place in self.modules]
         lines = [
             line("error", "output", "", names, [place.error for place in places]),

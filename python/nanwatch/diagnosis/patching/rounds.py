@@ -174,7 +174,6 @@ class Proposer:
         yield from self._infinities()
 
     def _stable(self) -> Iterator[Proposal]:
-        """Yield stable forms that take in the failing operation."""
         site, failing = self._site, {*self.failing[:1], *self._sources}
         nodes = [x for x in ast.walk(site.node) if isinstance(x, ast.expr) and operation_of(x, site)]
         for pattern, form in STABLE:
@@ -205,7 +204,6 @@ class Proposer:
         return [Proposal(edits, node, words)] if edits else []
 
     def _holds(self, condition: str, binding: Binding) -> bool:
-        """Return whether the condition of a guard holds for its operand."""
         if condition == "bound":
             return self._bound(binding) != ""
         if condition == "pole":
