@@ -65,7 +65,8 @@ def find_operation(
 
 def _of_tensor(x: Tensor, **facts: Any) -> Diagnosis:
     health = observe(x, "", "output").health
-    return Diagnosis(extent=describe(x), index=None if health is None else health.first_nonfinite, **facts)
+    index = None if health is None else health.first_nonfinite
+    return Diagnosis(**{"extent": describe(x), "index": index, **facts})
 
 
 def _of_data(snapshot: BatchSnapshot, finding: Finding) -> Diagnosis:

@@ -89,6 +89,19 @@ def test_a_weight_a_buffer_and_data() -> None:
     assert len(calls) == 1
 
 
+def test_a_bad_weight_that_was_not_read() -> None:
+    """The re-run meets it as an operand, and the finding becomes that of the weight, with its place in it."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
+    with torch.no_grad():
+        model[1].weight[2, 1] = NAN
+    with watch(model, read="inputs outputs"), pytest.raises(NonFiniteError) as caught:
+        model(torch.ones(1, 2))
+    finding = caught.value.report.finding
+    assert finding is not None
+    assert (finding.module, finding.label, finding.origin) == ("1", "weight", "weight")
+    assert "1 of 12 elements, the first at [2, 1]" in str(caught.value)
+
+
 def test_a_module_that_the_re_run_does_not_call() -> None:
     """It is no sign of a passing fault: nothing was seen."""
     calls: list[int] = []
