@@ -135,7 +135,8 @@ class Proposer:
         operation = operation_of(self.failing[0], self._site) if self.failing else None
         if operation is None:
             return ""
-        is_root = self._operation == "pow" and self._number(operation.args[-1]) in (0.5, -0.5)
+        power = self._number(operation.args[-1]) if self._operation == "pow" else None
+        is_root = power is not None and power != int(power)
         domain = DOMAINS.get("sqrt" if is_root else self._operation)
         tensors = [x[x.isfinite()] for x in self._tensors(operation.args[0]) if not x.is_complex()]
         ends = [float(end) for x in tensors if x.numel() for end in x.aminmax()]

@@ -112,6 +112,10 @@ def deviation(x: Tensor) -> Tensor:
     return 1 / (x - 1) ** 0.5
 
 
+def fractional(x: Tensor) -> Tensor:
+    return (x - 1) ** 1.2
+
+
 def shifted(x: Tensor) -> Tensor:
     return torch.log(1 + (x - 4))
 
@@ -121,6 +125,7 @@ OUTSIDE = [
     (angle, "9.01"),
     (hyperbolic, "-1.25"),
     (deviation, "-0.9"),
+    (fractional, "-0.9"),
     (shifted, "-2.9"),
 ]
 
