@@ -97,11 +97,15 @@ class BackwardCall:
         value = next((value_of(record) for record in records if record.is_fault), None)
         return cls(value, _callers(frame), [*rngs, RngState.capture()])
 
-    def statements(self, model: nn.Module) -> Iterator[LossStatements]:
-        """Yield for each caller the statements that computed the loss. Raises Refused, with the reason."""
+    def statements(self, model: nn.Module, *, keeps_outputs: bool = False) -> Iterator[LossStatements]:
+        """Yield for each caller the statements that computed the loss. Raises Refused, with the reason.
+
+        keeps_outputs: the model is not called again, and the names of its outputs keep their values.
+        """
+        kept = model if keeps_outputs else None
         for caller in self.callers:
             file = SourceFile.load(caller.code.co_filename)
-            if file is not None and (part := _part_of(caller, file)) is not None:
+            if file is not None and (part := _part_of(caller, file, kept)) is not None:
                 yield LossStatements(model, caller, file, part)
 
 
@@ -144,10 +148,10 @@ def _callers(frame: FrameType) -> list[Caller]:
     return callers[::-1]
 
 
-def _part_of(caller: Caller, file: SourceFile) -> _Part | None:
+def _part_of(caller: Caller, file: SourceFile, kept: nn.Module | None) -> _Part | None:
     """Return the statements that computed the loss of the call under way; None where the frame was only handed it."""
     top = node_of(file, caller.code)
-    parts = (_Part(caller, path) for path in (() if top is None else paths_to(top, caller.line)))
+    parts = (_Part(caller, path, kept) for path in (() if top is None else paths_to(top, caller.line)))
     return next((part for part in parts if part.body), None)
 
 
@@ -156,10 +160,13 @@ class _Part:
 
     `body`: they bind the loss to `_RESULT`; [] where they make none. `reads`: values of the names that they read.
     `is_whole`: they make all that has a graph. Else a parameter of the function has one that its caller has made.
+    `kept`: the model whose calls are left out, if any: the names of their results keep their values.
     """
 
-    def __init__(self, caller: Caller, path: list[tuple[list[ast.stmt], ast.stmt]]) -> None:
-        self._caller, self._values = caller, caller.names
+    def __init__(
+        self, caller: Caller, path: list[tuple[list[ast.stmt], ast.stmt]], kept: nn.Module | None
+    ) -> None:
+        self._caller, self._values, self.kept = caller, caller.names, kept
         self.body: list[ast.stmt] = []
         self.reads: dict[str, Any] = {}
         # Names that a later statement binds: their values are no longer those that an earlier one read.
@@ -217,21 +224,28 @@ class _Part:
         for statement in reversed(statements):
             later, bound = set(self._bound), names_in(statement, ast.Store)
             filled = _filled_by(statement) & (needed | self.reads.keys())
-            self._bound |= bound | filled
             wanted = bound & needed | filled
+            # The statements of a block bind one after the other, those of a loop in any order.
+            if not wanted or not isinstance(statement, ast.With | ast.Try | ast.If):
+                self._bound |= bound | filled
             if not wanted:
                 continue
+            is_kept = self._calls_kept(statement)
             try:
+                if is_kept:
+                    raise self._refused(statement)
                 made = {name for name in filled if not isinstance(self._values.get(name), nn.Module)}
                 kept, needed = self._statement(statement, needed | made)
             except Refused as reason:
                 values = {name: self._values[name] for name in wanted & self._values.keys()}
-                is_lost = wanted & later or wanted - values.keys() or any(map(_has_graph, values.values()))
+                is_graph = not is_kept and any(map(_has_graph, values.values()))
+                is_lost = wanted & later or wanted - values.keys() or is_graph
                 # Bad data stays as it was handed out. A branch that is not taken may have what is lost.
                 if not is_lost:
                     self.reads |= values
                 source = f"raise RuntimeError({str(reason)!r})" if is_lost else "pass"
                 kept, needed = ast.copy_location(ast.parse(source).body[0], statement), needed - wanted
+            self._bound |= bound | filled
             body = [kept, *body]
         return body, needed
 
@@ -266,6 +280,21 @@ class _Part:
             raise self._refused(statement)
         self._refuse_twice(*header)
         return made, needed.union(*map(self._read, header))
+
+    def _calls_kept(self, statement: ast.stmt) -> bool:
+        """Return whether the statement assigns what a call of the kept model, or of a part of it, returned."""
+        modules = [] if self.kept is None or not isinstance(statement, ast.Assign) else self.kept.modules()
+        callees = [self._value_of(x.func) for x in ast.walk(statement) if isinstance(x, ast.Call)]
+        return any(module is callee for module in modules for callee in callees)
+
+    def _value_of(self, node: ast.expr) -> Any:
+        """Return the value of `name` or `name.attribute`, None where it is not known."""
+        if isinstance(node, ast.Name):
+            return self._values.get(node.id, self._caller.globals.get(node.id))
+        if not isinstance(node, ast.Attribute):
+            return None
+        owner = getattr(self._value_of(node.value), "__dict__", {})
+        return {**owner, **owner.get("_modules", {})}.get(node.attr)
 
     def _takes_data(self, iterated: ast.expr) -> bool:
         """Return whether a loop is over a DataLoader, or an iterator that would be further on than before."""
@@ -348,7 +377,7 @@ class LossStatements(nn.Module):
         self._generators = [x for x in mentioned if isinstance(x, torch.Generator)]
         # `self` is the module in a call of it.
         self.inputs = {name: x for name, x in sorted(part.reads.items()) if tensors_in(x) and name != "self"}
-        self._caller, self._file, self._body = caller, file, part.body
+        self._caller, self._file, self._body, self._kept = caller, file, part.body, part.kept
         self._filled = set().union(*map(_filled_by, part.body))
         self._code = compiled_with(tree, file, (), Probe())
 
@@ -385,7 +414,7 @@ class LossStatements(nn.Module):
         """
         # A line that was added stands before the backward.
         added = file.text.count("\n") - self._file.text.count("\n")
-        part = _part_of(self._caller._replace(line=self._caller.line + added), file)
+        part = _part_of(self._caller._replace(line=self._caller.line + added), file, self._kept)
         if part is None:
             raise ValueError("the edit moved the statements")
         before, self._code = self._code, compiled_with(ast.Module(part.body, []), file, looks, probe)

@@ -137,28 +137,31 @@ class _Rerun:
     ) -> Iterator[BatchSnapshot]:
         """Yield the starts from which the backward may come again, the exact ones first; remark why there are none.
 
-        It runs as the statements of the program that computed the loss, with the model's calls if a gradient inside
-        the model failed; where nothing is known of a loss, as the model alone.
+        It runs as the statements of the program that computed the loss, with the model's calls. Where that shows
+        nothing, a loss runs from the outputs of the model, and a model runs alone.
         """
         is_of_loss = self._incident.finding.is_of_loss
         kept = () if snapshot is None else (snapshot.buffers, snapshot.seconds)
-        if loss is None:
-            yield from [] if snapshot is None else [snapshot]
-            return
-        reason = "its source was not found"
-        try:
-            for statements in loss.statements(self._model):
-                if statements.is_whole or is_of_loss:
-                    reason = ""
-                    for rng in loss.rngs:
-                        facts = statements.inputs, rng, loss.autocast, False, True, ()
-                        yield BatchSnapshot(statements, (), *facts, *kept)
-        except Refused as refusal:
-            reason = str(refusal)
-        except Exception as error:
-            reason = spell(error)
+        reason = "" if loss is None else "its source was not found"
+        # The outputs also hold what the program has changed since, such as the state of a recurrent model.
+        for keeps_outputs in (False, True):
+            if loss is None or (keeps_outputs and not is_of_loss):
+                break
+            try:
+                for statements in loss.statements(self._model, keeps_outputs=keeps_outputs):
+                    if statements.is_whole or is_of_loss:
+                        reason = ""
+                        for rng in loss.rngs:
+                            facts = statements.inputs, rng, loss.autocast, False, True, ()
+                            yield BatchSnapshot(statements, (), *facts, *kept)
+            except Refused as refusal:
+                reason = str(refusal)
+            except Exception as error:
+                reason = spell(error)
         if reason:
             remarks.append(f"the loss was not computed again: {reason}; {_ADVICE}")
+        if snapshot is not None and not is_of_loss:
+            yield snapshot
 
     def _cure(self, snapshot: BatchSnapshot, diagnosis: Diagnosis, phase: _Phase) -> None:
         """Try changes of the source first, as they are the smallest, then other formats. `phase` is the source's."""

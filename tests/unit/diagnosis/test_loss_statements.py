@@ -310,6 +310,36 @@ def test_what_may_not_run_twice_is_not_run(way: str) -> None:
         assert any("should not run a second time; put the loss" in remark for remark in finding.remarks)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = state + 1 + 0 * self.cell(x)
+        return state, state
+
+
+def test_a_loss_that_depends_on_a_state_of_batches_before() -> None:
+    """The loop holds no state from which this batch began, so the loss runs from the outputs of the model."""
+    model, state = Recurrent(), torch.zeros(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with failing(model) as found:
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                outputs, state = model(torch.ones(4, 3), state)
+                loss = torch.log(3 - outputs).sum()  # aten.log.default
+            loss.backward()
+            state = state.detach()
+        optimizer.step()
+    (finding,) = found
+    place = line_of(
+        "loss = torch.log(3 - outputs).sum()  # ", test_a_loss_that_depends_on_a_state_of_batches_before
+    )
+    assert (finding.operation, finding.source) == place
+    assert any(cure.works for cure in finding.cures)
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_re_run_in_this_process_leaves_what_the_loss_calls(
     monkeypatch: pytest.MonkeyPatch, trains: bool

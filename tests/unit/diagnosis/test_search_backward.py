@@ -114,6 +114,20 @@ def test_hooks_and_other_watches_are_not_called_for_it() -> None:
     assert model[0].weight is optimizer.param_groups[0]["params"][0]
 
 
+def test_a_loss_that_may_not_run_again_leaves_the_model() -> None:
+    """Data is handed out once: the gradient of a mean at the model's outputs shows the operation too."""
+    model = nn.Sequential(nn.Linear(2, 2), Does(lambda x: x.mul(0).norm(dim=-1).sqrt()))
+    sizes = iter([2.0, 1.0])
+    with watch(model, gradients=True):
+        (model(torch.ones(3, 2)) * next(sizes)).sum().backward()
+        with pytest.raises(NonFiniteError) as error:
+            torch.optim.SGD(model.parameters()).step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.operation, list(sizes)) == ("SqrtBackward0", [1.0])
+    assert any("found by running the batch without its loss" in remark for remark in finding.remarks)
+
+
 class Shares(nn.Module):
     """Divides what `head` gets too: the derivative at 0 / 0 adds to the gradient of `head`'s input."""
 
