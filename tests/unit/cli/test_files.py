@@ -12,6 +12,7 @@ from torch import nn
 
 from nanwatch.cli.files import show_main
 from nanwatch.report.report import Report
+from nanwatch.report.spike import Departure, SpikeReport
 from nanwatch.session.api import watch
 from nanwatch.trace.trace_file import Trace
 from support.black_boxes import black_box, needs_box
@@ -34,6 +35,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             for batch in (1.0, 2.0):
                 model(torch.full((2, 3), batch))
     return tmp_path
+
+
+def test_show_has_a_saved_spike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its folder or its file, in the report's own forms."""
+    report = SpikeReport(410, 0, (Departure("", "loss", 9.1, 2.4, 55.0),), "loss")
+    file = tmp_path / "report.json"
+    file.write_text(report.to_json())
+    assert run(capsys, "show", str(tmp_path)) == (0, f"{report.to_text()}\n", "")
+    assert run(capsys, "show", str(file), "--json") == (0, f"{report.to_json()}\n", "")
 
 
 def test_diff_tells_whether_traces_differ(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
