@@ -95,7 +95,8 @@ class ProcessBox:
                 if rank_and_world_size() != self._ranks:  # torch.distributed was initialized
                     self._note_facts()
                 idle = self._box.pulse(_memory())
-                longest = max(longest, previous if idle < previous else 0.0)
+                has_called = idle < previous  # since a second ago
+                longest = max(longest, previous if has_called else 0.0)
                 previous = idle
                 main = threading.main_thread().ident or 0
                 self._box.add_sample("\n".join(_chosen(_places(sys._current_frames().get(main)))))
@@ -104,7 +105,7 @@ class ProcessBox:
                     limit = max(_LEAST_STALL, _SLOWER * longest)
                 is_interactive = hasattr(sys, "ps1")  # where somebody thinks between two calls
                 hangs = self.num_watches > 0 and 0 < limit <= idle and not is_interactive
-                if hangs and not is_noted:
+                if hangs and (has_called or not is_noted):
                     self._note_hang(idle)
                 is_noted = hangs
 
