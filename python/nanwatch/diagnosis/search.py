@@ -209,7 +209,7 @@ def _diagnosis(
             is_held = is_plain(y) and y.untyped_storage()._cdata in memory
             if is_held and (record := observe(y, label, role)).is_fault:
                 holder = Frame(finding.batch, name, type(module).__name__, (record,))
-                return _of_tensor(x, **{**facts, "transient": None}, extent=describe(y), holder=holder)
+                return _of_tensor(y, **{**facts, "transient": None, "holder": holder})
     if any(_holds_nan(observe(y, "", "input")) for y in strangers):
         facts["transient"] = None  # no change is a cure: it would hide what was there
     return _of_tensor(x, **facts, call=guilty, made_in=made_in)

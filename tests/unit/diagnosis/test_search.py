@@ -156,6 +156,28 @@ def test_the_tensor_inside_a_quantized_weight_is_named() -> None:
     assert not finding.cures
 
 
+def test_the_weight_of_a_module_that_is_not_called_is_named() -> None:
+    """No call of its owner reads it: the re-run finds whose memory the product was given."""
+    part = nn.Linear(2, 2)
+    with torch.no_grad():
+        part.weight[1, 0] = NAN
+    finding, seen = look(Does(lambda part, x: x @ part.weight.t(), part), torch.ones(2))
+    assert (finding.module, finding.origin) == ("", "produced")
+    finding = enrich(finding, seen)
+    assert (finding.module, finding.label, finding.origin) == ("parts.0", "weight", "weight")
+
+
+def test_a_higher_order_operator_runs_again() -> None:
+    """Attention with a function for its scores is one."""
+    attention = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
+
+    def forward(x: Tensor) -> Tensor:
+        return torch.log(attention(x, x, x) - 1)  # culprit
+
+    _, seen = look(Does(forward), torch.ones(1, 1, 16, 16))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.log.default", culprit(forward))
+
+
 def test_no_tensor_is_kept() -> None:
     """While a call is examined its intermediate tensors, the bad ones too, die when the forward lets go of them."""
     memory = Spy()
