@@ -239,6 +239,32 @@ def test_the_line_is_where_the_operation_was_written(layer: nn.Module, size: flo
     assert (finding.module if finding.origin == "produced" else finding.source_module) == "1"
 
 
+class Elsewhere(torch.autograd.Function):
+    """Its backward computes where no operation of torch is seen, as a kernel of the user's does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2  # ElsewhereBackward
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        made = torch.ones(2)
+        made.numpy()[:] = float("inf")
+        return made
+
+
+def test_a_backward_that_no_operation_shows_is_named() -> None:
+    """By its node, at the line of the forward."""
+    model = Does(lambda part, x: Elsewhere.apply(part(x)), Product())
+    with watch(model, gradients=True):
+        model(torch.ones(2)).sum().backward()
+        with pytest.raises(NonFiniteError) as error:
+            torch.optim.SGD(model.parameters()).step()
+    finding = error.value.report.finding
+    assert finding is not None
+    assert (finding.operation, line_of(finding)) == ("ElsewhereBackward", "ElsewhereBackward")
+
+
 class Checkpointed(nn.Module):
     """The root of zero inside a re-entrant checkpoint has a finite value and no finite gradient."""
 
