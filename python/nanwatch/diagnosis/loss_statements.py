@@ -398,6 +398,11 @@ class LossStatements(nn.Module):
             exec(self._code, names)
         return names[_RESULT], [x.detach() for x in outputs]
 
+    def from_outputs(self) -> LossStatements | None:
+        """Return the statements without the model's calls, which start from its outputs; None where none are left."""
+        part = _part_of(self._caller, self._file, self.model)
+        return None if part is None else LossStatements(self.model, self._caller, self._file, part)
+
     def target(self, place: Expression) -> Target | str:
         """Return the statements as what runs a line, if it is one of theirs; else as `find_target` does."""
         node = node_of(self._file, self._caller.code)

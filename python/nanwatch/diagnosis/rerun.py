@@ -7,6 +7,7 @@ and the report is what it was before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -130,7 +131,13 @@ class _Rerun:
             start.module.where if isinstance(start.module, LossStatements) else "the batch without its loss"
         )
         incident.remark(f"found by running {where} again")
-        self._find_samples(start, diagnosis, batch_size(start if snapshot is None else snapshot))
+        size = batch_size(start if snapshot is None else snapshot)
+        if isinstance(start.module, LossStatements) and incident.finding.is_of_loss:
+            # The outputs have the samples, also where an attribute holds what the model was called with.
+            with suppress(Refused):
+                module = start.module.from_outputs() or start.module
+                start = replace(start, module=module, kwargs=module.inputs)
+        self._find_samples(start, diagnosis, size)
 
     def _starts(
         self, snapshot: BatchSnapshot | None, loss: BackwardCall | None, remarks: list[str]
