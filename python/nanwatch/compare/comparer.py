@@ -1,6 +1,6 @@
 """Comparison of two runs of calls: compare the values of each pair, and find the first that leaves the noise.
 
-The runs come from two models (`models.py`) or from two traces with sketches (`traces.py`).
+The runs come from two models, or from two traces with sketches: see `models.py`.
 """
 
 from __future__ import annotations
