@@ -284,3 +284,25 @@ def test_whole_words_say_that_a_value_counts() -> None:
     """A zero of anything else is no empty batch: 1 in its place would be another number."""
     assert all(map(says_count, ["num_tokens", "nValid", "mask.sum()", "(labels != -100).sum()", "lens"]))
     assert not any(map(says_count, ["numerator", "discount", "resized", "x.std(0)"]))
+
+
+def tenth(x: Tensor) -> Tensor:
+    return torch.log10(x)
+
+
+def of_wrong_sign(x: Tensor) -> Tensor:
+    return x.masked_fill(torch.eye(2, dtype=torch.bool), INF).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (tenth, "return torch.log10(x.clamp(min=1e-12))"),
+        (of_wrong_sign, "return x.masked_fill(torch.eye(2, dtype=torch.bool), -1e30).softmax(-1)"),
+    ],
+)
+def test_a_row_for_a_like_function_and_a_mask_of_the_wrong_sign(
+    function: Callable[[Tensor], Tensor], line: str
+) -> None:
+    """A logarithm to another base has the guard of `log`. A mask in a softmax gets a number of the other sign."""
+    assert new_lines(works(failed(Does(function), torch.tensor([[0.0, 2.0], [3.0, 0.0]])))) == [line]

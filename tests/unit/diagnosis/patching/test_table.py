@@ -149,6 +149,12 @@ def test_a_stable_form_gives_what_float64_gives(pattern: str, form: str, tmp_pat
     torch.testing.assert_close(value.double().reshape(truth.shape), truth, rtol=1e-3, atol=1e-4)
 
 
+def test_a_letter_stands_for_one_expression(tmp_path: Path) -> None:
+    site, node, _ = site_of("exp(A) / sum(exp(B))", tmp_path)
+    assert match(site, "exp(A) / sum(exp(B))", node) is not None
+    assert match(site, "exp(X) / sum(exp(X))", node) is None
+
+
 @pytest.mark.parametrize("row", GUARDS, ids=lambda row: f"{row[0]} {row[2]} {row[3]}")
 def test_a_guard_is_finite_at_the_pole_and_moves_no_healthy_value(
     row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
