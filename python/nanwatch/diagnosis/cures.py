@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from keyword import iskeyword
 from math import ceil, frexp, inf, isfinite, log2
 from typing import Any
 
@@ -338,7 +339,7 @@ def code_of(model: nn.Module, name: str) -> str:
     code, module = "model", model
     for part in path.split(".") if path else ():
         is_index = isinstance(module, nn.ModuleList | nn.Sequential) and part.isdecimal()
-        if not is_index and not part.isidentifier():
+        if not is_index and (not part.isidentifier() or iskeyword(part)):
             return f"model.get_submodule({path!r})"
         code += f"[{part}]" if is_index else f".{part}"
         module = module.get_submodule(part)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import nanwatch
 from nanwatch.diagnosis import trials
-from nanwatch.diagnosis.cures import MAX_RUNS, try_formats
+from nanwatch.diagnosis.cures import MAX_RUNS, code_of, try_formats
 from nanwatch.diagnosis.trials import Float64
 from support.overflows import (
     CASES,
@@ -56,6 +56,13 @@ def test_the_whole_model_is_tried_whatever_lies_around_the_guilty_module() -> No
         ("run `0.0.0.0`", False),
     ]
     assert "bfloat16" in remark
+
+
+def test_the_code_that_names_a_module_is_python() -> None:
+    """Also where a key of a ModuleDict is a keyword, or no name."""
+    parts = {key: nn.Sequential(nn.Linear(1, 1)) for key in ("in", "two words", "plain")}
+    model = nn.ModuleDict(parts)
+    assert all(eval(code_of(model, f"{key}.0")) is part[0] for key, part in parts.items())
 
 
 def test_no_float32_for_what_is_float32() -> None:
