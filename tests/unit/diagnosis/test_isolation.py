@@ -56,6 +56,32 @@ def second_time(does: Callable[[], Any]) -> nn.Module:
     return Does(forward, Does(exponential))
 
 
+@pytest.mark.skipif(IS_NO_LINUX, reason="no child process")
+def test_a_child_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
+    """As where the system kills that for its memory."""
+    mark = tmp_path / "child"
+
+    def work() -> None:
+        (tmp_path / "begun").write_text(str(os.getpid()))
+        (tmp_path / "begun").rename(mark)
+        time.sleep(60)
+
+    parent = os.fork()
+    if parent == 0:
+        with contextlib.suppress(BaseException):
+            run_in_child(work, 60.0)
+        os._exit(1)
+    end = time.monotonic() + 20
+    while not mark.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    state = Path("/proc", mark.read_text(), "stat")
+    while state.exists() and ") Z " not in state.read_text() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert time.monotonic() < end
+
+
 def test_a_lock_that_does_not_come_ends_a_run_by_its_clock(place: str) -> None:
     """In the main thread. The finding has the module, and says why it has no operation."""
     lock, handler = threading.Lock(), signal.getsignal(signal.SIGURG)
