@@ -6,12 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from nanwatch.capsule.capsule import Capsule
 from nanwatch.diagnosis import incident as incidents
 from nanwatch.diagnosis.incident import Incident, write_failure, write_frames, write_spike
 from nanwatch.report.finding import Cure
 from nanwatch.report.report import Report
 from nanwatch.report.spike import Departure, SpikeReport
+from support.examined import snapshot_of
 from support.html_page import growing
 
 
@@ -52,6 +56,18 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(OSError, match="no space"):
         incidents._write_whole(tmp_path / "report.txt", "text")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_capsule_leaves_out_is_named(tmp_path: Path) -> None:
+    model = nn.Identity()
+    start = snapshot_of(model, (torch.ones(2), lambda: None), {})
+    spike = write_spike(
+        SpikeReport(410, 0, (Departure("", "loss", 9.1, 2.4, 55.0),), "loss"), start, model, tmp_path
+    )
+    (capsule,) = [Path(file) for file in spike.files if file.endswith("capsule")]
+    (label,) = [text.partition(": ")[0] for text in Capsule.open(capsule).left_out]
+    assert label
+    assert f"the capsule leaves out {label}; its list left_out says why" in spike.remarks
 
 
 def test_a_spike_and_frames_of_other_ranks_have_folders(tmp_path: Path) -> None:
