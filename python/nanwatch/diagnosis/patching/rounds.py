@@ -136,7 +136,7 @@ class Proposer:
         if operation is None:
             return ""
         power = self._number(operation.args[-1]) if self._operation == "pow" else None
-        is_root = power is not None and power != int(power)
+        is_root = power is not None and 0 < abs(power) < 1
         domain = DOMAINS.get("sqrt" if is_root else self._operation)
         tensors = [x[x.isfinite()] for x in self._tensors(operation.args[0]) if not x.is_complex()]
         ends = [float(end) for x in tensors if x.numel() for end in x.aminmax()]

@@ -113,7 +113,7 @@ def deviation(x: Tensor) -> Tensor:
 
 
 def fractional(x: Tensor) -> Tensor:
-    return (x - 1) ** 1.2
+    return (x - 1) ** 0.3
 
 
 def shifted(x: Tensor) -> Tensor:
