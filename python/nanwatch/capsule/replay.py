@@ -84,7 +84,7 @@ def _module(capsule: Capsule, model: Model) -> nn.Module:
                 f"the module {capsule.module!r} cannot be copied ({spell(error)}); pass a callable that makes the"
                 " model, and that one is used"
             ) from error
-    made = model()
+    made = model() if callable(model) else model
     if not isinstance(made, nn.Module):
         raise TypeError(
             f"replay needs a torch.nn.Module or a callable that makes one, got one of {type(made).__name__}"

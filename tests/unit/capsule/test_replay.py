@@ -195,6 +195,13 @@ def test_a_model_that_does_not_fit_is_named(tmp_path, model, expected):
         replay(folder, model)
 
 
+def test_what_is_no_model_is_named(tmp_path):
+    """Neither a module nor a callable: a TypeError that says what is accepted."""
+    folder = write_capsule(tmp_path / "c", nn.Linear(4, 4), "layer", (X,))
+    with pytest.raises(TypeError, match=r"a torch.nn.Module or a callable that makes one, got one of int"):
+        replay(folder, 3)
+
+
 def test_a_gpus_capsule_runs_where_there_is_none(tmp_path):
     """Recorded on a GPU that is not here: the CPU, its autocast the GPU's, and a remark."""
     model = Heard(nn.Linear(4, 3))
