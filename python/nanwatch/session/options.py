@@ -34,7 +34,7 @@ from ..util.reading import shorten
 from ..util.visible import close_names, first_few, suppressed
 
 OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
-_T = TypeVar("_T")
+_T = TypeVar("_T", "Trace", "Audit")
 PARTS = ("weights", "buffers", "inputs", "outputs")
 VARIABLE, SWITCH = "NANWATCH_OPTIONS", "NANWATCH"
 # Batches are counted in 64 bits. Sums and differences of two such numbers stay in them.
@@ -283,12 +283,20 @@ def _to_audit(option: str, value: Any) -> Audit | None:
     return Audit(every) if every else None
 
 
-def _made_of(kind: Callable[..., _T], value: Any) -> _T:
+def _made_of(kind: type[_T], value: Any) -> _T:
     """Return the Trace or Audit of text such as "run.parquet,fingerprints,batches=0+3", or of a single value."""
-    first, *arguments = value.split(",") if isinstance(value, str) else [value]
+    words: list[Any] = value.split(",") if isinstance(value, str) else [value]
+    first, *arguments = words
     pairs = [argument.partition("=") for argument in arguments]
+    accepted = tuple(option.name for option in fields(kind))[1:]
+    unknown = [name for name, _, _ in pairs if name not in accepted]
+    if unknown:
+        raise ValueError(
+            f"{value!r} is not understood: a {kind.__name__} has no {unknown[0]!r}; accepted are {', '.join(accepted)}"
+        )
+    named: dict[str, Any] = {name: text.replace("+", ",") or "true" for name, _, text in pairs}
     try:
-        return kind(first, **{name: words.replace("+", ",") or "true" for name, _, words in pairs})
+        return kind(first, **named)
     except TypeError as error:
         raise ValueError(f"{value!r} is not understood: {error}") from None
 
