@@ -80,9 +80,8 @@ def compare_main(arguments: list[str]) -> int:
             tell("comparing")
             result = compare_traces(*traces, batches=options.batches, factor=options.factor)
         elif options.inputs is None or options.batches is not None:
-            raise UseError(
-                "A and B should be two traces that exist, or two models with INPUTS and without --batches"
-            )
+            accepted = "two traces that exist, or two models with INPUTS and without --batches"
+            raise UseError(f"A and B should be {accepted}; got {options.a!r} and {options.b!r}")
         else:
             tell("running the models")
             result = compare(*(imported(value, name) for name, value in names.items()), factor=options.factor)

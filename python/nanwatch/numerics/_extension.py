@@ -37,7 +37,7 @@ from . import _reference
 
 _T = TypeVar("_T")
 
-REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps -v ."
+REBUILD = "`pip install --no-build-isolation --force-reinstall --no-deps -v .`"
 _OFF = "switched off by NANWATCH_EXT=0"
 _PACKAGE = Path(__file__).parents[1]
 
