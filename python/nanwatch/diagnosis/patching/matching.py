@@ -90,7 +90,7 @@ class Site:
             return None
         try:
             value = eval(ast.unparse(node), {**names, "__builtins__": {}})
-        except Exception:  # such as a division by 0
+        except (ArithmeticError, ValueError, TypeError, AttributeError):  # such as a division by 0
             return None
         return value if isinstance(value, int | float | ModuleType) else None
 
