@@ -105,7 +105,7 @@ def gathered(ripe: Sequence[Suspect], weights: Mapping[Key, int]) -> Iterator[tu
 
 
 class _Track:
-    """What is known of one optimizer: its audits, and how often in a row each weight was suspected of each fault."""
+    """Audits of one optimizer, and how often in a row each weight was suspected of each fault."""
 
     def __init__(self) -> None:
         self.step = 0

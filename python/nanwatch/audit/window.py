@@ -1,4 +1,4 @@
-"""What an audit sees: samples of the weights at a step, and the calls, backwards, clips and reductions before it.
+"""Samples of the weights at a step, and the calls, backwards, clips and reductions before it, for an audit.
 
 Strided elements stand for a tensor: at most 1,024 of each. A wrapper around `torch.autograd.backward` looks at each
 weight's `.grad` before and after it. Between audited steps the window is closed. Nothing here keeps a tensor of the

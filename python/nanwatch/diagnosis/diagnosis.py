@@ -82,7 +82,7 @@ class Step:
 
     @property
     def spelt(self) -> str:
-        """Its values in words: `nan`, `inf`, `-inf`, joined by `and`."""
+        """The values in words: `nan`, `inf`, `-inf`, joined by `and`."""
         return " and ".join(value for value in _VALUES if value in self.values)
 
     @property

@@ -39,7 +39,7 @@ class NumberFormat(NamedTuple):
     name: str
     """PyTorch's name, as in `torch.float16`."""
     number: int
-    """Its number in the C ABI and in fingerprints. Fingerprints are kept in files: no number is used twice."""
+    """The number in the C ABI and in fingerprints. Fingerprints are kept in files: no number is used twice."""
     scalar_type: str
     """Name in PyTorch's C++ enumeration `ScalarType`."""
     kind: Kind

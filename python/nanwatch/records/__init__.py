@@ -1,1 +1,1 @@
-"""What is recorded: a record for each tensor, a frame for each call, and the headroom of both. No torch."""
+"""Records: one for each tensor, a frame for each call, and the headroom of both. No torch."""

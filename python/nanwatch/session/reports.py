@@ -1,4 +1,4 @@
-"""What is known of the batches of one Watch: the starts from which they can be run again, and reports.
+"""Starts from which the batches of one Watch can be run again, and the reports of a Watch.
 
 Reports are of its latest frames, of a non-finite call, or of calls that an exception left.
 """
