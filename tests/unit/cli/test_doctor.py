@@ -106,5 +106,5 @@ def test_a_module_that_is_older_than_the_sources_is_not_loaded(copied, is_stale)
     program = "import nanwatch as n, torch as t; m = t.nn.ReLU(); w = n.watch(m); m(t.ones(2)); print(len(w.frames))"
     done = run("-c", program, place=copied)
     assert done.stdout == "1\n"
-    words = "Reason: it is older than the Python sources, whose records or calls are others by now; rebuild it: pip"
+    words = "Reason: it is older than the Python sources, whose records or calls are others by now; rebuild it: `pip"
     assert (words in done.stderr) == is_stale

@@ -88,9 +88,9 @@ class Site:
         is_known = all(isinstance(value, int | float | ModuleType | type) for value in names.values())
         if not is_known or not all(map(_NUMBER_CALL.fullmatch, calls)):
             return None
-        try:
+        try:  # it may divide by 0, or be no expression, as a slice
             value = eval(ast.unparse(node), {**names, "__builtins__": {}})
-        except (ArithmeticError, ValueError, TypeError, AttributeError):  # such as a division by 0
+        except (ArithmeticError, LookupError, NameError, SyntaxError, TypeError, ValueError, AttributeError):
             return None
         return value if isinstance(value, int | float | ModuleType) else None
 
