@@ -8,7 +8,7 @@ namespace py = pybind11;
 namespace nanwatch {
 namespace {
 
-// Of a tensor for which the budget of a batch had no room.
+// The record of a tensor says this where the budget of a batch had no room for it.
 constexpr const char* kNotReadYet = "not read yet";
 // A weight that nothing has changed since is read again after so many batches.
 constexpr uint32_t kAge = 64;
