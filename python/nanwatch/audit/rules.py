@@ -348,8 +348,8 @@ def _parted(step: Step) -> Iterator[Suspect]:
             )
             if weight not in tables and weight.after is not None and is_apart:
                 yield _suspect("tie-broken", weight)
-            # One of two, as experts are more, and those without tokens rest too. An average and the target of a
-            # Q-function rest as well: code writes the one, and calls the other without grad mode.
+            # Only a pair counts: of more copies, as experts are, those without tokens rest too. A moving average rests
+            # as well, but code writes it. So does the target of a Q-function, but code calls it without grad mode.
             rests = weight.group is not None and weight.grad == "none" and weight.module not in step.called
             before = step.previous.get(weight.key)
             is_written = before is not None and not same_bits(before.after, weight.before)

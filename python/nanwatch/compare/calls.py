@@ -301,7 +301,7 @@ class _Matcher:
             anchors |= dict.fromkeys(((*call.parts, call)[0] for call in pair), number)
 
         def norm(call: ModuleCall) -> object:
-            # Matrices that are one would have been matched.
+            # Calls with the same matrix have been matched already.
             is_norm = call.shapes and all(len(shape) == 1 for shape in call.shapes)
             return (call.shapes, *sorted(self._sizes[call])) if is_norm else call
 

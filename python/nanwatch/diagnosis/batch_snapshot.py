@@ -176,7 +176,7 @@ class BatchSnapshot:
                     # A forked child has none of the threads that a collective of gloo needs.
                     if number > 1 or isolation.is_child():
                         modes.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
-                    # It would tell the other ranks that a batch has begun.
+                    # DistributedDataParallel would tell the other ranks that a batch has begun.
                     alone = lambda replica, *args, **kwargs: replica.module(*args, **kwargs)  # noqa: E731
                     replicas = nn.parallel.DistributedDataParallel
                     modes.enter_context(isolation.in_place_of(replicas, "forward", alone))

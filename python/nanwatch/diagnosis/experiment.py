@@ -206,7 +206,7 @@ def run_backward(experiment: Experiment, roots: list[Tensor], gradients: list[Te
         if node is not None and node not in nodes:
             nodes[node] = None
             left += [following for following, _ in node.next_functions]
-    # Among them weights of a model that a function calls.
+    # The leaves include weights of a model that a function calls.
     ends = [*(x for x in roots if x.is_leaf), *(node.variable for node in nodes if hasattr(node, "variable"))]
     with ExitStack() as after:
         for node in nodes:

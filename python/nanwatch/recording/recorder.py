@@ -344,8 +344,8 @@ class PythonRecorder:
         arrive = weakref.WeakMethod(self._arrive)  # a graph keeps its hooks, and they must not keep this
 
         def hook(place: object, call_of: Callable[[], Call | None], part: Part, label: str, x: Any) -> None:
-            # None comes for results of an operation that nobody used, as all parts of unbind but one, and from a
-            # Function whose backward gives none. Compiled autograd follows hooks, and this leads nowhere that it could.
+            # Autograd gives None for a result that nobody used, as a part of unbind, and for a Function whose backward
+            # returns none. Compiled autograd would follow this hook into code that it cannot compile.
             if x is None or is_compiling():
                 return
             call, method = call_of(), arrive()

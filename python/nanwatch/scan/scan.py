@@ -168,7 +168,7 @@ def _read_values(stored: Stored, x: Tensor, fingerprints: bool, facts: dict[str,
         facts["fingerprint"] = total.fingerprint(*kind)
     if not is_encoded and x.is_floating_point() and x.dim() > 1:
         width = prod(shape[1:])
-        # Fewer zeros than a row has elements: none is dead.
+        # With fewer zeros than a row has elements no row is dead.
         if 1 < width <= facts["health"].num_zero:
             facts["dead_rows"], facts["first_dead_rows"] = _dead_rows(stored, x.detach().reshape(-1, width))
 

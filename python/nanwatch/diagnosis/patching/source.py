@@ -32,7 +32,7 @@ _MOST_BYTES = 4 << 20
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 # Stands in compiled code for the object that takes its place among the constants.
 _STAND_IN = "nanwatch.diagnosis.patching.source"
-# Larger values are not kept, and of the evaluations of one expression, as in a loop, no more than the first.
+# A probe keeps no larger values, and only the first evaluations of an expression in a loop.
 _MOST_ELEMENTS = 1 << 24
 _MOST_KEPT = 16
 
@@ -363,7 +363,7 @@ def _with_constant(code: CodeType, value: Any) -> CodeType:
 
 
 class _Looks(ast.NodeTransformer):
-    """Gives the probe the value of the outermost expression inside each span."""
+    """Transformer that gives the probe the value of the outermost expression inside each span."""
 
     def __init__(self, file: SourceFile, spans: Sequence[Span]) -> None:
         self._file = file
