@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import nanwatch
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.cures import try_formats
-from nanwatch.report.finding import Finding
+from nanwatch.diagnosis.trials import Trials
+from nanwatch.report.finding import Finding, working_first
 from programs.case import Setup, follow
 from support.examined import snapshot_of
 from support.toys import Does
@@ -73,6 +74,13 @@ def failed(
             assert finding is not None
             return start, replace(finding, transient=None, operands=(), cures=(), remarks=())
     raise AssertionError("the call should fail, and did not")
+
+
+def formats_of(start: BatchSnapshot, finding: Finding, model: nn.Module) -> Any:
+    """Return the cures by other formats, and the remarks on what could not be tried."""
+    trials = Trials(start, finding, model)
+    try_formats(trials)
+    return working_first(trials.cures), tuple(trials.remarks)
 
 
 def is_finite(model: nn.Module, args: Any, kwargs: Any, autocast: torch.dtype | None, what: str) -> bool:
@@ -141,7 +149,7 @@ def wrong_cures(name: str) -> str:
     torch.manual_seed(0)
     model = build()
     start, finding = failed(model, x, autocast=autocast)
-    cures, remarks = try_formats(start, finding, model)
+    cures, remarks = formats_of(start, finding, model)
     told = [(cure.what, cure.works) for cure in cures]
     expected = sorted(expected, key=lambda case: not case[1])
     if len(told) != len(expected) or remarks:

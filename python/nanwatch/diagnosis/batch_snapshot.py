@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from traceback import walk_stack, walk_tb
 from types import CodeType, FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,10 +26,9 @@ from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.slot import unwatched
 from ..numerics._reference import without_repeats
 from ..numerics.readable import is_plain, only_our_dispatch, unreadable
-from ..precision.casting import NARROW, caches_parametrizations, swap_parametrizations
+from ..precision.casting import caches_parametrizations, swap_parametrizations
 from ..recording.events import Start
 from ..recording.walk import Unwalked, call_leaves
-from ..report.finding import Finding
 from ..util.modules import each_module, each_parameter
 from ..util.program_code import is_library, names_of
 from . import isolation
@@ -43,8 +43,9 @@ _SHARDING = frozenset({"deepspeed", "fairscale", "megatron", "colossalai", "horo
 _OWN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 # Bytes of the largest buffer that is copied at the start of a batch: the statistics of 16,384 channels.
 _MOST_BYTES = 1 << 16
-# Seconds that each re-run may take: at least these, and these times the batch's own, as a child has one thread.
-LEAST_SECONDS, TIMES_BATCH = 5.0, 20.0
+# Seconds that each re-run may take: at least these, and these times the batch's own. A child has one thread, in which
+# a batch of N threads takes up to N times as long, and the reads of all results come on top.
+LEAST_SECONDS, TIMES_BATCH, TIMES_THREADS = 5.0, 20.0, 4.0
 
 
 class BufferValue(NamedTuple):
@@ -139,7 +140,7 @@ class BatchSnapshot:
         autocast = tuple(Autocast(*mode) for mode in start.autocast if mode[0] == "cpu" or is_built)
         modes = autocast, start.inference, start.grad
         called_with = start.module, start.args, start.kwargs or _NOTHING
-        seconds = LEAST_SECONDS + TIMES_BATCH * torch.get_num_threads() * start.elapsed
+        seconds = LEAST_SECONDS + max(TIMES_BATCH, TIMES_THREADS * torch.get_num_threads()) * start.elapsed
         return cls(*called_with, rng, *modes, tuple(start.versions), buffers, seconds)
 
     @contextmanager
@@ -338,18 +339,6 @@ def draws_outside_torch(root: nn.Module) -> bool:
     return False
 
 
-def is_narrow(dtype: str) -> bool:
-    """Return whether the format has fewer bits than float32."""
-    name = dtype.removeprefix("torch.")
-    return name in ("float16", "bfloat16") or name.startswith("float8")
-
-
-def may_be_narrow(snapshot: BatchSnapshot, finding: Finding) -> bool:
-    """Return whether a format narrower than float32 takes part, as autocast and the operands tell."""
-    is_cast = any(mode.enabled and mode.dtype in NARROW for mode in snapshot.autocast)
-    return is_cast or any(is_narrow(record.dtype) for record in finding.operands)
-
-
 # The methods of PyTorch's that run a watched module's wrapper, and its hooks and forward.
 _WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__
 _CALL = nn.Module._call_impl.__code__
@@ -373,12 +362,19 @@ def open_calls(frame: FrameType | None = None) -> list[LeftCall]:
 
     The innermost may have returned to the wrapper that records it. `frame` is the innermost of another stack.
     """
-    calls = []
-    frame = frame or sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _WRAPPED_CALL:
-            calls.append(_left_call(frame))
-        frame = frame.f_back
+    stack = walk_stack(frame or sys._getframe(1))
+    return [_left_call(place) for place, _ in stack if place.f_code is _WRAPPED_CALL]
+
+
+def left_calls(error: BaseException) -> list[LeftCall]:
+    """Return the module calls that the exception left, the innermost first."""
+    calls, outer = list[LeftCall](), None
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code is _CALL:
+            if outer is not None and all(above is not outer for above, _ in walk_stack(frame)):
+                break  # of an exception that is raised once more: these calls are of the time before
+            outer = frame
+            calls.insert(0, _left_call(frame))
     return calls
 
 
@@ -390,25 +386,3 @@ def _left_call(frame: FrameType) -> LeftCall:
     if type(values) is dict:
         values.clear()
     return call
-
-
-def left_calls(error: BaseException) -> list[LeftCall]:
-    """Return the module calls that the exception left, the innermost first."""
-    calls = []
-    place = error.__traceback__
-    outer: FrameType | None = None
-    while place is not None:
-        if place.tb_frame.f_code is _CALL:
-            if outer is not None and not _is_inside(place.tb_frame, outer):
-                break  # of an exception that is raised once more: these calls are of the time before
-            outer = place.tb_frame
-            calls.append(_left_call(place.tb_frame))
-        place = place.tb_next
-    return calls[::-1]
-
-
-def _is_inside(frame: FrameType, outer: FrameType) -> bool:
-    above: FrameType | None = frame
-    while above is not None and above is not outer:
-        above = above.f_back
-    return above is not None

@@ -20,17 +20,16 @@ from ..precision.precision import run_in_fp32
 from ..recording.walk import call_leaves
 from ..records.headroom import least_bits
 from ..records.record import Record
-from ..report.finding import Cure, Finding
+from ..report.finding import Cure
 from ..util.visible import spell
-from .batch_snapshot import BatchSnapshot, is_narrow, no_second_run
-from .diagnosis import Diagnosis
+from .batch_snapshot import BatchSnapshot
+from .diagnosis import Step
 from .experiment import Experiment, MakeCall, make_call
 from .patching.rounds import Rounds
 from .patching.source import TargetFinder, find_target
 from .patching.table import OPTIONS
-from .trials import NO_CONDITIONS, Conditions, Hold, Trials, loaded
+from .trials import Hold, Trials, loaded
 
-Cures = tuple[tuple[Cure, ...], tuple[str, ...]]
 # Runs of a batch for other formats. Two cures are a choice; more would only cost forwards.
 MAX_RUNS = 6
 _ENOUGH = 2
@@ -40,30 +39,17 @@ _MOST_MODULES = 3
 _LEAST_ROOM = 1.0
 # Past the range of float16 (2^-24 to 2^16) nothing is to be gained by a smaller loss scale.
 _LARGEST_DIVISOR = 2.0**40
-_NOT_BACK = "no cure was tried: the failure did not come back when the batch ran again"
+_HALVES = "float16", "bfloat16"
 
 
-def try_patches(
-    snapshot: BatchSnapshot,
-    finding: Finding,
-    model: nn.Module,
-    diagnosis: Diagnosis,
-    *,
-    conditions: Conditions = NO_CONDITIONS,
-    at: TargetFinder = find_target,
-) -> Cures:
-    """Return `(cures, remarks)`: an option of the guilty module, or a change of the source; the first that works.
+def try_patches(trials: Trials, step: Step | None, at: TargetFinder = find_target) -> None:
+    """Try an option of the guilty module, then changes of the source. Keep the first that works.
 
-    `at` finds the function that runs a line. Raises nothing of its own: what goes wrong is a remark.
+    `step` is the operation that failed, and `at` finds the function that runs a line.
     """
-    trials = Trials(snapshot, finding, model, conditions)
-
-    def search() -> None:
-        _try_option(trials)
-        if not trials.cures and diagnosis.step is not None:
-            Rounds(trials, at).go(diagnosis.step)
-
-    return trials.searched(search, "a change of the source")
+    _try_option(trials)
+    if not trials.cures and step is not None:
+        Rounds(trials, at).go(step)
 
 
 def _try_option(trials: Trials) -> None:
@@ -91,63 +77,42 @@ def _try_option(trials: Trials) -> None:
             trials.cures.append(Cure(what, True, None, "", effect))
 
 
-def try_formats(
-    snapshot: BatchSnapshot,
-    finding: Finding,
-    model: nn.Module,
-    *,
-    conditions: Conditions = NO_CONDITIONS,
-) -> Cures:
-    """Return `(cures, remarks)` from trials of other formats, where one narrower than float32 takes part.
+def try_formats(trials: Trials) -> None:
+    """Try other formats, where one narrower than float32 takes part, the smallest change first.
 
     Only for what a module produced or received: weights, buffers and data that were not finite before the call have no
     cure here. Each trial changes what a user would change who applies the cure as it is printed, and needs a bit of
     headroom. A change that does not work is left out, except float32 for the guilty module, which a user expects to
     help.
-
-    The model is left as it was. Nothing is raised but KeyboardInterrupt and its like: what goes wrong is a remark.
     """
-    if finding.origin not in ("produced", "received"):
-        return (), ()
-    if finding.transient:
-        return (), (_NOT_BACK,)
-    if reason := no_second_run(snapshot.module):
-        return (), (f"no cure was tried: {reason}",)
-    formats = _Formats(snapshot, finding, model, conditions)
-    search = formats.of_backward if finding.phase == "backward" else formats.of_forward
-    return formats.searched(search, "cures")
+    if trials.finding.origin in ("produced", "received"):
+        formats = _Formats(trials)
+        formats.of_backward() if trials.finding.phase == "backward" else formats.of_forward()
 
 
-class _Formats(Trials):
-    """The trials of other formats, the smallest change first."""
+class _Formats:
+    """The trials of other formats. Each begins with a run in which nothing is changed."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._modules = {
-            named.name: named.module for named in named_modules(self.model, remove_duplicate=False)
-        }
-        self._root = self.names.get(unwrapped(self.snapshot.module), "")
-        self._at = self._root if self.guilty is None else self.guilty
+    def __init__(self, trials: Trials) -> None:
+        self._trials, self._finding, self._snapshot = trials, trials.finding, trials.snapshot
+        self._most_runs, self._num_cures = trials.runs + MAX_RUNS, len(trials.cures)
+        self._modules = {x.name: x.module for x in named_modules(trials.model, remove_duplicate=False)}
+        self._root = trials.names.get(unwrapped(self._snapshot.module), "")
+        self._at = self._root if trials.guilty is None else trials.guilty
+        self._is_backward = self._finding.phase == "backward"
+        self._is_half = any(p.dtype is torch.float16 for p in self._snapshot.module.parameters())
         # How the batch ran with nothing changed, or with nothing but the guilty module: what came before is the same.
-        self._seen = Experiment()
-        self._is_backward = self.finding.phase == "backward"
-        self._is_half = any(p.dtype is torch.float16 for p in self.snapshot.module.parameters())
+        self._seen = self._run()
 
     def of_forward(self) -> None:
         """Try float32 for the guilty module, bfloat16, larger modules, and the ends of float16."""
-        self._seen = self._run()
-        error = self._seen.error
-        if self.finding.transient is None and not any(x.is_fault for x in self._failing(self._seen)):
-            raised = error and f"no cure was tried: the batch, run again, raised {spell(error)}"
-            self.remarks.append(raised or _NOT_BACK)
-            return
         if not self._is_narrow():
             return
         works = self._in_float32(self._at, is_expected=True)
         is_wide_enough = self._bfloat16()
         larger = [name for name in self._around() if name != self._root]
         # One run is left for the whole model, which may have many modules around the guilty one.
-        works = works or any(map(self._in_float32, larger[: MAX_RUNS - 1 - self.runs]))
+        works = works or any(map(self._in_float32, larger[: self._most_runs - 1 - self._trials.runs]))
         if not (works or is_wide_enough or self._at == self._root):
             self._in_float32(self._root)
         if not is_wide_enough:
@@ -155,22 +120,20 @@ class _Formats(Trials):
 
     def of_backward(self) -> None:
         """Try a smaller loss scale, and float32 for the guilty module and those around it."""
-        self._seen = self._run()
-        if not self._seen.has_bad_gradients:
-            return
-        self._smaller_scale()
-        if any(record.dtype in ("float16", "bfloat16") for record in self._seen.gradients):
-            any(map(self._in_float32, [self._at, *self._around()][:_MOST_MODULES]))
+        if self._seen.has_bad_gradients:
+            self._smaller_scale()
+            if any(record.dtype in _HALVES for record in self._seen.gradients):
+                any(map(self._in_float32, [self._at, *self._around()][:_MOST_MODULES]))
 
     def _in_float32(self, name: str, *, is_expected: bool = False) -> bool:
-        code = f"nanwatch.run_in_fp32({code_of(self.model, name)})"
+        code = f"nanwatch.run_in_fp32({code_of(self._trials.model, name)})"
         words = f"run {module_words(name)} in float32, {code}"
         hold = partial(run_in_fp32, self._modules[name])
         return self._try(words, hold, changed=name, is_expected=is_expected)
 
     def _bfloat16(self) -> bool:
         """Try bfloat16, which has the range of float32, for all float16. Return whether it works."""
-        snapshot = self.snapshot
+        snapshot = self._snapshot
         tensors = [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]
         is_given = any(x.dtype is torch.float16 for x in tensors)
         if self._is_half and is_given and self._root:
@@ -193,8 +156,8 @@ class _Formats(Trials):
 
     def _clamp(self) -> None:
         """Try to clamp the value that leaves float16 to its ends, where bfloat16 is not to be had."""
-        finding, records = self.finding, self._failing(self._seen)
-        ends = next((x.ends for x in records if x.is_fault and x.dtype.endswith("float16")), None)
+        finding, records = self._finding, self._failing(self._seen)
+        ends = next((x.ends for x in records if x.is_fault and x.dtype in _HALVES), None)
         if ends is None or any(call.name == self._at and call.autocast for call in self._seen.calls):
             return
         module, side = self._modules.get(finding.module), finding.label.partition("[")[0]
@@ -208,13 +171,13 @@ class _Formats(Trials):
         A backward is in proportion to what it is given. There is no cure where no float16 takes part, whose range is
         the reason to scale, and one that does not work where the scale is known and a scale of 1 does not help either.
         """
-        scale, given = self.conditions.loss_scale, self._seen.given
+        scale, given = self._trials.conditions.loss_scale, self._seen.given
         if not any(record.dtype == "float16" for record in (*given, *self._seen.gradients)):
             return
 
         @cache
         def room(divisor: float) -> float:
-            made = self.run(divisor=divisor).gradients
+            made = self._trials.run(divisor=divisor).gradients
             if any(record.isfinite is False for record in made):
                 return -inf
             bits = least_bits(record for record in made if record.dtype == "float16")
@@ -231,11 +194,11 @@ class _Formats(Trials):
         words = f"a loss scale that is {divisor:g} times smaller"
         if scale is not None:
             words = f"a loss scale of {scale / divisor:g} in place of {scale:g}"
-        self.cures.append(Cure(words, bits >= _LEAST_ROOM, bits if isfinite(bits) else None))
+        self._trials.cures.append(Cure(words, bits >= _LEAST_ROOM, bits if isfinite(bits) else None))
 
     def _run(self, *changes: Any) -> Experiment:
         # Gradients of float16 weights have no scaler: a loss that grows with the square of the outputs has to fit.
-        return self.run(*changes, squares=self._is_half and not self._is_backward)
+        return self._trials.run(*changes, squares=self._is_half and not self._is_backward)
 
     def _try(
         self,
@@ -252,44 +215,45 @@ class _Formats(Trials):
 
         `changed` is the module that runs in float32 and gives its results back in the format around it.
         """
-        is_enough = sum(cure.works for cure in self.cures) >= _ENOUGH
-        if not self._is_backward and (self.runs >= MAX_RUNS or is_enough):
+        trials = self._trials
+        is_enough = sum(cure.works for cure in trials.cures[self._num_cures :]) >= _ENOUGH
+        if not self._is_backward and (trials.runs >= self._most_runs or is_enough):
             return False
         experiment = self._run(hold, make, snapshot)
         if experiment.error is not None:
-            self.remarks.append(f"could not try to {what}: {spell(experiment.error)}")
+            trials.remarks.append(f"could not try to {what}: {spell(experiment.error)}")
             return False
         if self._seen.error is not None:  # of a check of the program's own, before the guilty call ended
             self._seen = experiment
-        works, room = self.is_finite(experiment), None
+        works, room = trials.is_finite(experiment), None
         if works and needs_room:
-            narrow = [x for x in experiment.gradients if x.dtype in ("float16", "bfloat16")]
+            narrow = [x for x in experiment.gradients if x.dtype in _HALVES]
             outputs = [x for x in experiment.records(changed) if x.role == "output"]
             room = least_bits(narrow if self._is_backward else [*self._failing(experiment), *outputs])
             works = room is None or room >= _LEAST_ROOM
         if works:
-            works, effect = self.agreement(experiment)
+            works, effect = trials.agreement(experiment)
             if not works:
-                self.remarks.append(f"with a change the batch is finite, but {effect}: {what}")
+                trials.remarks.append(f"with a change the batch is finite, but {effect}: {what}")
         if works or is_expected:
-            self.cures.append(Cure(what, works, room))
+            trials.cures.append(Cure(what, works, room))
         return works
 
     def _failing(self, experiment: Experiment) -> list[Record]:
-        return [x for x in experiment.records(self.finding.module) if x.label == self.finding.label]
+        return [x for x in experiment.records(self._finding.module) if x.label == self._finding.label]
 
     def _is_narrow(self) -> bool:
         """Return whether a narrow format takes part in the guilty call, or in the record that was not finite."""
-        calls = [call for call in self._seen.calls if call.name in (self._at, self.finding.module)]
-        records = [*self.finding.operands, *(record for call in calls for record in call.records)]
-        return any(call.autocast for call in calls) or any(is_narrow(record.dtype) for record in records)
+        calls = [call for call in self._seen.calls if call.name in (self._at, self._finding.module)]
+        dtypes = [x.dtype for x in (*self._finding.operands, *(x for call in calls for x in call.records))]
+        return any(call.autocast for call in calls) or any(x in _HALVES or "float8" in x for x in dtypes)
 
     def _around(self) -> Iterator[str]:
         """Yield the modules around the guilty one that this batch called, the nearest first."""
         called, name = {call.name for call in self._seen.calls}, self._at
         while name and name != self._root:
             name = name.rpartition(".")[0]
-            if name in self._modules and (watched := self.names[self._modules[name]]) in called:
+            if name in self._modules and (watched := self._trials.names[self._modules[name]]) in called:
                 yield watched
 
 

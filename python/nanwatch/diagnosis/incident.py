@@ -6,7 +6,7 @@ in what can.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -78,14 +78,8 @@ def write_failure(
     finding, call = incident.finding, None if diagnosis is None else diagnosis.call
     is_forward = finding.phase == "forward"
     why = "no call was seen to make the value a second time" if is_forward else "a capsule replays a forward"
-    patch = next((cure.patch for cure in finding.cures if cure.works and cure.patch), "")
-
-    def complete(files: list[str], remarks: list[str]) -> Report:
-        incident.learn(files=tuple(files), remarks=(*finding.remarks, *remarks))
-        return incident.report
-
     folder = output_dir / f"batch-{finding.batch}"
-    _write_folder(folder, incident.report.rank, complete, call, snapshot, why, finding, patch)
+    incident.report = _write_folder(folder, incident.report, call, snapshot, why)
 
 
 def write_spike(
@@ -94,56 +88,62 @@ def write_spike(
     """Write the report and a capsule of its batch, as far as that can be done. Return it with files and remarks."""
     name = None if start is None or model is None else module_names(model).get(start.module)
     call = None if start is None or name is None else ModuleCall(name, start.module, start.args, start.kwargs)
-
-    def complete(files: list[str], remarks: list[str]) -> SpikeReport:
-        return replace(report, files=tuple(files), remarks=tuple(remarks))
-
-    folder, why = output_dir / f"spike-batch-{report.batch}", "the start of the batch was not kept"
-    return _write_folder(folder, report.rank, complete, call, start, why)
+    folder = output_dir / f"spike-batch-{report.batch}"
+    return _write_folder(folder, report, call, start, "the start of the batch was not kept")
 
 
 def _write_folder(
-    path: Path,
-    rank: int,
-    complete: Callable[[list[str], list[str]], _AReport],
-    call: ModuleCall | None,
-    start: BatchSnapshot | None,
-    why: str,
-    finding: Finding | None = None,
-    patch: str = "",
+    path: Path, report: _AReport, call: ModuleCall | None, start: BatchSnapshot | None, why: str
 ) -> _AReport:
     """Write a report with a capsule of the call and a patch into a new folder. Return the report.
 
-    `complete` makes it of the files and of remarks on what could not be written. `why` says why there is no call.
+    The report that is returned names the files, and has remarks on what could not be written. `why` says why there is
+    no call.
     """
-    files, remarks = list[str](), list[str]()
-    path = path.with_name(f"{path.name}-rank-{rank}") if rank else path
+    files: list[str] = []
+    remarks: list[str] = []
+    finding = report.finding if isinstance(report, Report) else None
+    path = path.with_name(f"{path.name}-rank-{report.rank}") if report.rank else path
     folder = attempt("making the folder", partial(_new_folder, path), remarks.append)
     if folder is None:
-        return complete(files, remarks)
+        return _with_files(report, files, remarks)
 
     def write(name: str, make: Callable[[], Path]) -> None:
         made = attempt(f"writing {name}", make, remarks.append)
         files.extend([] if made is None else [str(made)])
 
+    def capsule(call: ModuleCall, start: BatchSnapshot) -> Path:
+        modes: Any = {"rng": call.rng or start.rng, "autocast": call.autocast or start.autocast}
+        given = folder / "capsule", call.module, call.name, call.args, call.kwargs
+        made = write_capsule(*given, finding=finding, rank=report.rank, **modes)
+        if missing := [text.partition(": ")[0] for text in Capsule.open(made).left_out]:
+            remarks.append(f"the capsule leaves out {first_few(missing)}; its list left_out says why")
+        return made
+
     if call is None or start is None:
         remarks.append(f"no capsule was written: {why}")
     else:
-        modes: Any = {"rng": call.rng or start.rng, "autocast": call.autocast or start.autocast}
-        given = folder / "capsule", call.module, call.name, call.args, call.kwargs
-        write("the capsule", partial(write_capsule, *given, finding=finding, rank=rank, **modes))
-        if missing := [text.partition(": ")[0] for each in files for text in Capsule.open(each).left_out]:
-            remarks.append(f"the capsule leaves out {first_few(missing)}; its list left_out says why")
-    if patch:
+        write("the capsule", partial(capsule, call, start))
+    patches: list[str] = [] if finding is None else [cure.patch for cure in finding.cures if cure.works]
+    if patch := next(filter(None, patches), ""):
         write(PATCH_FILE, partial(_write_whole, folder / PATCH_FILE, patch))
     # The page, which needs a package, comes first, so that the others do not name it where it is missing.
     forms = sorted((form for form in FORMS.values() if form.in_folder), key=lambda form: form.name)
     paths = [folder / f"report.{form.suffix}" for form in forms]
     for i, form in enumerate(forms):
-        all_files: list[str] = files + [str(place) for place in paths[i:]]
-        report: _AReport = complete(all_files, remarks)
-        write(paths[i].name, partial(_write_form, report, form, folder))
-    return complete(files, remarks)
+        all_files = files + [str(place) for place in paths[i:]]
+        complete: _AReport = _with_files(report, all_files, remarks)
+        write(paths[i].name, partial(_write_form, complete, form, folder))
+    return _with_files(report, files, remarks)
+
+
+def _with_files(report: _AReport, files: Sequence[str], remarks: Sequence[str]) -> _AReport:
+    if isinstance(report, SpikeReport):
+        return replace(report, files=tuple(files), remarks=tuple(remarks))
+    incident = Incident(report)
+    incident.learn(files=tuple(files))
+    incident.remark(*remarks)
+    return incident.report
 
 
 def write_frames(report: Report, folder: Path) -> None:

@@ -6,31 +6,29 @@ and the report is what it was before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..instrumentation.wrapped_names import module_names
 from ..precision.casting import replaced
 from ..recording.walk import call_leaves
+from ..records.record import Phase
 from ..report.finding import with_earlier, working_first
 from ..util.visible import spell
 from . import isolation
-from .batch_snapshot import BatchSnapshot, may_be_narrow, no_second_run
+from .batch_snapshot import BatchSnapshot, no_second_run
 from .cures import try_formats, try_patches
 from .diagnosis import Diagnosis, enrich
-from .experiment import Allows, run
 from .incident import Incident, attempt, write_failure
 from .loss_statements import BackwardCall, LossStatements, Refused
 from .patching.source import find_target
 from .search import find_operation
-from .trials import NO_CONDITIONS, Conditions
+from .trials import Conditions, Trials
 
 _ADVICE = (
     "put the loss into a function below `@nanwatch.watched`: a report then has its line and its operands"
@@ -38,7 +36,6 @@ _ADVICE = (
 _NOT_KEPT = (
     "the start of the batch was not kept. Run it alone, uncompiled and with one call of the model, for that"
 )
-_Phase = Literal["forward", "backward"]
 # Runs of a part of the batch. One of 64 samples takes 9.
 _MOST_RUNS = 24
 
@@ -51,7 +48,7 @@ def examine(
     *,
     examines: bool,
     reason: str = "",
-    conditions: Conditions = NO_CONDITIONS,
+    conditions: Conditions | None = None,
     loss: BackwardCall | None = None,
 ) -> None:
     """Complete the incident by a re-run, if it `examines`, and write it to `output_dir`, if any.
@@ -59,7 +56,7 @@ def examine(
     `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss` is the
     backward that made the value.
     """
-    run = _Rerun(incident, model, conditions)
+    run = _Rerun(incident, model, conditions or Conditions())
     try:
         if examines and (reason or (snapshot is None and loss is None)):
             incident.remark(f"no re-run was made: {reason or _NOT_KEPT}")
@@ -91,53 +88,54 @@ class _Rerun:
         """Run the forward of the batch again to find the operation, cures and samples."""
         incident, finding = self._incident, self._incident.finding
         self.diagnosis = diagnosis = find_operation(snapshot, finding, model=self._model)
-        incident.finding = enrich(finding, diagnosis)
+        self._learn(diagnosis)
         if diagnosis.holder is not None:
             frames = with_earlier(incident.report.frames, diagnosis.holder)
             incident.report = replace(incident.report, frames=tuple(frames))
-        self.send()
+        doubts = snapshot.doubts()
         was_there = finding.origin in ("data", "buffer") and diagnosis.place is not None
         if diagnosis.transient is False or was_there:
-            if doubts := snapshot.doubts():
+            if doubts:
                 incident.remark(f"no cure was tried, as {doubts[0]}")
             else:
-                attempt("trying cures", partial(self._cure, snapshot, diagnosis, "forward"), incident.remark)
+                self._cure(snapshot, diagnosis, "forward")
         if diagnosis.step is not None or incident.finding.origin == "data":
             self._find_samples(snapshot, diagnosis, batch_size(snapshot))
 
     def examine_backward(self, snapshot: BatchSnapshot | None, loss: BackwardCall | None) -> None:
         """Run the batch again with its backward to find the operation, cures and samples."""
-        incident, remarks, shown = self._incident, list[str](), list[tuple[Diagnosis, BatchSnapshot]]()
+        incident, remarks, allows = self._incident, list[str](), self._conditions.allows
+        best: tuple[Diagnosis, BatchSnapshot] | None = None
         for start in self._starts(snapshot, loss, remarks):
-            diagnosis = find_operation(
-                start, incident.finding, model=self._model, allows=self._conditions.allows
-            )
+            diagnosis = find_operation(start, incident.finding, model=self._model, allows=allows)
             if diagnosis.step is not None:
-                shown.append((diagnosis, start))
+                best = diagnosis, start
                 # Else the loss reads a bad value with a graph that these statements did not make.
                 if all(x.grad_fn is None for x in diagnosis.step.strangers):
                     break
             elif diagnosis.remarks:
                 remarks.append(f"{'; '.join(diagnosis.remarks)}; {_ADVICE}")
-        if not shown:
+        if best is None:
             incident.remark(*dict.fromkeys(remarks))
             return
-        diagnosis, start = shown[-1]
-        incident.finding = enrich(incident.finding, diagnosis)
-        self.send()
-        phase: _Phase = "backward" if loss is None or loss.value is None else "forward"
-        attempt("trying cures", partial(self._cure, start, diagnosis, phase), incident.remark)
-        where = (
-            start.module.where if isinstance(start.module, LossStatements) else "the batch without its loss"
-        )
-        incident.remark(f"found by running {where} again")
+        diagnosis, start = best
+        self._learn(diagnosis)
+        self._cure(start, diagnosis, "backward" if loss is None or loss.value is None else "forward")
         size = batch_size(start if snapshot is None else snapshot)
-        if isinstance(start.module, LossStatements) and incident.finding.is_of_loss:
-            # The outputs have the samples, also where an attribute holds what the model was called with.
-            with suppress(Refused):
-                module = start.module.from_outputs() or start.module
-                start = replace(start, module=module, kwargs=module.inputs)
+        where = "the batch without its loss"
+        if isinstance(start.module, LossStatements):
+            where = start.module.where
+            if incident.finding.is_of_loss:
+                # The outputs have the samples, also where an attribute holds what the model was called with.
+                with suppress(Refused):
+                    module = start.module.from_outputs() or start.module
+                    start = replace(start, module=module, kwargs=module.inputs)
+        incident.remark(f"found by running {where} again")
         self._find_samples(start, diagnosis, size)
+
+    def _learn(self, diagnosis: Diagnosis) -> None:
+        self._incident.finding = enrich(self._incident.finding, diagnosis)
+        self.send()
 
     def _starts(
         self, snapshot: BatchSnapshot | None, loss: BackwardCall | None, remarks: list[str]
@@ -170,57 +168,47 @@ class _Rerun:
         if snapshot is not None and not is_of_loss:
             yield snapshot
 
-    def _cure(self, snapshot: BatchSnapshot, diagnosis: Diagnosis, phase: _Phase) -> None:
+    def _cure(self, start: BatchSnapshot, diagnosis: Diagnosis, phase: Phase) -> None:
         """Try changes of the source first, as they are the smallest, then other formats. `phase` is the source's."""
-        incident, finding, statements = self._incident, self._incident.finding, snapshot.module
-        model, conditions = self._model, self._conditions
+        incident, finding, statements = self._incident, self._incident.finding, start.module
+        trials = Trials(start, replace(finding, phase=phase), self._model, self._conditions)
         at = statements.target if isinstance(statements, LossStatements) else find_target
-        of_source = replace(finding, phase=phase)
-        cures, remarks = try_patches(snapshot, of_source, model, diagnosis, conditions=conditions, at=at)
-        incident.learn(cures=working_first(cures))
-        is_due = finding.phase == "backward" or may_be_narrow(snapshot, finding)
-        if (is_due or not any(x.works for x in cures)) and not finding.is_of_loss:
-            # The cure is judged at the gradient, also where the loss fails.
-            formats = try_formats(snapshot, finding, model, conditions=conditions)
-            incident.learn(cures=working_first((*cures, *formats[0])))
-            remarks += formats[1]
-        incident.remark(*remarks)
+        patches = partial(try_patches, trials, diagnosis.step, at)
+        try:
+            attempt("the search for a change of the source", patches, trials.remarks.append)
+            if not finding.is_of_loss:
+                # The cure is judged at the gradient, also where the loss fails.
+                trials.finding = finding
+                attempt("the search for other formats", partial(try_formats, trials), trials.remarks.append)
+        finally:  # also where the clock ends a run
+            incident.learn(cures=working_first(trials.cures))
+            incident.remark(*trials.remarks)
+            self.send()
 
-    def _find_samples(self, snapshot: BatchSnapshot, diagnosis: Diagnosis, size: int) -> None:
+    def _find_samples(self, start: BatchSnapshot, diagnosis: Diagnosis, size: int) -> None:
         """Look for the samples that carry the failure, unless a second run says little."""
-        incident = self._incident
-        self.send()
-        if diagnosis.transient or no_second_run(snapshot.module) or snapshot.doubts():
-            return
-        names, allows = module_names(self._model), self._conditions.allows
-        search = partial(find_samples, snapshot, names, size, allows=allows)
-        if samples := attempt("the search for samples", search, incident.remark):
-            incident.learn(samples=samples)
+        if not (diagnosis.transient or no_second_run(start.module) or start.doubts()):
+            trials = Trials(start, self._incident.finding, self._model, self._conditions)
+            search = partial(find_samples, trials, size)
+            if samples := attempt("the search for samples", search, self._incident.remark):
+                self._incident.learn(samples=samples)
 
 
 # Samples of a batch without which it is finite
 
 
-def find_samples(
-    snapshot: BatchSnapshot,
-    names: Mapping[nn.Module, str],
-    size: int,
-    *,
-    allows: Allows,
-) -> tuple[int, ...]:
+def find_samples(trials: Trials, size: int) -> tuple[int, ...]:
     """Return the samples without which the batch is finite, and which are not finite alone; () where none are known.
 
     `size` is the number of samples, which are numbered by the first dimension of what the batch was called with.
     Nothing is told where half of the samples or more would be needed, or where a run without them fails, as one does
     whose samples depend on each other.
     """
-    num_runs = 0
+    start = trials.snapshot
 
     def is_finite(samples: Sequence[int]) -> bool | None:
         """Run these samples alone. Return whether all is finite, None where the run raised or is one too many."""
-        nonlocal num_runs
-        num_runs += 1
-        if num_runs > _MOST_RUNS:
+        if trials.runs >= _MOST_RUNS:
             return None
 
         def chosen(x: Tensor) -> Tensor | None:
@@ -228,15 +216,15 @@ def find_samples(
             is_batch = x.ndim > 0 and x.shape[0] == size
             return x.detach()[list(samples)].requires_grad_(x.requires_grad) if is_batch else None
 
-        args, kwargs = replaced((snapshot.args, dict(snapshot.kwargs)), chosen)
-        experiment = run(replace(snapshot, args=args, kwargs=kwargs), names, allows=allows)
+        args, kwargs = replaced((start.args, dict(start.kwargs)), chosen)
+        experiment = trials.run(snapshot=replace(start, args=args, kwargs=kwargs))
         if experiment.error is not None:
             return None
         return not experiment.bad_labels() and not experiment.has_bad_gradients
 
     bad: list[int] = []
     rest = list(range(size))
-    while 2 * (len(bad) + 1) <= size and num_runs < _MOST_RUNS:
+    while 2 * (len(bad) + 1) <= size and trials.runs < _MOST_RUNS:
         # Find the shortest beginning that is not finite: its last sample is bad.
         low, high = 0, len(rest)
         while high - low > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple
@@ -18,17 +18,9 @@ from ..instrumentation.execution_context import RngState
 from ..instrumentation.wrapped_names import module_names
 from ..numerics._reference import _to_arithmetic
 from ..precision.casting import cast, first_float
-from ..report.finding import Cure, Finding, working_first
-from ..util.visible import spell
+from ..report.finding import Cure, Finding
 from .batch_snapshot import BatchSnapshot
-from .experiment import (
-    Allows,
-    Experiment,
-    MakeCall,
-    make_call,
-    nothing_allowed,
-    run,
-)
+from .experiment import Allows, Experiment, MakeCall, make_call, nothing_allowed, run
 
 # A working change moves the results by at most 1 % of their norm. More would make another model.
 _MOST_CHANGE = 0.01
@@ -53,28 +45,26 @@ class Conditions(NamedTuple):
     allows: Allows = nothing_allowed
 
 
-NO_CONDITIONS = Conditions()
-
-
-@dataclass
 class Trials:
-    """Trials of changes on the batch of one finding. Cures that work go to `cures`."""
+    """Trials of changes on the batch of one finding. Cures that work go to `cures`.
 
-    snapshot: BatchSnapshot
-    finding: Finding
-    model: nn.Module
-    conditions: Conditions = NO_CONDITIONS
-    cures: list[Cure] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    runs: int = 0
-    # Results of the runs in float64, None where one failed. The first is the measure of all trials.
-    _exact: list[list[Tensor] | None] = field(default_factory=list)
+    `guilty` is the module in whose code the value was made, None for code outside of all.
+    """
 
-    def __post_init__(self) -> None:
-        self.names = module_names(self.model)
-        # The module in whose code the value was made, None for code outside of all.
-        is_produced = self.finding.origin == "produced"
-        self.guilty = self.finding.module if is_produced else self.finding.source_module
+    def __init__(
+        self,
+        snapshot: BatchSnapshot,
+        finding: Finding,
+        model: nn.Module,
+        conditions: Conditions | None = None,
+    ) -> None:
+        self.snapshot, self.finding, self.model = snapshot, finding, model
+        self.conditions = conditions or Conditions()
+        self.names = module_names(model)
+        self.guilty = finding.module if finding.origin == "produced" else finding.source_module
+        self.cures, self.remarks, self.runs = list[Cure](), list[str](), 0
+        # Results of the runs in float64, None where one failed. The first is the measure of all trials.
+        self._exact: list[list[Tensor] | None] = []
 
     def run(
         self,
@@ -87,14 +77,6 @@ class Trials:
         self.runs += 1
         with hold():
             return run(snapshot or self.snapshot, self.names, make, self.conditions.allows, **options)
-
-    def searched(self, search: Callable[[], None], words: str) -> tuple[tuple[Cure, ...], tuple[str, ...]]:
-        """Run a search. Return the cures that it kept and the remarks; what it raises is a remark."""
-        try:
-            search()
-        except Exception as error:
-            self.remarks.append(f"the search for {words} ended early: {spell(error)}")
-        return working_first(self.cures), tuple(self.remarks)
 
     def is_finite(self, experiment: Experiment) -> bool:
         """Return whether all is finite. Bad data stays bad: then the outputs and the gradients have to be."""

@@ -1,4 +1,4 @@
-"""try_formats: what it says works, applied as a user would, ends the failure; what it says does not help, does not."""
+"""Cures by other formats: what works, applied as a user would, ends the failure, and what does not help does not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import nanwatch
 from nanwatch.diagnosis import trials
-from nanwatch.diagnosis.cures import MAX_RUNS, code_of, try_formats
+from nanwatch.diagnosis.cures import MAX_RUNS, code_of
 from nanwatch.diagnosis.trials import Float64
 from support.overflows import (
     CASES,
@@ -22,6 +22,7 @@ from support.overflows import (
     Attention,
     big,
     failed,
+    formats_of,
     half,
     is_finite,
     linear,
@@ -50,7 +51,7 @@ def test_the_whole_model_is_tried_whatever_lies_around_the_guilty_module() -> No
     around = nn.Sequential(nn.Sequential(nn.Sequential(layer)))
     model = half(nn.Sequential(around, nn.LayerNorm(4)))
     start, finding = failed(model, big(100.0).half())
-    cures, (remark,) = try_formats(start, finding, model)
+    cures, (remark,) = formats_of(start, finding, model)
     assert [(cure.what.partition(" in ")[0], cure.works) for cure in cures] == [
         ("run the model", True),
         ("run `0.0.0.0`", False),
@@ -70,34 +71,8 @@ def test_no_float32_for_what_is_float32() -> None:
     model = nn.Sequential(linear(1), Does(torch.exp))
     start, finding = failed(model, big(1000.0))
     with mock.patch.object(trials, "run", wraps=trials.run) as runs:
-        assert try_formats(start, finding, model) == ((), ())
+        assert formats_of(start, finding, model) == ((), ())
     assert runs.call_count == 1
-
-
-def test_what_does_not_come_back_is_not_cured() -> None:
-    """A failure that a re-run does not show gets a remark and no cure, known before or not."""
-    bad = iter([True])
-    op = Does(lambda x: x * float("inf") if next(bad, False) else x)
-    model = half(nn.Sequential(linear(1), op, linear(1)))
-    start, finding = failed(model, big(1.0).half())
-    cures, (remark,) = try_formats(start, finding, model)
-    assert cures == ()
-    assert "did not come back" in remark
-
-
-def test_no_trial_of_a_model_that_several_ranks_share() -> None:
-    sharded = type("Sharded", (Attention,), {"__module__": "deepspeed.runtime"})
-    model = half(nn.Sequential(linear(1), sharded()))
-    start, finding = failed(model, big(2000.0).half())
-    with (
-        mock.patch.object(torch.distributed, "is_initialized", return_value=True),
-        mock.patch.object(torch.distributed, "get_world_size", return_value=2),
-        mock.patch.object(trials, "run") as run,
-    ):
-        cures, (remark,) = try_formats(start, finding, model)
-    assert cures == ()
-    assert "2 processes" in remark
-    assert not run.called
 
 
 def test_a_cure_whose_gradients_overflow_does_not_help() -> None:
@@ -108,7 +83,7 @@ def test_a_cure_whose_gradients_overflow_does_not_help() -> None:
     model = Does(lambda up, down, x: down(up(x).square()), linear(200), linear(1e-3)).half()
     x = torch.full((2, 4), 8.0, dtype=HALF)
     start, finding = failed(model, x, grad=True)
-    verdicts = {cure.what.partition(",")[0]: cure.works for cure in try_formats(start, finding, model)[0]}
+    verdicts = {cure.what.partition(",")[0]: cure.works for cure in formats_of(start, finding, model)[0]}
     assert verdicts == {"load the weights in bfloat16": True, "run the model in float32": False}
     for dtype, is_right in ((torch.float32, False), (torch.bfloat16, True)):
         model.zero_grad()
@@ -179,7 +154,7 @@ def test_the_model_is_left_as_it_was(is_half: bool) -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     objects, dicts = [*model.parameters(), *model.buffers()], dicts_of(model)
     random_state = torch.get_rng_state()
-    cures, remarks = try_formats(start, finding, model)
+    cures, remarks = formats_of(start, finding, model)
     assert any(cure.works for cure in cures)
     assert remarks == ()
     assert torch.equal(torch.get_rng_state(), random_state)
@@ -202,7 +177,7 @@ def test_a_trial_that_raises_is_a_remark() -> None:
     model = half(nn.Sequential(linear(1), Does(only_half)))
     x = outlier(1000.0).half()
     start, finding = failed(model, x)
-    cures, remarks = try_formats(start, replace(finding, transient=False), model)
+    cures, remarks = formats_of(start, replace(finding, transient=False), model)
     assert [cure.what for cure in cures] == ["clamp the output of `1` to ±65504"]
     assert is_finite(model, (x,), {}, None, cures[0].what)
     assert remarks
@@ -224,7 +199,7 @@ def test_ctrl_c_passes_and_leaves_nothing() -> None:
     start, finding = failed(model, big(1000.0).half())
     before, most = dicts_of(model), len(calls.values) + 1
     with pytest.raises(KeyboardInterrupt):
-        try_formats(start, finding, model)
+        formats_of(start, finding, model)
     assert before == dicts_of(model)
     assert all(parameter.dtype is HALF for parameter in model.parameters())
 

@@ -58,16 +58,20 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_capsule_leaves_out_is_named(tmp_path: Path) -> None:
+def test_what_a_capsule_leaves_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that cannot be read back costs no report."""
     model = nn.Identity()
     start = snapshot_of(model, (torch.ones(2), lambda: None), {})
-    spike = write_spike(
-        SpikeReport(410, 0, (Departure("", "loss", 9.1, 2.4, 55.0),), "loss"), start, model, tmp_path
-    )
+    report = SpikeReport(410, 0, (Departure("", "loss", 9.1, 2.4, 55.0),), "loss")
+    spike = write_spike(report, start, model, tmp_path)
     (capsule,) = [Path(file) for file in spike.files if file.endswith("capsule")]
     (label,) = [text.partition(": ")[0] for text in Capsule.open(capsule).left_out]
     assert label
     assert f"the capsule leaves out {label}; its list left_out says why" in spike.remarks
+    monkeypatch.setattr(Capsule, "open", Path("no capsule").read_text)
+    spike = write_spike(report, start, model, tmp_path)
+    assert spike.remarks[0].startswith("writing the capsule failed: ")
+    assert {"report.json", "report.txt"} <= {Path(file).name for file in spike.files}
 
 
 def test_a_spike_and_frames_of_other_ranks_have_folders(tmp_path: Path) -> None:

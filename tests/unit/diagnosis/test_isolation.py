@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from nanwatch import Finding, NonFiniteError, watch
-from nanwatch.diagnosis.isolation import ChildEndedError, can_fork, run_in_child, send
+from nanwatch.diagnosis.isolation import ChildEndedError, RerunEndedError, can_fork, run_in_child, send
 from support.examined import exponential
 from support.spy import Spy
 from support.toys import Does
@@ -107,6 +108,15 @@ def test_a_clock_ends_a_loop_in_another_thread(place: str) -> None:
     thread.join(30)
     assert [x.operation for x in found] == [None]
     assert any("it took longer than" in x for x in found[0].remarks)
+
+
+def test_a_clock_leaves_the_cures_that_were_found(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later trial does not end."""
+    ended = mock.Mock(side_effect=RerunEndedError("it took longer"))
+    monkeypatch.setattr("nanwatch.diagnosis.rerun.try_formats", ended)
+    finding = finding_of(Does(lambda x: torch.log(x - 1)))
+    assert [cure.works for cure in finding.cures] == [True]
+    assert any("the re-run of the batch ended: it took longer" in x for x in finding.remarks)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
