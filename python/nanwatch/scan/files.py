@@ -65,7 +65,8 @@ class Stored(NamedTuple):
         elements, width = (1, 1) if self.encoding is None else _gguf().GGML_QUANT_SIZES[self.encoding]
         length = step // elements * width
         for start in range(0, len(flat), length):
-            values = raw = flat[start : start + length]
+            # A slice of all of it takes a tenth of the read of 1 MiB.
+            values = raw = flat[start : start + length] if len(flat) > length else flat
             if self.encoding is not None:
                 with np.errstate(all="ignore"):
                     blocks = _gguf().dequantize(raw.numpy().reshape(-1, width), self.encoding)
@@ -132,7 +133,7 @@ def _index(path: Path) -> Entries:
 
 
 def _file(path: Path) -> Entries:
-    if path.exists() and not path.is_file():
+    if not path.is_file():
         raise ValueError(f"{path} is no regular file")
     with path.open("rb") as file:
         head = file.read(16)

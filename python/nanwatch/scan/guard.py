@@ -130,7 +130,7 @@ class CheckpointGuard:
         result = None
         if save.is_joint:
             try:  # the other ranks wait, and only an error of the save itself reaches them
-                save.write(planner=_Refusal(text))
+                save.write(planner=CheckpointRefusedError(text))
             except BaseException as error:
                 self._act(save, records, f"{text}: no rank writes it")
                 return self.refused(save, error)
@@ -266,17 +266,14 @@ class Save:
 
 
 class CheckpointRefusedError(RuntimeError):
-    """The reason why a rank has no part in a checkpoint."""
+    """The reason why a rank has no part in a checkpoint, and the planner of a save that has no plan.
 
-
-class _Refusal:
-    """Planner of a save that has no plan. A process of `async_save` gets it pickled."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
+    A process of `async_save` gets it pickled.
+    """
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        raise CheckpointRefusedError(self._reason)
+        """Raise the error at the beginning of the save."""
+        raise self
 
 
 _is_saving = ContextVar("nanwatch.is_saving", default=False)  # a save calls further guarded functions

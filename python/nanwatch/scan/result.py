@@ -128,10 +128,8 @@ class Scan:
         size = sum(tensor.nbytes for tensor in self.tensors)
         unit, name = next((pair for pair in _UNITS if size >= pair[0]), _UNITS[-1])
         dtypes = Counter(tensor.dtype for tensor in self.tensors).most_common()
-        listed = ", ".join(f"{dtype} {count:,}" for dtype, count in dtypes)
-        amount = f"{len(self.tensors):,} tensors, {size / unit:.3g} {name}" + (
-            f" ({listed})" if listed else ""
-        )
+        listed = f" ({', '.join(f'{dtype} {count:,}' for dtype, count in dtypes)})" if dtypes else ""
+        amount = f"{len(self.tensors):,} tensors, {size / unit:.3g} {name}{listed}"
         lines = [f"{', '.join(self.paths)}: {verdict}{not_checked}", amount]
         for title, is_fault in (("Faults", True), ("Worth a look", False)):
             by_kind: dict[str, list[str]] = {}
@@ -160,17 +158,18 @@ class Scan:
         yield from _shortened(
             [f"  {row.relative:>9.3g} {row.largest:>9.3g} {row.kind:>12}  {row}" for row in compared]
         )
-        equal = by_kind.get("equal", ())
-        lists = {
-            "equal under other names": [
-                change for change in equal if without_wrappers(change.name) != without_wrappers(change.other)
-            ],
-            "in the original only": by_kind.get("missing there"),
-            f"in {self.against} only": by_kind.get("only there"),
-        }
-        yield from (
-            f"  {words}: {first_few([*map(str, changes)])}" for words, changes in lists.items() if changes
-        )
+        renamed = [
+            change
+            for change in by_kind.get("equal", ())
+            if without_wrappers(change.name) != without_wrappers(change.other)
+        ]
+        for words, changes in (
+            ("equal under other names", renamed),
+            ("in the original only", by_kind.get("missing there")),
+            (f"in {self.against} only", by_kind.get("only there")),
+        ):
+            if changes:
+                yield f"  {words}: {first_few([*map(str, changes)])}"
 
 
 def _shortened(lines: list[str]) -> list[str]:
