@@ -99,10 +99,8 @@ bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
   for (const GradientCall* call : calls) positions.emplace(call->id, positions.size());
   std::vector<OpenFrame> frames(calls.size());
   for (size_t i = 0; i < calls.size(); ++i) {
-    frames[i].batch = calls[i]->batch;
-    frames[i].node = calls[i]->node;
-    frames[i].recomputed = calls[i]->recomputed;
-    frames[i].phase = Phase::backward;
+    const GradientCall& call = *calls[i];
+    static_cast<FrameHead&>(frames[i]) = {call.batch, call.node, call.class_name, call.recomputed, Phase::backward};
   }
   py::list events;
   for (const GradientEvent& event : backward.events) {

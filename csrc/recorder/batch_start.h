@@ -107,9 +107,8 @@ class BatchStart {
       if (!x.is_inference())
         versions_.emplace_back(pybind11::reinterpret_borrow<pybind11::object>(value), uint32_t(x._version()));
     } else if (PyTuple_Check(value) || PyList_Check(value)) {
-      const bool is_tuple = PyTuple_Check(value);
       for (Py_ssize_t i = 0; enters && i < std::min(Py_SIZE(value), kMostItems); ++i)
-        note(is_tuple ? PyTuple_GET_ITEM(value, i) : PyList_GET_ITEM(value, i), false);
+        note(PySequence_Fast_GET_ITEM(value, i), false);
     } else if (PyDict_Check(value)) {
       PyObject *key, *item;
       Py_ssize_t position = 0;
@@ -131,8 +130,8 @@ class BatchStart {
 // A recorded call, as its gradients refer to it.
 struct CallOrigin {
   int64_t batch = 0, id = 0;
-  int64_t caller = -1;  // the id of the call that made it
-  int32_t node = 0;
+  int64_t caller = -1;               // the id of the call that made it
+  int32_t node = 0, class_name = 0;  // the second is a label
   bool recomputed = false;
   std::shared_ptr<const BatchStart> start = {};  // lives as long as a gradient of the batch can still come
   uint32_t box = box::kUnnamed;                  // the number of the module in the black box

@@ -83,7 +83,8 @@ struct Node {
     uint64_t key = 0;                 // under which `cached` was found
     const PyObject* value = nullptr;  // only compared: a tensor under two names counts once
   };
-  std::string name, class_name;
+  std::string name;
+  Labels::Id class_name = 0;
   PyTypeObject* type = nullptr;  // borrowed and only compared: FSDP gives a module another class
   bool observed = true;
   bool is_function = false;  // that is watched like a module; see python/nanwatch/instrumentation/functions.py

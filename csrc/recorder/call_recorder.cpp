@@ -88,8 +88,8 @@ void CallRecorder::note_class(Node& node, PyObject* module) {
   PyTypeObject* const type = Py_TYPE(module);
   if (type == node.type) return;
   node.type = type;
-  node.class_name = class_name_of(type);
-  if (live_box() != nullptr) node.box = live_box()->number_of(node.name, node.class_name);
+  node.class_name = observer_.labels().of_text(class_name_of(type));
+  if (live_box() != nullptr) node.box = live_box()->number_of(node.name, class_name_of(type));
   gathers_weights |= is_sharded(type);
 }
 
@@ -282,6 +282,7 @@ bool CallRecorder::record_frame(Thread& thread, int32_t index, int32_t caller, s
   Node& node = *nodes_[size_t(index)];
   frame.batch = thread.batch;
   frame.node = index;
+  frame.class_name = node.class_name;
   frame.recomputed = thread.recomputed;
   if (gradients_ != nullptr && gradients_->is_active()) frame.candidates = &candidates;
   if (!observe(node, &frame)) return false;
@@ -308,8 +309,9 @@ void CallRecorder::follow(Thread& thread, int32_t index, int32_t caller,
   thread.call_ids.erase(index);
   if (candidates.empty()) return;
   const int64_t caller_id = caller == kNoCaller ? -1 : id_of(caller);
+  const Node& node = *nodes_[size_t(index)];
   gradients_->follow(candidates,
-                     {thread.batch, id, caller_id, index, thread.recomputed, thread.start, nodes_[size_t(index)]->box},
+                     {thread.batch, id, caller_id, index, node.class_name, thread.recomputed, thread.start, node.box},
                      keep);
 }
 
@@ -358,7 +360,7 @@ py::object CallRecorder::call_under_way() {
   const Thread& thread = this_thread();
   if (thread.nodes.empty() || thread.recording || thread.compiled || !thread.active || paused) return py::none();
   const Node& node = *nodes_[size_t(thread.nodes.back())];
-  return py::make_tuple(thread.batch, node.name, node.class_name);
+  return py::make_tuple(thread.batch, node.name, observer_.labels().text(node.class_name));
 }
 
 void CallRecorder::add_output(const std::string& label, py::object tensor) {

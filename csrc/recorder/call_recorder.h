@@ -108,7 +108,7 @@ class CallRecorder {
   // kNoCaller.
   static constexpr int64_t kNoCaller = -1;
   void begin_compiled(int64_t node, std::string_view plan, at::TensorList tensors);
-  void record_compiled(int64_t node, int64_t caller, std::string_view plan, at::TensorList tensors);
+  void record_compiled(int64_t node, PyObject* module, int64_t caller, std::string_view plan, at::TensorList tensors);
 
   // For gradients/: these make frames of backwards. Functions that return a bool return false with a Python exception
   // set.

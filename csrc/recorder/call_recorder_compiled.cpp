@@ -22,10 +22,13 @@ namespace py = pybind11;
 namespace nanwatch {
 namespace {
 
+PyObject* module_at(const at::Tensor& site) {
+  return reinterpret_cast<PyObject*>(*site.const_data_ptr<int64_t>());
+}
+
 // Adds the watched calls of the module at a site. False if a recorder in Python has one.
 bool find_at(const at::Tensor& site, std::vector<WatchedNode>* nodes) {
-  if (!site.is_cpu() || site.numel() == 0) return true;
-  return find_watched(reinterpret_cast<PyObject*>(*site.const_data_ptr<int64_t>()), nodes);
+  return !site.is_cpu() || site.numel() == 0 || find_watched(module_at(site), nodes);
 }
 
 void record_(const at::Tensor& sequence, const at::Tensor& site, const std::optional<at::Tensor>& caller,
@@ -44,7 +47,7 @@ void record_(const at::Tensor& sequence, const at::Tensor& site, const std::opti
     int64_t outer = CallRecorder::kNoCaller;
     for (const WatchedNode& candidate : callers)
       if (candidate.recorder == watched->recorder) outer = candidate.node;
-    watched->recorder->record_compiled(watched->node, outer, plan, tensors);
+    watched->recorder->record_compiled(watched->node, module_at(site), outer, plan, tensors);
   }
 }
 
@@ -86,7 +89,8 @@ void CallRecorder::begin_compiled(int64_t index, std::string_view plan, at::Tens
   thread.compiled_inputs = std::move(inputs);
 }
 
-void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_view plan, at::TensorList tensors) {
+void CallRecorder::record_compiled(int64_t index, PyObject* module, int64_t caller, std::string_view plan,
+                                   at::TensorList tensors) {
   Thread& thread = this_thread();
   if (thread.recording || index < 0 || index >= int64_t(nodes_.size())) return;
   // The graph was made for another watch, for which this call was no outermost one.
@@ -103,11 +107,7 @@ void CallRecorder::record_compiled(int64_t index, int64_t caller, std::string_vi
   Node& node = *nodes_[size_t(index)];
   if (ends) box::BlackBox::end(thread.slot, false);
   if (!ends) box::BlackBox::ended(thread.slot, node.box, thread.batch);
-  if (const std::string_view class_name = plan.substr(0, plan.find(kPlanSeparator)); node.class_name != class_name) {
-    node.class_name = class_name;
-    if (live_box() != nullptr) node.box = live_box()->number_of(node.name, node.class_name);
-    node.type = nullptr;
-  }
+  note_class(node, module);
   bool done = !thread.active || paused || !node.observed || survived([&] {
     return record_frame(
         thread, int32_t(index), int32_t(caller), &node.compiled_call,

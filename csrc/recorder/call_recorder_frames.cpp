@@ -57,9 +57,7 @@ bool CallRecorder::take_deferred(Thread& thread) {
 
 void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& records) {
   FrameData frame;
-  frame.batch = batch;
-  frame.node = node;
-  frame.phase = Phase::step;
+  static_cast<FrameHead&>(frame) = {batch, node, nodes_[size_t(node)]->class_name, false, Phase::step};
   for (const py::handle record : records)
     frame.add({0, Role::weight, NoteKind::none, -1, 0, 0, kNotPending, {}, record.inc_ref().ptr()});
   ++observer_.counters.frames;
@@ -89,8 +87,8 @@ py::object CallRecorder::to_python(const FrameData& frame) const {
   const Node& node = *nodes_[size_t(frame.node)];
   py::list records;
   for (const RecordData& record : frame.records) records.append(observer_.to_python(frame, record));
-  return frame_type_(frame.batch, node.name, node.class_name, py::tuple(records), kPhases[int(frame.phase)],
-                     frame.recomputed);
+  return frame_type_(frame.batch, node.name, observer_.labels().text(frame.class_name), py::tuple(records),
+                     kPhases[int(frame.phase)], frame.recomputed);
 }
 
 std::pair<int64_t, py::list> CallRecorder::frames_since(int64_t kept) const {

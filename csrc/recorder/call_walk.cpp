@@ -16,14 +16,6 @@ bool is_scalar(PyObject* value) {
          PyBytes_Check(value);
 }
 
-// The items of a tuple or a list, which may change while Python code reads one of its items.
-Py_ssize_t size_of(PyObject* sequence) {
-  return PyTuple_Check(sequence) ? PyTuple_GET_SIZE(sequence) : PyList_GET_SIZE(sequence);
-}
-PyObject* item_at(PyObject* sequence, Py_ssize_t index) {
-  return PyTuple_Check(sequence) ? PyTuple_GET_ITEM(sequence, index) : PyList_GET_ITEM(sequence, index);
-}
-
 }  // namespace
 
 // The attributes of a module, as a rule from its `__dict__`: the way over `nn.Module.__getattr__` is five times as
@@ -165,13 +157,16 @@ struct CallObserver::Walk {
   }
 
   [[gnu::noinline]] bool sequence(PyObject* object, Labels::Id label) {
-    bool only_scalars = size_of(object) > kMaxScalars;
-    for (Py_ssize_t i = 0; only_scalars && i < size_of(object); ++i) only_scalars = is_scalar(item_at(object, i));
+    // Of a list, which may change while Python code reads one of its items.
+    const auto size = [object] { return PySequence_Fast_GET_SIZE(object); };
+    bool only_scalars = size() > kMaxScalars;
+    for (Py_ssize_t i = 0; only_scalars && i < size(); ++i)
+      only_scalars = is_scalar(PySequence_Fast_GET_ITEM(object, i));
     if (only_scalars) return note(label, NoteKind::not_a_tensor);
     if (!enter(object, label)) return true;
     bool done = true;
-    for (Py_ssize_t i = 0; done && i < size_of(object) && i <= kMaxLeaves && !limit(label); ++i) {
-      const py::object item = py::reinterpret_borrow<py::object>(item_at(object, i));
+    for (Py_ssize_t i = 0; done && i < size() && i <= kMaxLeaves && !limit(label); ++i) {
+      const auto item = py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(object, i));
       done = value(item.ptr(), self.labels_.item(label, i));
     }
     --depth;
@@ -215,8 +210,13 @@ struct CallObserver::Walk {
   [[gnu::noinline]] bool slowly(PyObject* object, Labels::Id label) {
     const OutsideCompiler outside;
     const py::object text = from_utf8(self.labels_.text(label));
-    const py::object pairs = py::reinterpret_steal<py::object>(PyObject_CallFunctionObjArgs(
-        self.helpers_.leaves.ptr(), object, text.ptr(), role == Role::output ? Py_True : Py_False, nullptr));
+    py::list given(py::reinterpret_borrow<py::object>(call.args));
+    if (call.kwargs != nullptr) given += py::reinterpret_borrow<py::dict>(call.kwargs).attr("values")();
+    py::tuple around(depth);
+    for (int i = 0; i < depth; ++i) around[size_t(i)] = reinterpret_cast<uintptr_t>(inside[i]);
+    const py::object pairs = py::reinterpret_steal<py::object>(
+        PyObject_CallFunction(self.helpers_.leaves.ptr(), "OOOOOL", object, text.ptr(),
+                              role == Role::output ? Py_True : Py_False, given.ptr(), around.ptr(), leaves));
     if (!pairs) return self.excuse(label, role, frame);
     bool done = PyList_Check(pairs.ptr());
     for (Py_ssize_t i = 0; done && i < PyList_GET_SIZE(pairs.ptr()); ++i) {
@@ -227,6 +227,7 @@ struct CallObserver::Walk {
       done = is_tensor(leaf) ? self.tensor(leaf, id, role, node, memory, nullptr, frame)
                              : self.record_from_python(leaf, id, role, node, frame);
     }
+    ended |= leaves > kMaxLeaves;
     return done || !PyList_Check(pairs.ptr());
   }
 

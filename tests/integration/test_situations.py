@@ -100,18 +100,20 @@ def test_modules_added_and_replaced_later_are_watched() -> None:
 @pytest.mark.usefixtures("each_recorder")
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_parametrized_modules_compute_the_same_and_are_seen(when: str) -> None:
-    """Weight norm put on before or during the watch: same output, and frames of the parametrization's modules."""
+    """Weight norm put on before or during the watch: same output, frames of the parametrization's modules and class."""
     model, plain = mlp(), mlp()
     if when == "before":
         parametrizations.weight_norm(model[0])
     with watch(model) as w:
         if when == "during":
+            model(torch.ones(2, 3))
             parametrizations.weight_norm(model[0])
         x = torch.randn(2, 3)
         output = model(x)
-        module_names = [name for _, name in names(w)]
+        module_names = [name for _, name in names(w)][-6:]
         assert module_names == ["0.parametrizations.weight.0", "0.parametrizations.weight", "0", "1", "2", ""]
-        assert w.frames[2].class_name == "ParametrizedLinear"
+        classes = [frame.class_name for frame in w.frames if frame.name == "0"]
+        assert classes == ["Linear"] * (when == "during") + ["ParametrizedLinear"]
         with torch.no_grad():
             model[0].parametrizations.weight.original0[0, 0] = INF
         finding = fault_of(model, x).finding

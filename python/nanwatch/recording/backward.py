@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -49,11 +50,11 @@ class Call:
 class Backward:
     """Gradients that came in one run of the autograd engine."""
 
+    end: weakref.ref[Any]  # the callback at its end, which is gone if an exception has ended it
     arrivals: list[tuple[Call, Part, int, Record]] = field(default_factory=list)
     latest: object = None  # place, tensor and version of the latest gradient, which may come to several calls
     time: int = 0
     weights: set[object] = field(default_factory=set)
-    is_over: bool = False
 
     @property
     def has_fault(self) -> bool:

@@ -162,11 +162,6 @@ class Batch:
             return None
         return self.kept._replace(module=self._module(), elapsed=time.monotonic() - self._began)
 
-    def ends_with_graph(self) -> bool:
-        """End the outermost call. Return whether the batch has a start, and gradients may come."""
-        self.given = (), None
-        return self.kept is not None and self.kept.grad
-
     def forget_call(self) -> None:
         """Keep nothing of the call."""
         self._module = lambda: None

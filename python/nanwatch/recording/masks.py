@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..numerics._reference import without_repeats
 from ..numerics.readable import local_shard, only_our_dispatch
 from ..records.record import NoteKind
-from ..util.visible import suppressed
+from ..util.visible import suppressing
 
 if TYPE_CHECKING:
     from ..numerics.formats import TensorHealth
@@ -129,24 +129,20 @@ _labels: weakref.WeakKeyDictionary[type[nn.Module], frozenset[str]] = weakref.We
 
 def masked_labels(module_type: type[nn.Module]) -> frozenset[str]:
     """Return the labels of the arguments in which -inf may stand for "left out"."""
-    labels = _labels.get(module_type)
-    if labels is None:
-        labels = _labels[module_type] = _inspected(module_type)
-    return labels
-
-
-def _inspected(module_type: type[nn.Module]) -> frozenset[str]:
-    try:
+    if module_type in _labels:
+        return _labels[module_type]
+    named: list[tuple[int, str]] = []
+    # A forward that is no Python function, as that of a ScriptModule, has no signature.
+    with suppressing("the arguments of a forward could not be told"):
         parameters = [*inspect.signature(module_type.forward).parameters.values()][1:]
-    except Exception:  # no Python function, as that of a ScriptModule
-        suppressed("the arguments of a forward could not be told")
-        return frozenset()
-    named = [(i, x.name) for i, x in enumerate(parameters) if x.kind is not x.VAR_POSITIONAL]
+        named = [(i, x.name) for i, x in enumerate(parameters) if x.kind is not x.VAR_POSITIONAL]
     if issubclass(module_type, _SOFTMAXES + _MAXIMA):
         named = named[:1]
     else:
         named = [(i, name) for i, name in named if any(word in name for word in _MASK_WORDS)]
-    return frozenset(label for i, name in named for label in (f"input[{i}]", f"input[{name}]"))
+    labels = frozenset(label for i, name in named for label in (f"input[{i}]", f"input[{name}]"))
+    _labels[module_type] = labels
+    return labels
 
 
 def excuse(

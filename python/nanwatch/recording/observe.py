@@ -14,13 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..numerics import readable
 from ..numerics._fingerprint import sketch
 from ..numerics.formats import TensorHealth
-from ..numerics.ranges import (
-    abs_range,
-    abs_ranges,
-    health_of,
-    range_and_fingerprint,
-    tensor_health,
-)
+from ..numerics.ranges import abs_range, abs_ranges, health_of, range_and_fingerprint, tensor_health
 from ..numerics.readable import (
     dequantized,
     inner_tensors,
@@ -32,7 +26,7 @@ from ..numerics.readable import (
 )
 from ..records.record import CAPTURED, PLAIN_MASK, Note, Record, Role
 from ..util.modules import each_module
-from ..util.visible import suppressed
+from ..util.visible import spell, suppressed, suppressing
 from .events import Settings
 from .masks import Excuses, excuse, is_mask, may_be_finite_mask
 from .walk import Unwalked, call_leaves, leaves
@@ -131,16 +125,14 @@ def observe(
     batch: int | None = None,
     *,
     wanted: Settings = _NOTHING,
-    is_examined: bool = True,
 ) -> Record:
     """Return the record of `value`: its range when it is a tensor that can be read, else the note with the reason.
 
     Never raises, builds no graph, and calls no function or dispatch mode of the user's. A non-finite tensor, or one
-    that looks like an additive mask, is read a second time for the counts and the index, unless `is_examined` is False.
-    `allow_inf` says that its infinities are meant, or is the Excuses of the module. `wanted` says what the record has
-    besides: counts, a fingerprint, and for an output in the batches that are due a sketch. A quantized tensor of a
-    library's own class has none of these. Where it is non-finite, the record is that of the inner tensor that is, as
-    `weight.scale`.
+    that looks like an additive mask, is read a second time for the counts and the index. `allow_inf` says that its
+    infinities are meant, or is the Excuses of the module. `wanted` says what the record has besides: counts, a
+    fingerprint, and for an output in the batches that are due a sketch. A quantized tensor of a library's own class has
+    none of these. Where it is non-finite, the record is that of the inner tensor that is, as `weight.scale`.
     """
     if not issubclass(type(value), Tensor):  # what an object says of its class may be anything
         reason = Note("absent" if value is None else "not_a_tensor")
@@ -152,16 +144,11 @@ def observe(
         if x is not value and record.isfinite is False:
             parts = [(part, _read(part, name, role, False)) for name, part in inner_tensors(value, label)]
             x, record = next((pair for pair in parts if pair[1].isfinite is False), (x, record))
-        if is_examined and record.isfinite is not None:
-            record = _examine(x, record, allow_inf, wanted.counts)
-            if role == "output" and wanted.sketches and batch is not None and batch % wanted.sketches == 0:
-                record = _sketched(x, record)
-        return record
-
-
-def read(value: Any, label: str, role: Role) -> Record:
-    """Return the record of `value` like `observe`, without the second read."""
-    return observe(value, label, role, is_examined=False)
+        if record.isfinite is None:
+            return record
+        record = _examine(x, record, allow_inf, wanted.counts)
+        is_due = role == "output" and wanted.sketches and batch is not None and batch % wanted.sketches == 0
+        return _sketched(x, record) if is_due else record
 
 
 def nonfinite(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -171,7 +158,7 @@ def nonfinite(tensors: Iterable[Tensor]) -> list[Tensor]:
         ranges = abs_ranges(candidates)
     except Exception:  # one of them cannot be read, or memory is short
         suppressed("tensors could not be read in one call")
-        return [x for x in candidates if read(x, "", "gradient").isfinite is False]
+        return [x for x in candidates if observe(x, "", "gradient").isfinite is False]
     return [x for x, its_range in zip(candidates, ranges, strict=True) if not its_range.isfinite]
 
 
@@ -182,42 +169,44 @@ def _unread(
 
 
 def _read(x: Tensor, label: str, role: Role, fingerprints: bool) -> Record:
-    # Any attribute of a tensor may raise: that of a subclass is its own code, and a nested one has no shape.
+    shape, dtype = _form(x)
     try:
         if not is_captured(x):
             span, bits = range_and_fingerprint(x) if fingerprints else (abs_range(x), None)
             # By name: importing DTensor where nobody uses it costs 0.3 s.
             note = _shard_note(x) if type(x).__name__ == "DTensor" else None
-            return Record(label, role, _shape(x), dtype_name(x), *span, None, note, bits)
+            return Record(label, role, shape, dtype, *span, None, note, bits)
         reason = CAPTURED
     except Exception as error:
-        reason = _reason(x, error)
-    return _unread(label, role, Note("not_checked", reason), _shape(x), dtype_name(x))
+        reason = type(error).__name__
+        with suppressing("a tensor and its error say nothing"):
+            reason = unreadable(x) or spell(error)
+    return _unread(label, role, Note("not_checked", reason), shape, dtype)
 
 
-def _reason(x: Tensor, error: Exception) -> str:
-    """Return why the tensor cannot be read, else the type of the error and its first line."""
-    try:
-        if reason := unreadable(x):
-            return reason
-        lines = str(error).strip().splitlines()
-    except Exception:
-        suppressed("a tensor and its error say nothing")
-        lines = []
-    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
+_spelled = cache(readable.dtype_name)  # making the name takes as long as reading a small tensor
+
+
+def _form(x: Tensor) -> tuple[tuple[int, ...] | None, str]:
+    """Return shape and dtype as far as the tensor tells them. Any attribute of a subclass may raise."""
+    shape, dtype = None, ""
+    with suppressing("a tensor's dtype raised"):
+        dtype = _spelled(x.dtype)
+    with suppressing("a tensor's shape raised"):
+        # A size that is known only as a symbol, or a nested tensor's ragged one, is no number.
+        shape = tuple(int(size) for size in x.shape)
+    return shape, dtype
 
 
 def _examine(x: Tensor, record: Record, allow_inf: bool | Excuses, counts: bool) -> Record:
-    try:
+    # The range already says what matters. The counts are an extra.
+    with suppressing("the elements of a tensor could not be counted"):
         if record.isfinite is False or (record.abs_min == 0 and may_be_finite_mask(x, record)):
             health = tensor_health(x)
             plain = record.role in ("input", "buffer") and is_mask(x, health)
             record = _with_health(x, record, health, plain, allow_inf)
         if counts and record.isfinite:
             record = record._replace(health=tensor_health(x))
-    except Exception:
-        # The range already says what matters; the counts are an extra.
-        suppressed("the elements of a tensor could not be counted")
     return record
 
 
@@ -260,15 +249,13 @@ class _SketchedRecord(Record):
 
 
 def _sketched(x: Tensor, record: Record) -> Record:
-    try:
+    # Memory may be short. The range already says what matters.
+    with suppressing("a tensor could not be sketched"):
         local = local_shard(x)
         x = x if local is None else local
         if x.is_floating_point() and is_plain(x) and x.numel():
             record = _SketchedRecord(*record)
             record.sketch = sketch(x).cpu().numpy().astype("<f4").tobytes()
-    except Exception:
-        # Memory may be short. The range already says what matters.
-        suppressed("a tensor could not be sketched")
     return record
 
 
@@ -291,35 +278,12 @@ def holds_fractions(x: Tensor) -> bool:
         return x.is_floating_point() or x.is_complex()
 
 
-_spelled = cache(readable.dtype_name)  # making the name takes as long as reading a small tensor
-
-
-def dtype_name(x: Tensor) -> str:
-    """Return `float16` for torch.float16, and "" for a tensor that does not tell."""
-    try:
-        return _spelled(x.dtype)
-    except Exception:
-        suppressed("a tensor's dtype raised")
-        return ""
-
-
-def _shape(x: Tensor) -> tuple[int, ...] | None:
-    try:
-        # A size that is known only as a symbol, or a nested tensor's ragged one, is no number.
-        return tuple(int(size) for size in x.shape)
-    except Exception:
-        suppressed("a tensor's shape raised")
-        return None
-
-
 def _shard_note(x: Any) -> Note:
     """Return the note of a DTensor's record, found without a communication. Never raises."""
-    try:
+    with suppressing("a DTensor did not tell its placement"):
         here = x.device_mesh.get_coordinate()
         return _placement_note(x.device_mesh, x.placements, None if here is None else tuple(here))
-    except Exception:
-        suppressed("a DTensor did not tell its placement")
-        return Note("local_shard")  # which is true of every DTensor
+    return Note("local_shard")  # which is true of every DTensor
 
 
 # A model has some hundred placements, and each is asked for in every batch. With the coordinate: meshes of two process
@@ -349,13 +313,11 @@ def parameter_mesh(model: nn.Module | None) -> tuple[str, ...]:
     if model is None:
         return ()
     places: dict[str, None] = _meshes.get(model) or {}
-    try:
+    with suppressing("the device meshes of the parameters could not be told"):
         for _, module in each_module(model):
             x: Any
             for x in module._parameters.values():
                 if type(x).__name__ == "DTensor" and (here := x.device_mesh.get_coordinate()):
                     places |= dict.fromkeys(_mesh_places(x.device_mesh, tuple(here)))
-    except Exception:  # a report is worth more than its place
-        suppressed("the device meshes of the parameters could not be told")
     _meshes[model] = places
     return tuple(places)

@@ -10,9 +10,8 @@ import itertools
 import sys
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -70,8 +69,7 @@ class PythonRecorder:
         self.keeps_starts = self.gathers_inputs = self.gathers_gradient_peaks = self.gathers_weights = False
         self.gathers_from = sys.maxsize
         self.latest_batch = -1
-        names = ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits")
-        self.counters = dict.fromkeys(names, 0)
+        self.counters = Counter(calls=0, frames=0, tensors=0, tensors_read=0, bytes_read=0, cache_hits=0)
         # Nobody calls back or reads a tensor while holding the lock. Reentrant, as a signal's handler may ask for a
         # report at any moment.
         self._lock = threading.RLock()
@@ -80,7 +78,7 @@ class PythonRecorder:
         self._subscriptions: list[_Subscription] = []
         self._nodes: list[Node] = []
         self._frames: deque[Frame] = deque(maxlen=settings.max_frames)
-        self._num_frames: dict[int, int] = {}  # by batch, of the latest ones
+        self._num_frames: Counter[int] = Counter()  # by batch, of the latest ones
         self._called: set[str] = set()
         self._peaks, self._gradient_peaks = Peaks(), Peaks()
         self._thread = _Thread()
@@ -124,10 +122,10 @@ class PythonRecorder:
     def _reports(self, event: Event) -> bool:
         return any(known.active and known.events & event for known in self._subscriptions)
 
-    def _ignore(self, *_: object) -> None:
+    def watch_buffers(self, *_: object) -> None:
         """Do nothing: this recorder has no cache, and calls `on_batch_start` for each batch."""
 
-    watch_buffers = watch_generators = watch_name = forget_weights = forget_tensors = _ignore
+    watch_generators = watch_name = forget_weights = forget_tensors = watch_buffers
 
     # State and frames, which a Watch reads
 
@@ -214,7 +212,7 @@ class PythonRecorder:
         caller = thread.calls[-1] if thread.calls else None
         if thread.recording or (caller is None and self.paused):
             return None
-        batch = self._begin_batch(thread, module, args, kwargs) if caller is None else caller.batch
+        batch = self._begin_batch(module, args, kwargs) if caller is None else caller.batch
         node = self._nodes[number]
         frame = Frame(batch.number, node.name, type(module).__name__, (), "forward", batch.recomputed)
         thread.calls.append(Call(node, batch, caller, frame))
@@ -226,15 +224,19 @@ class PythonRecorder:
         """Record a call that has returned `outputs[0]`, or raised the exception being handled."""
         thread = self._thread
         thread.calls.pop()
+        is_recorded = outputs and call.node.observed and self._records(thread)
         completed = False
+        thread.recording = True
         try:
-            if outputs and call.node.observed and self._records(thread):
-                with self._recording(thread):
-                    self._record(call, module, args, kwargs, *outputs)
+            if is_recorded:
+                self._record(call, module, args, kwargs, *outputs)
             completed = bool(outputs)
         finally:
-            if call.caller is None:
-                self._end_batch(thread, completed)
+            try:
+                if call.caller is None:
+                    self._end_batch(thread, completed)
+            finally:
+                thread.recording = False
 
     def add_output(self, label: str, tensor: Tensor) -> None:
         """Give the innermost observed call under way in this thread one more output."""
@@ -246,15 +248,6 @@ class PythonRecorder:
         if self.paused or thread.recording or thread.batch is None:
             return False
         return thread.batch.number % self._settings.every == 0
-
-    @contextmanager
-    def _recording(self, thread: _Thread) -> Iterator[None]:
-        """Record no call of this thread in the block: what a callback calls is not the run's."""
-        thread.recording = True
-        try:
-            yield
-        finally:
-            thread.recording = False
 
     def _record(self, call: Call, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         allow_inf, batch = call.node.allow_inf, call.batch
@@ -272,8 +265,7 @@ class PythonRecorder:
             records = [_NO_STACK]
         frame = call.frame._replace(records=tuple(records))
         with self._lock:
-            self._append(frame)
-            self._count(sum(record.isfinite is not None for record in records))
+            self._append(frame, sum(record.isfinite is not None for record in records))
             self._called.add(frame.name)
             if frame.batch >= self.gathers_from and not frame.recomputed:
                 self._peaks.add(frame, self.gathers_inputs)  # an input counts at the module that made it
@@ -283,18 +275,14 @@ class PythonRecorder:
             caller = None if call.caller is None else call.caller.node.name
             self._events.on_nonfinite(frame, caller, *batch.given, False)
 
-    def _count(self, num_read: int) -> None:
-        self.counters["tensors"] += num_read
-        self.counters["tensors_read"] += num_read
-
-    def _append(self, frame: Frame) -> None:
+    def _append(self, frame: Frame, num_read: int = 0) -> None:
         self._frames.append(frame)
-        self.counters["frames"] += 1
-        self._num_frames[frame.batch] = self._num_frames.get(frame.batch, 0) + 1
+        self.counters.update(frames=1, tensors=num_read, tensors_read=num_read)
+        self._num_frames[frame.batch] += 1
         if len(self._num_frames) > _COUNTED_BATCHES:
             del self._num_frames[min(self._num_frames)]
 
-    def _begin_batch(self, thread: _Thread, module: nn.Module, args: Any, kwargs: Any) -> Batch:
+    def _begin_batch(self, module: nn.Module, args: Any, kwargs: Any) -> Batch:
         self.settle()
         # Called from a backward: activation checkpointing runs the forward again. That is no new batch.
         recomputed = torch._C._current_graph_task_id() != -1
@@ -311,7 +299,7 @@ class PythonRecorder:
                     with self._lock:
                         self._forget_calls()
             self._threads_inside.add(threading.get_ident())
-        thread.batch = batch
+        self._thread.batch = batch
         return batch
 
     def _end_batch(self, thread: _Thread, completed: bool) -> None:
@@ -320,8 +308,7 @@ class PythonRecorder:
         error = None if completed else sys.exc_info()[1]
         try:
             if not batch.recomputed and (is_reported or not completed):
-                with self._recording(thread):
-                    self._events.on_batch_end(batch.number, completed)
+                self._events.on_batch_end(batch.number, completed)
         except BaseException as raised:
             # KeyboardInterrupt and SystemExit end the program, whatever came first.
             if error is None or raised.__cause__ is error or not isinstance(raised, Exception):
@@ -329,7 +316,8 @@ class PythonRecorder:
         finally:
             self._threads_inside.discard(threading.get_ident())
             thread.batch = None
-            if batch.ends_with_graph():
+            batch.given = (), None
+            if batch.kept is not None and batch.kept.grad:
                 with self._lock:
                     self._ended.add(batch)
 
@@ -402,14 +390,12 @@ class PythonRecorder:
                 call.backward = task
 
     def _open(self, task: int) -> Backward:
+        end = partial(self._finish, task)
         with self._lock:
             if task in self._backwards:  # another device's thread was faster
                 return self._backwards[task]
-            backward = self._backwards[task] = Backward()
-        end = partial(self._finish, task)
-        # The engine drops the callback when an exception ends the run. The garbage collector may do that anywhere, so
-        # this takes no lock.
-        weakref.finalize(end, setattr, backward, "is_over", True).atexit = False
+            # The engine drops the callback when an exception ends the run.
+            backward = self._backwards[task] = Backward(weakref.ref(end))
         torch.autograd.Variable._execution_engine.queue_callback(end)
         if self._reports(Event.BACKWARD_START):
             self._events.on_backward_start()
@@ -418,15 +404,14 @@ class PythonRecorder:
     def settle(self) -> None:
         """Make frames of the backwards that an exception ended without a sign."""
         with self._lock:
-            broken = [task for task, backward in self._backwards.items() if backward.is_over]
+            broken = [task for task, backward in self._backwards.items() if backward.end() is None]
         for task in broken:
             self._finish(task)
 
     def finish_nonfinite_backward(self) -> None:
         """Make frames of this thread's backward, as far as it has come, if a gradient in it is not finite."""
         task = torch._C._current_graph_task_id()
-        backward = self._backwards.get(task)
-        if backward is not None and backward.has_fault:
+        if task in self._backwards and self._backwards[task].has_fault:
             self._finish(task)
 
     def _finish(self, task: int) -> None:
@@ -435,20 +420,20 @@ class PythonRecorder:
         if backward is None or self.paused or not self._follows:
             return
         ended, arrivals = backward.frames()
+        frames = [call.frame for call in ended]
         with self._lock:
-            self._count(len(arrivals))
-            for call in ended if self.gathers_gradient_peaks else ():
-                self._gradient_peaks.add(call.frame)
+            for frame in frames if self.gathers_gradient_peaks else ():
+                self._gradient_peaks.add(frame)
         try:
-            for call in ended:
-                if call.frame.batch in self._settings.traced:
-                    self._events.on_frame(call.frame)
+            for frame in frames:
+                if frame.batch in self._settings.traced:
+                    self._events.on_frame(frame)
             if backward.has_fault:
                 self._events.on_backward_end(ended, arrivals)
         finally:
             with self._lock:
-                for call in ended:
-                    self._append(call.frame)
+                for frame in frames:
+                    self._append(frame, len(frame.records))
 
     def excuse_gradients(self, batches: Sequence[int], note: Note) -> None:
         """Note on every non-finite gradient of these batches why it is meant."""

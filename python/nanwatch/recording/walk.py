@@ -45,62 +45,69 @@ class Unwalked(str):
 Leaf: TypeAlias = tuple[str, Any]
 
 
-def leaves(value: Any, label: str, objects: bool = True, given: Iterable[object] = ()) -> list[Leaf]:
+def leaves(
+    value: Any,
+    label: str,
+    objects: bool = True,
+    given: Iterable[object] = (),
+    inside: tuple[int, ...] = (),
+    num_before: int = 0,
+) -> list[Leaf]:
     """Return `(label, leaf)` for everything in `value`, in its own order, at most MAX_LEAVES.
 
     A leaf is a tensor, None, any other object that is no container, or Unwalked where a limit or a cycle
     ended the walk. Nothing here raises: a container that cannot be read is an Unwalked leaf with the reason.
     `objects`: of objects of other classes, at most MAX_OBJECTS, the attributes that may hold tensors are entered,
     unless the object is one of those `given` to the call, such as a key-value cache.
+    `inside`, the ids of the containers around the value, and `num_before`, the leaves there, count for the limits.
     """
     if isinstance(value, torch.Tensor):
         return [(label, value)]
-    walk = _Walk(objects, given)
-    walk.enter(value, label)
+    walk = _Walk(objects, given, MAX_LEAVES - num_before)
+    walk.enter(value, label, inside)
     return walk.leaves
 
 
 def call_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, objects: bool = True) -> list[Leaf]:
     """Return the leaves of a call's positional, then its keyword arguments."""
-    walk = _Walk(objects, ())
+    walk = _Walk(objects)
     for key, value in (*enumerate(args), *kwargs.items()):
-        walk.enter(value, f"input[{key}]")
+        walk.enter(value, f"input[{spell_key(key)}]")
     return walk.leaves
 
 
 class _Walk:
     """Leaves that a walk has met so far."""
 
-    def __init__(self, objects: bool, given: Iterable[object]) -> None:
+    def __init__(self, objects: bool, given: Iterable[object] = (), most: int = MAX_LEAVES) -> None:
         self.leaves: list[Leaf] = []
-        self._objects = objects
+        self._objects, self._most = objects, most
         self._num_objects = 0
         self._given = frozenset(map(id, given))
 
     def enter(self, value: Any, label: str, inside: tuple[int, ...] = ()) -> None:
         """Add the leaves of a value. `inside` are the ids of the containers around it."""
-        leaf, children = value, None
+        children = None
         if not isinstance(value, (torch.Tensor, *SCALARS)):
             try:
-                leaf, children = self._open(value, inside)
+                value, children = self._open(value, inside)
             except Exception as error:
                 # A container of the user's own may do anything when asked for its items.
-                leaf = Unwalked(f"{type(value).__name__} raised {type(error).__name__}")
+                value = Unwalked(f"{type(value).__name__} raised {type(error).__name__}")
         if children is None:
-            self.leaves.append((label, leaf))
+            self.leaves.append((label, value))
         for key, child in children or ():
-            if len(self.leaves) >= MAX_LEAVES:
-                if not isinstance(self.leaves[-1][1], Unwalked):
+            if len(self.leaves) >= self._most:
+                if not (self.leaves and isinstance(self.leaves[-1][1], Unwalked)):
                     self.leaves.append((label, Unwalked(f"more than {MAX_LEAVES} values")))
                 return
             self.enter(child, f"{label}[{key}]", (*inside, id(value)))
 
     def _open(self, value: Any, inside: tuple[int, ...]) -> tuple[Any, list[tuple[object, Any]] | None]:
         """Return the leaf that the value stands for; beside it the items of a container, or an object's attributes."""
-        if isinstance(value, Iterator | AsyncIterator | Coroutine):
+        if isinstance(value, _STREAMS):
             return Unwalked(f"{type(value).__name__}, whose values belong to the caller"), None
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.ndarray):
+        if isinstance(value, _arrays()):
             if not value.flags.writeable or min(value.strides, default=0) < 0:
                 value = value.copy()  # PyTorch refuses the one and warns of the other
             return torch.from_numpy(value), None
@@ -119,6 +126,15 @@ class _Walk:
         return value, children
 
 
+_STREAMS = (Iterator, AsyncIterator, Coroutine)
+
+
+def _arrays() -> tuple[Any, ...]:
+    """Return NumPy's class of arrays, if anybody has imported NumPy."""
+    numpy = sys.modules.get("numpy")
+    return () if numpy is None else (numpy.ndarray,)
+
+
 def _items(value: Any) -> list[tuple[object, Any]] | None:
     """Return `(key, child)` pairs of a container, or None for any other value."""
     if isinstance(value, tuple | list):
@@ -134,19 +150,13 @@ def _items(value: Any) -> list[tuple[object, Any]] | None:
     if is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name, Unwalked("not set"))) for field in fields(value)]
     node = _pytree.SUPPORTED_NODES.get(type(value))
-    if node is not None:
-        return [(position, child) for position, child in enumerate(node.flatten_fn(value)[0])]
-    return None
+    return None if node is None else list(enumerate(node.flatten_fn(value)[0]))
 
 
 def is_container(kind: type) -> bool:
     """Return whether `leaves` without `objects` may find something inside values of this type."""
-    return (
-        issubclass(kind, tuple | list | Mapping | Set | MappingView | Iterator | AsyncIterator | Coroutine)
-        or is_dataclass(kind)
-        or kind in _pytree.SUPPORTED_NODES
-        or ((numpy := sys.modules.get("numpy")) is not None and issubclass(kind, numpy.ndarray))
-    )
+    kinds = (tuple, list, Mapping, Set, MappingView, *_STREAMS, *_arrays())
+    return issubclass(kind, kinds) or is_dataclass(kind) or kind in _pytree.SUPPORTED_NODES
 
 
 # Their attributes are theirs, and no values of a call.

@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from nanwatch.instrumentation.wrapped_names import (
-    find_module,
-    named_modules,
-    unwrapped,
-)
+from nanwatch.instrumentation.wrapped_names import find_module, named_modules, unwrapped
 from support.toys import Scale, mlp, names
 from support.watching import watch
 

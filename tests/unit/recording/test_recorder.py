@@ -144,6 +144,13 @@ def cyclic() -> list[Any]:
     return value
 
 
+def ordered_cycle() -> list[Any]:
+    """A list and an ordered dictionary that hold each other."""
+    value: list[Any] = [torch.ones(1)]
+    value.append(OrderedDict(inner=value))
+    return value
+
+
 class Angry(UserDict):  # type: ignore[type-arg]
     """A mapping that cannot be read."""
 
@@ -154,8 +161,10 @@ class Angry(UserDict):  # type: ignore[type-arg]
 LIMITS: dict[str, Callable[[], Any]] = {
     "deepest list": lambda: deep(MAX_DEPTH),
     "too deep a list": lambda: deep(MAX_DEPTH + 1),
-    "too deep, mixed": lambda: deep(MAX_DEPTH + 2, lambda x: OrderedDict(k=x)),
+    "too deep, in turns": lambda: deep(MAX_DEPTH // 2 + 1, lambda x: [OrderedDict(k=x)]),
     "cycle": cyclic,
+    "cycle of two kinds": ordered_cycle,
+    "limit in the second": lambda: [OrderedDict((i, torch.ones(1)) for i in range(MAX_LEAVES // 2 + 1))] * 2,
     "one more": lambda: [torch.ones(1)] * (MAX_LEAVES + 1),
     "limit inside": lambda: [[torch.ones(1)] * MAX_LEAVES, [torch.ones(1)] * 2, None],
     "many empty lists": lambda: [[] for _ in range(2 * MAX_LEAVES)],
@@ -180,8 +189,8 @@ def test_the_walk_of_a_call_is_that_of_leaves(make: Callable[[], Any], recorder:
     value = make()
     model = Takes()
     with watched(model, recorder) as w:
-        model(value)
-    expected = call_leaves((value,), {}) + leaves(value, "output")
+        model(value, **{"two words": None})
+    expected = call_leaves((value,), {"two words": None}) + leaves(value, "output")
     assert [(record.label, str(record.note or "")) for record in w.frames[0].records] == [
         (label, note_of(leaf)) for label, leaf in expected
     ]
