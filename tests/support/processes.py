@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-import json
 import os
-import select
-import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, NamedTuple
 
 import nanwatch
 from support.paths import SCRIPTS, TESTS
@@ -39,9 +35,7 @@ def forked(
     *arguments: str,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    input: str = "",
-    stdout: int | None = None,
-    stderr: int | None = None,
+    stdout: int = subprocess.PIPE,
     timeout: float = 300,
     imported: bool = True,
 ) -> subprocess.CompletedProcess[str]:
@@ -51,42 +45,17 @@ def forked(
     Python and torch take from the environment when they start, such as PYTHONHASHSEED, is that of the server. With
     `imported=False` the program imports nanwatch itself, from its own PYTHONPATH.
     """
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        given.write(input.encode())
-        given.seek(0)
-        reader, writer = os.pipe()
-        request = {
-            "folder": str(cwd or Path.cwd()),
-            "environment": dict(environment() if env is None else env),
-            "words": list(arguments),
-        }
-        stdout = out.fileno() if stdout is None else stdout
-        stderr = stdout if stderr == subprocess.STDOUT else err.fileno()
-        descriptors = [given.fileno(), stdout, stderr, writer]
-        socket.send_fds(
-            _server(*(_IMPORTED if imported else ())).channel, [json.dumps(request).encode()], descriptors
-        )
-        os.close(writer)
-        with open(reader, encoding="ascii") as answers:
-            child = int(answers.readline())
-            status = _within(answers, child, timeout)
-        if status is None:
-            raise subprocess.TimeoutExpired(list(arguments), timeout, _text(out), _text(err))
-        return subprocess.CompletedProcess(list(arguments), status, _text(out), _text(err))
-
-
-def _within(answers: IO[str], child: int, timeout: float) -> int | None:
-    """Return the exit status of the child, or None after a timeout, at which it is killed."""
-    is_late = not select.select([answers], [], [], timeout)[0]
-    if is_late:
-        os.kill(child, signal.SIGKILL)
-    status = int(answers.readline())
-    return None if is_late else status
-
-
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
+    return subprocess.run(
+        [forking_python(imported), *arguments],
+        cwd=cwd,
+        env=environment() if env is None else env,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+    )
 
 
 def until(happened: Callable[[], object], seconds: float = 30) -> None:
@@ -97,50 +66,32 @@ def until(happened: Callable[[], object], seconds: float = 30) -> None:
         time.sleep(0.002)
 
 
-def forking_python() -> str:
-    """Return the path of a program that does as `python` does, in a fork as those of `forked`.
+@functools.cache
+def forking_python(imported: bool = True) -> str:
+    """Return the path of a program that does as `python` does, in a fork of one process that it starts.
 
     It takes the arguments that `forked` takes. Where PYTHON_EXEC has its path too, the processes that torchrun starts
     are forks, and so are those that a program starts by `sys.executable`. SIGSTOP does not reach a fork.
     """
-    return str(_server(*_IMPORTED).python)
-
-
-class _Server(NamedTuple):
-    """The socket to a process that forks, and a program that asks the process for a fork."""
-
-    channel: socket.socket
-    python: Path
-
-
-@functools.cache
-def _server(*names: str) -> _Server:
-    """Start the process that forks. It ends when the socket is closed, at the latest by the end of this process."""
     folder = tempfile.TemporaryDirectory(prefix="forks-")
     python, path = Path(folder.name, "python"), Path(folder.name, "socket")
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "{SCRIPTS / "fork_client.py"}" "{path}" "$@"\n')
     python.chmod(0o755)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-    clients = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    clients.bind(str(path))
-    clients.listen()
-    with theirs, clients:
-        descriptors = [theirs.fileno(), clients.fileno()]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as clients:
+        clients.bind(str(path))
+        clients.listen()
+        names = _IMPORTED if imported else ()
         server = subprocess.Popen(
-            [sys.executable, str(SCRIPTS / "command_forks.py"), *map(str, descriptors), *names],
+            [sys.executable, str(SCRIPTS / "command_forks.py"), str(clients.fileno()), *names],
             env=environment(OMP_NUM_THREADS="1", PYTHONUNBUFFERED=""),
-            pass_fds=descriptors,
-            stdin=subprocess.DEVNULL,
+            pass_fds=[clients.fileno()],
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
         )
-    atexit.register(_end, ours, server, folder)
-    return _Server(ours, python)
+    atexit.register(_end, server, folder)
+    return str(python)
 
 
-def _end(
-    channel: socket.socket, server: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]
-) -> None:
-    channel.close()
-    server.wait(60)
+def _end(server: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
+    server.communicate(timeout=60)  # closes its stdin, at which it ends
     folder.cleanup()

@@ -1,10 +1,10 @@
 """Run Python programs in forks of this process, which has imported torch: each then starts at once.
 
-    python command_forks.py DESCRIPTOR DESCRIPTOR MODULE...
+    python command_forks.py DESCRIPTOR MODULE...
 
-The modules are imported too. A message on the first socket has a program as JSON and the descriptors of its stdin,
-stdout and stderr. The last descriptor gets the number of its process and, when it has ended, its exit status. The
-second socket listens: each process that connects, such as fork_client.py, sends one message of the same form.
+The modules are imported too. The descriptor is a socket that listens. Each process that connects, such as
+fork_client.py, sends a message with a program as JSON and the descriptors of its stdin, stdout and stderr. It receives
+the number of the program's process and, when that has ended, its exit status. All ends with stdin.
 """
 
 from __future__ import annotations
@@ -31,48 +31,43 @@ OWN_PYTHONPATH = os.environ["PYTHONPATH"].split(os.pathsep)
 
 
 def main() -> None:
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    clients = socket.socket(fileno=int(sys.argv[2]))
-    for name in sys.argv[3:]:
+    clients = socket.socket(fileno=int(sys.argv[1]))
+    for name in sys.argv[2:]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # or each fork would look through all of it, and so copy it, at its end
-    while True:
-        for ready in select.select([channel, clients], [], [])[0]:
-            given = channel if ready is channel else clients.accept()[0]
-            request, descriptors, *_ = socket.recv_fds(given, 1 << 20, 4)
-            if given is not channel:
-                given.close()
-            elif not request:
-                return
-            if request and os.fork() == 0:
-                channel.close()
-                clients.close()
-                child = os.fork()
-                if child == 0:
-                    begin(descriptors, **json.loads(request))
-                    return
-                answer(descriptors[3], child)
-                answer(descriptors[3], status_of(child, descriptors[3]))
-                os._exit(0)
-            for descriptor in descriptors:
-                os.close(descriptor)
+    while clients in select.select([clients, sys.stdin], [], [])[0]:
+        client = clients.accept()[0]
+        if os.fork() == 0:
+            clients.close()
+            serve(client)
+            return
+        client.close()
         with contextlib.suppress(ChildProcessError):  # none is left
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
 
 
-def answer(answers: int, number: int) -> None:
+def serve(client: socket.socket) -> None:
+    """Fork once more: the child is the program, and returns. This process sends its number and its exit status."""
+    request, descriptors, *_ = socket.recv_fds(client, 1 << 20, 3)
+    child = os.fork()
+    if child == 0:
+        client.close()
+        begin(descriptors, **json.loads(request))
+        return
     with contextlib.suppress(BrokenPipeError):
-        os.write(answers, f"{number}\n".encode())
+        client.send(str(child).encode())
+        client.send(str(status_of(child, client)).encode())
+    os._exit(0)
 
 
-def status_of(child: int, answers: int) -> int:
-    """Return the exit status of the child, which is killed when nobody waits for the answer any more."""
+def status_of(child: int, client: socket.socket) -> int:
+    """Return the exit status of the child, which is killed when the client has gone."""
     ended = os.pidfd_open(child)
     waiting = select.poll()
     waiting.register(ended, select.POLLIN)
-    waiting.register(answers, 0)  # that nobody reads it is always told
+    waiting.register(client, 0)  # a connection that is closed is always told
     if all(descriptor != ended for descriptor, _ in waiting.poll()):
         os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -91,7 +86,7 @@ def begin(descriptors: list[int], folder: str, environment: dict[str, str], word
     sys.executable = environment.get("PYTHON_EXEC", sys.executable)
     given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[1:] = [*given, *(path for path in sys.path[1:] if path not in OWN_PYTHONPATH)]
-    for number, descriptor in enumerate(descriptors[:3]):
+    for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
     for descriptor in descriptors:
         os.close(descriptor)

@@ -17,14 +17,11 @@ _PASSED_ON = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # until there is a process for them
-    reader, writer = os.pipe()
     request = {"folder": os.getcwd(), "environment": dict(os.environ), "words": sys.argv[2:]}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-        channel.connect(sys.argv[1])
-        socket.send_fds(channel, [json.dumps(request).encode()], [0, 1, 2, writer])
-    os.close(writer)
-    with open(reader, encoding="ascii") as answers:
-        child = int(answers.readline())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.connect(sys.argv[1])
+        socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+        child = int(server.recv(32))
 
         def pass_on(number: int, _: object) -> None:
             with contextlib.suppress(ProcessLookupError):
@@ -33,7 +30,7 @@ def main() -> None:
         for signal_number in _PASSED_ON:
             signal.signal(signal_number, pass_on)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
-        status = int(answers.readline())
+        status = int(server.recv(32))
     if status < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-status, signal.SIG_DFL)
