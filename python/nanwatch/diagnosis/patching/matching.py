@@ -135,8 +135,6 @@ def operation_of(node: ast.AST, site: Site | None = None) -> Operation | None:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return Operation("neg", (node.operand,))
     if isinstance(node, ast.Subscript):
-        if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
-            return Operation("size", (node.value.value, node.slice))
         return Operation("item", (node.value, node.slice))
     if not isinstance(node, ast.Call) or any(isinstance(x, ast.Starred) for x in node.args):
         return None
@@ -182,6 +180,9 @@ def _match(site: Site, pattern: ast.expr, node: ast.AST, binding: Binding) -> Bi
         return _match(site, pattern, made, seen)
     wanted, operation = operation_of(pattern), operation_of(node, site)
     assert wanted is not None
+    if wanted.name == "W" and isinstance(node, ast.Call):
+        seen = seen._replace(letters={**seen.letters, "W": node})
+        operation = Operation("W", tuple(node.args), {x.arg or "**": x.value for x in node.keywords})
     if operation is None:
         return None
     if wanted.name == operation.name:
@@ -218,9 +219,10 @@ def _arguments(site: Site, wanted: Operation, operation: Operation, binding: Bin
     pairs = list(zip(patterns, args, strict=False))
     args = args[len(patterns) :]
     for name, pattern in wanted.keywords.items():
-        if name not in keywords and not args:
+        key = next((x for x in keywords if x == name or x.endswith(f"_{name}")), None)
+        if key is None and not (args and patterns):
             return None
-        pairs.append((pattern, keywords.pop(name) if name in keywords else args.pop(0)))
+        pairs.append((pattern, args.pop(0) if key is None else keywords.pop(key)))
     # A row without `...` is for a call without further arguments. A second `...` is the same as the first.
     if args or keywords:
         rest = tuple(args), keywords

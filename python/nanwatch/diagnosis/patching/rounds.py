@@ -39,7 +39,7 @@ from .source import (
     first_line,
     moved,
 )
-from .table import CALLS, GUARDS, POLES, STABLE, names_that_run, numbers_of, operation_name
+from .table import GUARDS, POLES, STABLE, names_that_run, numbers_of, operation_name
 
 _MOST_ROUNDS = 4
 # Runs of the batch, each perhaps of a large model, and seconds for all of them.
@@ -90,21 +90,22 @@ class Proposer:
         self.failing = self._failing_nodes(step)
         # The nodes inside the likeliest one, and inside what made its names.
         inner = [node for top in self.failing[:1] for node in ast.walk(top) if node is not top]
-        made = [value for node in inner if (value := site.definition(node)) is not None]
+        made = filter(None, map(site.definition, inner))
         parts = [*inner, *(node for value in made for node in ast.walk(value))]
         # The operations that made the operands of the likeliest node, where one of these was not finite.
         is_finite = not any(record.isfinite is False for record in step.operands)
         poles = [x for x in parts if (operation := operation_of(x, site)) and operation.name in POLES]
         self._sources = [] if is_finite else poles
-        added = [
-            x for x in parts if isinstance(x, ast.Constant | ast.Name | ast.Attribute) and self._is_added(x)
-        ]
-        operations = (operation_of(node, site) for node in (*self.failing, *self._sources))
-        operands = [x for operation in operations if operation is not None for x in operation.args]
-        looked = [x for x in (*operands, *added) if isinstance(x, _VALUES) and site.constant(x) is None]
+        names = [x for x in parts if isinstance(x, ast.Constant | ast.Name | ast.Attribute)]
+        added = [x for x in names if self._is_added(x)]
+        operations = filter(None, (operation_of(node, site) for node in (*self.failing, *self._sources)))
+        looked = [*(x for operation in operations for x in operation.args), *added]
+        looked = [x for x in looked if isinstance(x, _VALUES) and site.constant(x) is None]
         self.values = look([*self.failing, *looked])
-        # Numbers of the source that are not 0, and are 0 in the format of the failing operation.
-        self._vanished = [x for x in added if self._vanishes(self._number(x) or 0)]
+        # Numbers of the source that are not 0, and are 0 in the format of the failing operation, as 1e-8 is in float16.
+        kind = getattr(torch, self._dtype)
+        numbers = [(x, self._number(x) or 0) for x in added]
+        self._vanished = [x for x, number in numbers if number > 0 == float(torch.tensor(number, dtype=kind))]
 
     def _failing_nodes(self, step: Step) -> list[ast.AST]:
         assert step.place is not None
@@ -125,10 +126,6 @@ class Proposer:
     def _is_added(self, node: ast.AST) -> bool:
         above = self._site.parents.get(node)
         return isinstance(getattr(above, "op", ast.Add()), ast.Add) and not isinstance(above, ast.Attribute)
-
-    def _vanishes(self, number: float) -> bool:
-        """Return whether the format of the failing operation rounds a number to 0, as float16 does 1e-8."""
-        return number > 0 == float(torch.tensor(number, dtype=getattr(torch, self._dtype)))
 
     def outside(self) -> str:
         """Return in words what a clamp would hide: an operand that float64 has outside the operation's domain too."""
@@ -168,7 +165,6 @@ class Proposer:
         yield from islice(self._stable(), _MOST_STABLE)
         for node in self.failing:
             yield from self._untaken(node)
-            yield from self._calls(node)
         for node in [*self._sources, *self.failing]:
             for row in GUARDS:
                 yield from self.guard(node, row)
@@ -183,7 +179,7 @@ class Proposer:
                 if binding is not None and failing & binding.nodes:
                     yield from self._written(node, node, form, binding, "use the stable form that torch has")
 
-    def guard(self, node: ast.AST, row: tuple[str, str, str, str, str]) -> list[Proposal]:
+    def guard(self, node: ast.AST, row: tuple[str, ...]) -> list[Proposal]:
         """Return the change that a row of guards makes at a node, none where the row is for another case."""
         pattern, part, form, condition, words = row
         binding = match(self._site, pattern, node)
@@ -205,19 +201,24 @@ class Proposer:
         return [Proposal(edits, node, words)] if edits else []
 
     def _holds(self, condition: str, binding: Binding) -> bool:
-        if condition == "bound":
-            return self._bound(binding) != ""
-        if condition == "pole":
+        kind, _, operations = condition.partition("in ")
+        kind = kind.strip()
+        if operations and self._operation.removesuffix("_forward") not in operations.split():
+            return False
+        if kind in ("", "bound"):
+            return not kind or self._bound(binding) != ""
+        if kind == "pole":
             power = self._number(binding.letters["P"])
             return power is None or power < 1 or power != int(power)
         operand = binding.letters.get("B") or binding.letters["X"]
-        if condition in ("int", "number"):
-            return isinstance(self._number(operand), int if condition == "int" else int | float)
+        if kind in ("int", "number"):
+            return isinstance(self._number(operand), int if kind == "int" else int | float)
         tensors = self._tensors(operand)
-        if not tensors or any(x.is_complex() or bool((x < 0).any()) for x in tensors):
+        most = 1 if kind == "fraction" else math.inf
+        if not tensors or any(x.is_complex() or bool(((x < 0) | (x > most)).any()) for x in tensors):
             return False
         made = self._site.defined(operand)
-        return condition == "positive" or (
+        return kind != "count" or (
             all(bool((x == x.round()).all()) for x in tensors)
             and (
                 not any(x.is_floating_point() for x in tensors)
@@ -241,26 +242,6 @@ class Proposer:
         largest = max((float(x.max()) for x in values if x.numel()), default=math.inf)
         return f"{max(0, math.ceil(largest))}" if largest < 0.9 * _ENDS[self._dtype] else ""
 
-    def _calls(self, node: ast.AST) -> Iterator[Proposal]:
-        """Yield guards of a call of any function or module, by the operation that failed in it."""
-        if not isinstance(node, ast.Call):
-            return
-        args = node.args or [node]
-        letters = {"W": node, "X": args[0], "Y": args[-1]}
-        letters.update(("M", x.value) for x in node.keywords if (x.arg or "").endswith("mask"))
-        if len(args) == 1 and isinstance(node.func, ast.Attribute) and self._operation == "mean":
-            letters["X"] = node.func.value
-        if getattr(node.func, "attr", "") == "log_prob":
-            values = self._tensors(args[0])
-            letters.update(
-                (letter, args[0])
-                for letter, most in (("V", math.inf), ("U", 1.0))
-                if values and all(bool(((x >= 0) & (x <= most)).all()) for x in values)
-            )
-        for operations, part, form, words in CALLS:
-            if self._operation.removesuffix("_forward") in operations.split() and part in letters:
-                yield from self._written(node, letters[part], form, Binding(letters), words)
-
     def _untaken(self, node: ast.AST) -> Iterator[Proposal]:
         """Yield changes that give the elements that are not taken a safe operand, or none.
 
@@ -269,28 +250,26 @@ class Proposer:
         operation, inner = operation_of(node, self._site), node
         operands = [x for x in operation.args if all_names(x)] if operation is not None else []
         for above in self._site.ancestors(node):
-            if not isinstance(above, ast.expr):
-                return
             if isinstance(above, ast.Subscript) and above.value is inner and isinstance(node, ast.Call):
                 yield from self._indexed(above, node)
                 return
             where = match(self._site, "where(C, A, B)", above)
             if where is not None and operation is not None and operands:
+                condition, first, second = (where.letters[letter] for letter in "CAB")
+                forms = {first: "torch.where(C, X, 1.0)", second: "torch.where(C, 1.0, X)"}
                 operand = operands[-1 if operation.name == "div" else 0]
-                is_first = where.letters["A"] is inner
-                form = "torch.where(C, X, 1.0)" if is_first else "torch.where(C, 1.0, X)"
-                binding = Binding({"C": where.letters["C"], "X": operand})
+                binding = Binding({"C": condition, "X": operand})
                 words = "give the branch that `where` does not take a safe operand"
-                if is_first or where.letters["B"] is inner:
-                    yield from self._written(node, operand, form, binding, words)
+                yield from (
+                    self._written(node, operand, forms[inner], binding, words) if inner in forms else ()
+                )
                 return
             inner = above
 
     def _indexed(self, whole: ast.Subscript, call: ast.Call) -> list[Proposal]:
         """Return the call of the elements that its index takes: `loss(a[valid], b[valid])` for `loss(a, b)[valid]`."""
-        names = [x.id for x in call.args if isinstance(x, ast.Name)]
-        if isinstance(call.func, ast.Attribute) and not names and isinstance(call.func.value, ast.Name):
-            names = [call.func.value.id]
+        arguments = call.args or [getattr(call.func, "value", call.func)]
+        names = [x.id for x in arguments if isinstance(x, ast.Name)]
         if not names or not isinstance(whole.slice, ast.Name):
             return []
         index = whole.slice.id

@@ -2,8 +2,8 @@
 
 Rows are Python. A single capital letter stands for any expression, `N` for a number, `...` for further arguments, if any,
 which the form gets as they were. Functions stand for every spelling: `log(X)` is `torch.log(X)`, `X.log()` and
-`X.log_()`, `A / B` is also `torch.div(A, B)`, `size(X, D)` is also `X.shape[D]`. A name in the source is followed to
-the assignment that made it.
+`X.log_()`, `A / B` is also `torch.div(A, B)`. `W(X)` is a call of any function or module, and `W` in its form is that
+call. ` | ` is between the patterns of one form. A name in the source is followed to the assignment that made it.
 
 Names of several capitals are numbers for the format at hand, see NUMBERS.
 """
@@ -37,17 +37,15 @@ ALIASES = {
 }  # fmt: skip
 
 # Forms that compute the same and do not overflow, cancel, or divide 0 by 0. The first that applies is tried first.
-STABLE = (
+_STABLE = (
     # Cross entropies by hand
-    ("-mean(Y * log(sigmoid(X)) + (1 - Y) * log(1 - sigmoid(X)))", "F.binary_cross_entropy_with_logits(X, Y)"),
     ("Y * log(sigmoid(X)) + (1 - Y) * log(1 - sigmoid(X))", '-F.binary_cross_entropy_with_logits(X, Y, reduction="none")'),
     ("F.nll_loss(log(softmax(X, ...)), Y)", "F.cross_entropy(X, Y)"),
     ("F.binary_cross_entropy(sigmoid(X), Y)", "F.binary_cross_entropy_with_logits(X, Y)"),
     # Logarithms of exponentials
     ("log(exp(X))", "X"),
     ("log(sigmoid(X))", "F.logsigmoid(X)"),
-    ("log(1 - sigmoid(X))", "F.logsigmoid(-X)"),
-    ("log(1 - sigmoid(X) + N)", "F.logsigmoid(-X)"),
+    ("log(1 - sigmoid(X)) | log(1 - sigmoid(X) + N)", "F.logsigmoid(-X)"),
     ("log(softmax(X, ...))", "F.log_softmax(X, ...)"),
     ("log(softmax(X, ...)[I])", "F.log_softmax(X, ...)[I]"),
     ("log(mean(softmax(X, ...), dim=D))", "torch.logsumexp(F.log_softmax(X, ...), D) - math.log(X.shape[D])"),
@@ -57,12 +55,10 @@ STABLE = (
     ("log(exp(A) + exp(B))", "torch.logaddexp(A, B)"),
     ("log(expm1(X))", "X + torch.log(-torch.expm1(-X))"),
     ("log(1 - exp(X))", "torch.log(-torch.expm1(X))"),
-    ("log(1 - square(tanh(X)))", "2.0 * (LN2 - X - F.softplus(-2.0 * X))"),
-    ("log(1 - square(tanh(X)) + N)", "2.0 * (LN2 - X - F.softplus(-2.0 * X))"),
+    ("log(1 - square(tanh(X))) | log(1 - square(tanh(X)) + N)", "2.0 * (LN2 - X - F.softplus(-2.0 * X))"),
     ("log(cosh(X))", "X + F.softplus(-2.0 * X) - LN2"),
     ("log(sum(exp(X)))", "torch.logsumexp(X.flatten(), 0)"),
-    ("log(sum(exp(X), ...))", "torch.logsumexp(X, ...)"),
-    ("log(sum(exp(X), ...) + N)", "torch.logsumexp(X, ...)"),
+    ("log(sum(exp(X), ...)) | log(sum(exp(X), ...) + N)", "torch.logsumexp(X, ...)"),
     ("log(mean(exp(X)))", "torch.logsumexp(X.flatten(), 0) - math.log(X.numel())"),
     ("log(mean(exp(X), dim=D))", "torch.logsumexp(X, dim=D) - math.log(X.shape[D])"),
     ("log(cumsum(exp(X), ...))", "torch.logcumsumexp(X, ...)"),
@@ -73,37 +69,23 @@ STABLE = (
     ("log(exp(A) / sum(exp(B), ...))", "A - torch.logsumexp(B, ...)"),
     ("log(exp(A) / (exp(A) + sum(exp(B), ...)))", "-F.softplus(torch.logsumexp(B, ...) - A)"),
     # Logarithms of products and of special functions
-    ("log(det(X))", "torch.linalg.slogdet(X)[1]"),
-    ("log(abs(det(X)))", "torch.linalg.slogdet(X)[1]"),
-    ("logdet(X)", "torch.linalg.slogdet(X)[1]"),
+    ("log(det(X)) | log(abs(det(X))) | logdet(X)", "torch.linalg.slogdet(X)[1]"),
     ("log(prod(X, ...))", "torch.log(X).sum(...)"),
-    ("log(cumprod(X, ...))", "torch.log(X).cumsum(...)"),
-    ("log(ndtr(X))", "torch.special.log_ndtr(X)"),
-    ("log(0.5 * (1 + erf(X / 1.4142135623730951)))", "torch.special.log_ndtr(X)"),
-    ("log(X / (1 - X))", "torch.logit(X, eps=NEAR)"),
+    ("log(ndtr(X)) | log(0.5 * (1 + erf(X / 1.4142135623730951)))", "torch.special.log_ndtr(X)"),
     # Quotients of exponentials
-    ("exp(X) / sum(exp(X), dim=D, keepdim=True)", "torch.softmax(X, dim=D)"),
-    ("exp(X) / unsqueeze(sum(exp(X), dim=D), ...)", "torch.softmax(X, dim=D)"),
+    ("exp(X) / sum(exp(X), dim=D, keepdim=True) | exp(X) / unsqueeze(sum(exp(X), dim=D), ...)", "torch.softmax(X, dim=D)"),
     ("exp(X) / sum(exp(X))", "torch.softmax(X.flatten(), 0).view_as(X)"),
     ("exp(X) * M / sum(exp(X) * M, dim=D, keepdim=True)", "torch.softmax(X + torch.log(M), dim=D)"),
     ("sigmoid(X) / sum(sigmoid(X), dim=D, keepdim=True)", "torch.softmax(F.logsigmoid(X), dim=D)"),
     ("exp(A) / (exp(A) + exp(B))", "torch.sigmoid(A - B)"),
-    ("X / (1 + exp(-X))", "F.silu(X)"),
-    ("1 / (1 + exp(-X))", "torch.sigmoid(X)"),
+    ("1 / (1 + exp(-X)) | exp(X) / (1 + exp(X))", "torch.sigmoid(X)"),
     ("1 / (1 + exp(X))", "torch.sigmoid(-X)"),
-    ("exp(X) / (1 + exp(X))", "torch.sigmoid(X)"),
     ("(exp(X) - exp(-X)) / (exp(X) + exp(-X))", "torch.tanh(X)"),
     ("expm1(X) / (exp(X) + 1)", "torch.tanh(0.5 * X)"),
-    ("(1 - exp(X)) / (1 + exp(X))", "torch.tanh(-0.5 * X)"),
     ("exp(A) / exp(B)", "torch.exp(A - B)"),
-    ("exp(A) * exp(B)", "torch.exp(A + B)"),
     ("A / exp(X)", "A * torch.exp(-X)"),
-    ("X * tanh(log1p(exp(X)))", "F.mish(X)"),
     # Norms, distances, variances
-    ("X / norm(X, dim=D, keepdim=True)", "F.normalize(X, dim=D)"),
-    ("X / unsqueeze(norm(X, dim=D), ...)", "F.normalize(X, dim=D)"),
-    ("X / sqrt(sum(square(X), dim=D, keepdim=True))", "F.normalize(X, dim=D)"),
-    ("X * rsqrt(sum(square(X), dim=D, keepdim=True))", "F.normalize(X, dim=D)"),
+    ("X / norm(X, dim=D, keepdim=True) | X / unsqueeze(norm(X, dim=D), ...) | X / sqrt(sum(square(X), dim=D, keepdim=True))", "F.normalize(X, dim=D)"),
     ("sum(A * B, dim=D) / (norm(A, dim=D) * norm(B, dim=D))", "F.cosine_similarity(A, B, dim=D)"),
     ("dot(A, B) / (norm(A) * norm(B))", "F.cosine_similarity(A, B, dim=0)"),
     ("sqrt(sum(square(X)))", "torch.linalg.vector_norm(X)"),
@@ -111,12 +93,9 @@ STABLE = (
     ("sqrt(sum(square(X), dim=D, keepdim=True))", "torch.linalg.vector_norm(X, dim=D, keepdim=True)"),
     ("sqrt(square(A) + square(B))", "torch.hypot(A, B)"),
     ("sqrt(square(X))", "X.abs()"),
-    ("sqrt(mean(square(X), ...) - square(mean(X, ...)))", "X.std(..., unbiased=False)"),
     ("mean(square(X), ...) - square(mean(X, ...))", "X.var(..., unbiased=False)"),
-    ("sum(X, dim=D) / size(X, D)", "X.mean(D)"),
     # 0 times infinity, 0 divided by 0
     ("T * (log(T) - Q)", "torch.xlogy(T, T) - T * Q"),
-    ("X * log(X)", "torch.xlogy(X, X)"),
     ("A * log(B)", "torch.xlogy(A, B)"),
     ("sin(X) / X", "torch.sinc(X / PI)"),
     ("expm1(X) / X", "torch.where(X == 0, 1.0, torch.expm1(X) / torch.where(X == 0, 1.0, X))"),
@@ -126,57 +105,58 @@ STABLE = (
     ("A * B / C", "A * (B / C)"),
 )  # fmt: skip
 
+_DIVISOR = "keep the divisor away from 0"
 _UNBIASED = "do not divide by the number of values less one, which is 0 for one value"
 _MASKED = "mask with a finite score, so that a row masked everywhere becomes uniform"
 _ROOT = "keep what the root is taken of away from 0"
 _LOG = "keep what the logarithm is taken of away from 0"
+_LOGS = "log(X) | log2(X) | log10(X)"
+_EXPS = "exp(X) | exp2(X) | expm1(X) | sinh(X) | cosh(X)"
 # Guards of the operation that failed: (pattern, the part of it that is written anew, its new form, condition, words);
 # "" is the whole of the pattern. Conditions: the operand is a Python `number`, an `int`, a `count` (integers, or whole
-# numbers whose source says that they count), `positive` (float64 shows nothing below 0); the exponent has a `pole` at
-# 0, or a `bound` that float64 shows.
-GUARDS: tuple[tuple[str, str, str, str, str], ...] = (
+# numbers whose source says that they count), `positive` (float64 shows nothing below 0), or a `fraction` (nothing above
+# 1 either); the exponent has a `pole` at 0, or a `bound` that float64 shows; the call failed `in` one of these
+# operations.
+_GUARDS: tuple[tuple[str, str, str, str, str], ...] = (
+    ("log_prob(A, B)", "B", "B.clamp(min=NEAR)", "positive in xlogy log", "keep the value off the edge of the distribution"),
+    ("log_prob(A, B)", "B", "B.clamp(NEAR, 1 - NEAR)", "fraction in xlogy log log1p", "keep the value off the edges of the distribution"),
+    ("W(X, Y, ...)", "", "W if (Y != -100).any() else X.sum() * 0.0", "in nll_loss", "take 0 where all labels are ignored"),
+    ("W(X, ...)", "", "W if X.numel() else X.sum() * 0.0", "in nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy mean", "take 0 for the mean of nothing"),
+    ("W(..., mask=M)", "M", "M & ~M.all(-1, keepdim=True)", "in softmax _softmax _safe_softmax", "mask no row everywhere"),
     ("A / B", "B", "max(B, 1)", "int", "divide by at least 1"),
     ("A / B", "B", "max(B, EPS)", "number", "divide by at least EPS"),
-    ("A / B", "B", "B.clamp(min=1)", "count", "divide by at least 1"),
-    ("A / B", "B", "B.clamp(min=EPS)", "positive", "keep the divisor away from 0"),
-    ("A / B", "B", "torch.where(B.abs() < EPS, EPS, B)", "", "keep the divisor away from 0"),
+    ("A / B | reciprocal(B)", "B", "B.clamp(min=1)", "count", "divide by at least 1"),
+    ("A / B | reciprocal(B)", "B", "B.clamp(min=EPS)", "positive", _DIVISOR),
+    ("A / B | reciprocal(B)", "B", "torch.where(B.abs() < EPS, EPS, B)", "", _DIVISOR),
     ("A / B", "", "torch.where(B == 0, 0.0, A / torch.where(B == 0, 1.0, B))", "", "take 0 where the divisor is 0"),
     ("A / B", "B", "B + LARGER", "positive", "add an eps to the divisor"),
-    ("reciprocal(X)", "X", "X.clamp(min=1)", "count", "divide by at least 1"),
-    ("reciprocal(X)", "X", "X.clamp(min=EPS)", "positive", "keep the divisor away from 0"),
-    ("reciprocal(X)", "X", "torch.where(X.abs() < EPS, EPS, X)", "", "keep the divisor away from 0"),
     ("sqrt(X)", "X", "X.clamp(min=0)", "", "keep what the root is taken of from being negative"),
-    ("sqrt(X)", "X", "X.clamp(min=TINY)", "", _ROOT),
-    ("sqrt(X)", "X", "X.clamp(min=EPS)", "", _ROOT),
-    ("sqrt(X)", "X", "X + EPS", "", "add an eps inside the root"),
     ("rsqrt(X)", "X", "X.clamp(min=1)", "count", "take the root of at least 1"),
-    ("rsqrt(X)", "X", "X.clamp(min=TINY)", "", _ROOT),
-    ("rsqrt(X)", "X", "X + EPS", "", "add an eps inside the root"),
+    ("sqrt(X) | rsqrt(X)", "X", "X.clamp(min=TINY)", "", _ROOT),
+    ("sqrt(X)", "X", "X.clamp(min=EPS)", "", _ROOT),
+    ("sqrt(X) | rsqrt(X)", "X", "X + EPS", "", "add an eps inside the root"),
     ("X ** P", "X", "X.clamp(min=1)", "count", "take the power of at least 1"),
     ("X ** P", "X", "X.clamp(min=TINY)", "pole", "keep what the power is taken of away from 0"),
     ("X ** P", "X", "X.clamp(min=EPS)", "pole", "keep what the power is taken of away from 0"),
-    ("log(X)", "X", "X.clamp(min=TINY)", "", _LOG),
-    ("log(X)", "X", "X.clamp(min=LEAST)", "", _LOG),
-    ("log(X)", "X", "X.clamp(min=EPS)", "", _LOG),
-    ("log(X)", "X", "X + LARGER", "", "add an eps inside the logarithm"),
+    (_LOGS, "X", "X.clamp(min=TINY)", "", _LOG),
+    (_LOGS, "X", "X.clamp(min=LEAST)", "", _LOG),
+    (_LOGS, "X", "X.clamp(min=EPS)", "", _LOG),
+    (_LOGS, "X", "X + LARGER", "", "add an eps inside the logarithm"),
     ("log1p(X)", "X", "X.clamp(min=-1 + NEAR)", "", "keep what log1p is taken of above -1"),
-    ("lgamma(X)", "X", "X.clamp(min=TINY)", "", "keep what lgamma is taken of away from 0"),
+    ("lgamma(X) | digamma(X)", "X", "X.clamp(min=TINY)", "", "keep the operand away from 0"),
     ("xlogy(A, B)", "B", "B.clamp(min=TINY)", "", _LOG),
-    ("exp(X)", "X", "X.clamp(max=BOUND)", "bound", "keep the exponent at BOUND or less, as it is in float64"),
-    ("exp(X)", "X", "X.clamp(max=MOST)", "", "keep the exponent at MOST or less"),
-    ("exp(X)", "X", "X.clamp(max=SAFE)", "", "keep the exponent at SAFE or less"),
+    (_EXPS, "X", "X.clamp(max=BOUND)", "bound", "keep the exponent at BOUND or less, as it is in float64"),
+    (_EXPS, "X", "X.clamp(max=MOST)", "", "keep the exponent at MOST or less"),
+    (_EXPS, "X", "X.clamp(max=SAFE)", "", "keep the exponent at SAFE or less"),
     ("acosh(X)", "X", "X.clamp(min=1 + NEAR)", "", "keep the operand of acosh above 1"),
-    ("acos(X)", "X", "X.clamp(-1, 1)", "", "keep the operand of acos inside -1 to 1"),
-    ("acos(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", "keep the operand of acos inside -1 to 1"),
-    ("atanh(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", "keep the operand of atanh inside -1 to 1"),
+    ("acos(X) | asin(X)", "X", "X.clamp(-1, 1)", "", "keep the operand inside -1 to 1"),
+    ("acos(X) | asin(X) | atanh(X) | erfinv(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", "keep the operand inside -1 to 1"),
     ("logit(X, ...)", "", "torch.logit(X, eps=NEAR)", "", "give logit an eps that the format has"),
     ("atan2(Y, X)", "X", "torch.where((X == 0) & (Y == 0), EPS, X)", "", "take no angle of (0, 0)"),
     ("hypot(A, B)", "", "torch.sqrt(A**2 + B**2 + TINY)", "", "add an eps inside the root"),
     ("angle(X)", "", "torch.atan2(X.imag, X.real)", "", "take the angle by atan2, whose gradient at 0 is 0"),
     ("norm(X, ...)", "", "torch.sqrt((X**2).sum(...) + TINY)", "", "add an eps inside the root"),
-    ("softmax(X, ...)", "X", "X.clamp(min=LOWEST)", "", _MASKED),
-    ("log_softmax(X, ...)", "X", "X.clamp(min=LOWEST)", "", _MASKED),
-    ("logsumexp(X, ...)", "X", "X.clamp(min=LOWEST)", "", _MASKED),
+    ("softmax(X, ...) | log_softmax(X, ...) | logsumexp(X, ...)", "X", "X.clamp(min=LOWEST)", "", _MASKED),
     ("A - B", "B", "B.clamp(min=LOWEST)", "", "keep the operand from being -inf"),
     ("A * B", "B", "torch.where(A == 0, 0.0, B)", "", "take 0 where the other factor is 0"),
     ("A * B", "A", "torch.where(B == 0, 0.0, A)", "", "take 0 where the other factor is 0"),
@@ -194,28 +174,9 @@ GUARDS: tuple[tuple[str, str, str, str, str], ...] = (
     ("eigh(X)", "X", "X + torch.diag(torch.linspace(0, 1e-4, X.shape[-1]).to(X))", "", "move equal eigenvalues apart, whose gradient is infinite"),
     ("svd(X, ...)", "X", "X + torch.eye(*X.shape[-2:]).to(X) * torch.linspace(0, 1e-4, X.shape[-1]).to(X)", "", "move equal singular values apart, whose gradient is infinite"),
 )  # fmt: skip
-# Functions for which the guards of another one's operand stand.
-_LIKE = {
-    "log2": "log", "log10": "log", "digamma": "lgamma", "exp2": "exp", "expm1": "exp", "sinh": "exp", "cosh": "exp",
-    "asin": "acos", "erfinv": "atanh",
-}  # fmt: skip
-GUARDS += tuple(
-    (row[0].replace(name, like, 1), row[1], row[2], row[3], re.sub(rf"\b{name}\b", like, row[4]))
-    for like, name in _LIKE.items()
-    for row in GUARDS
-    if row[0].startswith(f"{name}(")
-)
-# Guards of a call of any function or module, by the operation that failed: `W` is the call, X and Y are its arguments,
-# M is an argument that is called a mask, and V is what `log_prob` is called with, if nothing in it is below 0. It is U
-# too, if nothing is above 1.
-CALLS = (
-    ("nll_loss", "W", "W if (Y != -100).any() else X.sum() * 0.0", "take 0 where all labels are ignored"),
-    ("nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy mean", "W", "W if X.numel() else X.sum() * 0.0",
-     "take 0 for the mean of nothing"),
-    ("xlogy log", "V", "V.clamp(min=NEAR)", "keep the value off the edge of the distribution"),
-    ("xlogy log log1p", "U", "U.clamp(NEAR, 1 - NEAR)", "keep the value off the edges of the distribution"),
-    ("softmax _softmax _safe_softmax", "M", "M & ~M.all(-1, keepdim=True)", "mask no row everywhere"),
-)  # fmt: skip
+# The rows with one pattern each.
+STABLE = tuple((pattern, form) for patterns, form in _STABLE for pattern in patterns.split(" | "))
+GUARDS = tuple((pattern, *row[1:]) for row in _GUARDS for pattern in row[0].split(" | "))
 # Options of modules that end a failure, each with the least value that does.
 _EPS = "eps", 1e-5, "divide by more than 0 where all values are the same"
 OPTIONS = {
