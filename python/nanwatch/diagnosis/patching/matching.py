@@ -18,7 +18,6 @@ from .table import ALIASES, SPELLINGS
 _OPERATORS: dict[type[ast.AST], str] = {
     ast.Div: "div", ast.Pow: "pow", ast.Mult: "mul", ast.Add: "add", ast.Sub: "sub", ast.MatMult: "matmul",
 }  # fmt: skip
-_SAME_ARGUMENT = {"axis": "dim", "keepdims": "keepdim"}
 # The functions in an expression that is a number whatever the program does.
 _NUMBER_CALL = re.compile(r"float|math\.\w+")
 # How a file may write a module of torch.
@@ -139,7 +138,7 @@ def operation_of(node: ast.AST, site: Site | None = None) -> Operation | None:
     if not isinstance(node, ast.Call) or any(isinstance(x, ast.Starred) for x in node.args):
         return None
     name, args = called_name(node), tuple(node.args)
-    keywords = {_SAME_ARGUMENT.get(x.arg or "**", x.arg or "**"): x.value for x in node.keywords}
+    keywords = {ALIASES.get(x.arg or "**", x.arg or "**"): x.value for x in node.keywords}
     if site is not None and isinstance(node.func, ast.Attribute):
         owner = node.func.value
         # `self.softmax(x)` calls a module.

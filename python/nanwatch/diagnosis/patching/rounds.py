@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,28 +23,15 @@ from torch import Tensor
 from ...report.finding import Cure
 from ..causes import DOMAINS
 from ..diagnosis import Expression, Step
-from ..experiment import Experiment
 from ..trials import MOST_BY_GUARD, Trials
 from .matching import Binding, Site, match, operation_of, placed, written
-from .source import (
-    Edit,
-    Probe,
-    SourceFile,
-    Span,
-    Target,
-    TargetFinder,
-    all_names,
-    exchanged,
-    first_line,
-    moved,
-)
+from .source import Edit, Probe, SourceFile, Span, Target, TargetFinder, exchanged, first_line, moved
 from .table import GUARDS, POLES, STABLE, names_that_run, numbers_of, operation_name
 
 _MOST_ROUNDS = 4
 # Runs of the batch, each perhaps of a large model, and seconds for all of them.
 _MOST_RUNS = 24
 _MOST_SECONDS = 25.0
-_MOST_STABLE = 5
 # Whole words in the name of a value that counts something, without the `s` of a plural, and what counts are computed
 # from: `num_tokens` and `n_valid` are counts, `numerator` and `discount` are not.
 _COUNTS = re.compile(
@@ -135,7 +121,7 @@ class Proposer:
         power = self._number(operation.args[-1]) if self._operation == "pow" else None
         is_root = power is not None and 0 < abs(power) < 1
         domain = DOMAINS.get("sqrt" if is_root else self._operation)
-        tensors = [x[x.isfinite()] for x in self._tensors(operation.args[0]) if not x.is_complex()]
+        tensors = [x[x.isfinite()] for x in self.tensors(operation.args[0]) if not x.is_complex()]
         ends = [float(end) for x in tensors if x.numel() for end in x.aminmax()]
         if domain is None:
             return ""
@@ -162,7 +148,7 @@ class Proposer:
             form = "EPS" if isinstance(number, ast.Constant) else "max(X, EPS)"
             binding = Binding({"X": number})
             yield from self._written(number, number, form, binding, "give it an eps that the format has")
-        yield from islice(self._stable(), _MOST_STABLE)
+        yield from self._stable()
         for node in self.failing:
             yield from self._untaken(node)
         for node in [*self._sources, *self.failing]:
@@ -213,7 +199,7 @@ class Proposer:
         operand = binding.letters.get("B") or binding.letters["X"]
         if kind in ("int", "number"):
             return isinstance(self._number(operand), int if kind == "int" else int | float)
-        tensors = self._tensors(operand)
+        tensors = self.tensors(operand)
         most = 1 if kind == "fraction" else math.inf
         if not tensors or any(x.is_complex() or bool(((x < 0) | (x > most)).any()) for x in tensors):
             return False
@@ -226,7 +212,8 @@ class Proposer:
             )
         )
 
-    def _tensors(self, node: ast.AST) -> list[Tensor]:
+    def tensors(self, node: ast.AST) -> list[Tensor]:
+        """Return the tensors that an expression is in float64."""
         return [x for x in self.values.get(node, []) if isinstance(x, Tensor)]
 
     def _number(self, node: ast.expr) -> float | None:
@@ -236,7 +223,7 @@ class Proposer:
 
     def _bound(self, binding: Binding) -> str:
         """Return the bound of an exponent that float64 shows: "" where it goes past the end of the format there too."""
-        values = self._tensors(binding.letters.get("X", self._site.node))
+        values = self.tensors(binding.letters.get("X", self._site.node))
         if not values or any(x.is_complex() or not bool(x.isfinite().all()) for x in values):
             return ""
         largest = max((float(x.max()) for x in values if x.numel()), default=math.inf)
@@ -248,7 +235,7 @@ class Proposer:
         The gradient of an element that `where` or an index does not take is 0 times what comes of it.
         """
         operation, inner = operation_of(node, self._site), node
-        operands = [x for x in operation.args if all_names(x)] if operation is not None else []
+        operands = [] if operation is None else [x for x in operation.args if self._site.constant(x) is None]
         for above in self._site.ancestors(node):
             if isinstance(above, ast.Subscript) and above.value is inner and isinstance(node, ast.Call):
                 yield from self._indexed(above, node)
@@ -260,9 +247,8 @@ class Proposer:
                 operand = operands[-1 if operation.name == "div" else 0]
                 binding = Binding({"C": condition, "X": operand})
                 words = "give the branch that `where` does not take a safe operand"
-                yield from (
-                    self._written(node, operand, forms[inner], binding, words) if inner in forms else ()
-                )
+                if inner in forms:
+                    yield from self._written(node, operand, forms[inner], binding, words)
                 return
             inner = above
 
@@ -397,12 +383,15 @@ class Rounds:
             self._tried.append(f"`{edits[-1].text}`")
             if experiment.error is not None or 0 not in probe.values:
                 continue
-            exact = proposer.values.get(proposal.node, ())
             hidden = outside if ".clamp(" in edits[-1].text else ""
-            effect = self._effect(experiment, probe.values[0], exact, hidden)
-            if effect is not None:
-                self._trials.cures.append(trial.cure(effect))
-                return trial, None
+            if self._trials.is_finite(experiment):
+                values = [x for x in probe.values[0] if isinstance(x, Tensor)]
+                is_close, effect = self._trials.agreement(experiment, values, proposer.tensors(proposal.node))
+                if is_close and not hidden:
+                    self._trials.cures.append(trial.cure(effect))
+                    return trial, None
+                reason = f"; with {self._tried[-1]} the batch is finite, but {hidden or effect}"
+                self._too_far = self._too_far or reason
             later, is_later_backward = experiment.failure, experiment.failed_in_backward
             # An earlier failure than before is none to go on from. With strangers it was bad before the batch.
             is_earlier = is_backward and not is_later_backward
@@ -418,24 +407,6 @@ class Rounds:
             if is_later_backward and not is_backward and is_other and inside[1] is None:
                 inside = trial, (later, True)
         return inside
-
-    def _effect(
-        self, experiment: Experiment, values: Sequence[Any], exact: Sequence[Any], hidden: str
-    ) -> str | None:
-        """Return in words what a trial moves, None where it does not work.
-
-        `values` are those of the changed expression, `exact` are they in float64. `hidden` is what a guard would hide.
-        """
-        if not self._trials.is_finite(experiment):
-            return None
-        tensors = ([x for x in kept if isinstance(x, Tensor)] for kept in (values, exact))
-        is_close, effect = self._trials.agreement(experiment, *tensors)
-        if is_close and not hidden:
-            return effect
-        self._too_far = self._too_far or (
-            f"; with {self._tried[-1]} the batch is finite, but {hidden or effect}"
-        )
-        return None
 
     def _in_float64(self, program: Program, site: Site, nodes: Sequence[ast.AST]) -> Values:
         """Run the batch in float64. Return the values of these nodes."""

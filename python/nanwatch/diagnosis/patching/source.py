@@ -58,10 +58,10 @@ class Edit(NamedTuple):
 class SourceFile:
     """The text of a Python file, with its own line ends, and its tree. Raises SyntaxError where it is no Python."""
 
-    def __init__(self, name: str, text: str, *, is_file: bool) -> None:
+    def __init__(self, name: str, text: str) -> None:
         self.name = name
         self.text = text
-        self.is_file = is_file
+        self.is_file = Path(name).is_file()
         self.tree = ast.parse(text)
         self._data = text.encode()
         self._starts = [0, *(match.end() for match in _LINE_END.finditer(self._data))]
@@ -73,9 +73,9 @@ class SourceFile:
         try:
             if path.is_file():
                 is_small = path.stat().st_size <= _MOST_BYTES
-                return cls(name, path.read_bytes().decode(), is_file=True) if is_small else None
+                return cls(name, path.read_bytes().decode()) if is_small else None
             text = "".join(linecache.getlines(name))
-            return cls(name, text, is_file=False) if text else None
+            return cls(name, text) if text else None
         except (OSError, SyntaxError, ValueError):
             return None
 
@@ -112,7 +112,7 @@ class SourceFile:
         data = self._data
         for span, text in sorted(edits, reverse=True):
             data = data[: span.start] + text.encode() + data[span.end :]
-        return SourceFile(self.name, data.decode(), is_file=self.is_file)
+        return SourceFile(self.name, data.decode())
 
     def patch(self, after: SourceFile) -> str:
         """Return a unified diff from this file to the other version; "" where nothing is on the disk."""

@@ -28,12 +28,12 @@ SPELLINGS = (
     ("log(softmax(X, ...))", "log_softmax(X, ...)"),
     ("A + -B", "A - B"),
 )
-# Names of one function.
+# Names of one function, or of one argument.
 ALIASES = {
     "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "negative": "neg", "arccos": "acos",
     "arcsin": "asin", "arctanh": "atanh", "arccosh": "acosh", "clip": "clamp", "float_power": "pow", "absolute": "abs",
     "vector_norm": "norm", "mm": "matmul", "bmm": "matmul",
-    "diagonal": "diag",
+    "diagonal": "diag", "axis": "dim", "keepdims": "keepdim",
 }  # fmt: skip
 
 # Forms that compute the same and do not overflow, cancel, or divide 0 by 0. The first that applies is tried first.

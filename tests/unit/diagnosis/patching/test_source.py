@@ -198,7 +198,7 @@ def test_outside_git_the_path_is_from_the_current_folder(
 
 
 def test_several_edits_keep_their_places() -> None:
-    file = SourceFile("x.py", "value = (a / b) + c / d\n", is_file=False)
+    file = SourceFile("x.py", "value = (a / b) + c / d\n")
     edits = [edit_of(file, "b", "bb.clamp()"), edit_of(file, "c", "(c)")]
     after = file.edited(edits)
     assert after.text == "value = (a / bb.clamp()) + (c) / d\n"

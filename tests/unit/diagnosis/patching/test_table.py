@@ -23,6 +23,8 @@ from nanwatch.diagnosis.patching.table import GUARDS, STABLE, numbers_of
 # Where the functions of a pattern lie, if not in torch.
 _ELSEWHERE = {"ndtr": "torch.special", "poisson_nll_loss": "F", "ctc_loss": "F", "eigh": "torch.linalg",
               "normalize": "F", "cosine_similarity": "F", "layer_norm": "F", "svd": "torch.linalg"}  # fmt: skip
+# The other guards need a whole program.
+ROWS = [row for row in GUARDS if not row[0].startswith(("W(", "log_prob("))]
 # Options that a pattern's `...` stands for.
 _REST = {"layer_norm": "(3,)", "ctc_loss": "steps, lengths", "unsqueeze": "-1", "logit": "1e-12", "gather": "-1, lengths", "svd": "False", "norm": "2, -1",
          "poisson_nll_loss": "False"}  # fmt: skip
@@ -152,11 +154,7 @@ def test_a_letter_stands_for_one_expression(tmp_path: Path) -> None:
     assert match(site, "exp(X) / sum(exp(X))", node) is None
 
 
-# Those of a call of any module, and of a distribution, are tried on whole programs.
-OF_OPERATIONS = [row for row in GUARDS if not row[0].startswith(("W(", "log_prob("))]
-
-
-@pytest.mark.parametrize("row", OF_OPERATIONS, ids=lambda row: f"{row[0]} {row[2]} {row[3]}")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[2]} {row[3]}")
 def test_a_guard_is_finite_at_the_pole_and_moves_no_healthy_value(
     row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
