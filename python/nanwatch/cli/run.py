@@ -64,8 +64,7 @@ def main(arguments: list[str]) -> int:
     values = vars(run_parser().parse_args(arguments))
     target, rest, is_module = values.pop("target"), values.pop("arguments"), values.pop("m")
     try:
-        # Before hours of training.
-        options = make_options({"black_box": True, **values})
+        options = make_options({"black_box": True, **values})  # before hours of training
         check_script(target, is_module=is_module)
     except (TypeError, ValueError, OSError, ImportError) as error:
         _tell(str(error))
@@ -162,8 +161,7 @@ class _Run:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._watches: list[tuple[str, Watch]] = []
-        # If it is not 0, it replaces the script's own exit status.
-        self._status = 0
+        self._status = 0  # if it is another, it replaces the script's own exit status
         self._is_reported = False
         self._finder = ModelFinder(self._model_called)
 
@@ -190,6 +188,9 @@ class _Run:
             has_failed = True
         except BaseException as error:  # SystemExit, KeyboardInterrupt
             left = error
+            if not isinstance(error, SystemExit):
+                _show(error)
+                sys.excepthook = lambda *_: None
         if threading.excepthook is hook:
             threading.excepthook = before
         if os.getpid() == process:  # else a forked child has come to the script's end
@@ -314,7 +315,7 @@ def _flush_stdout() -> None:
         sys.stdout.flush()
 
 
-def _show(error: Exception) -> None:
+def _show(error: BaseException) -> None:
     """Print an exception of the script as the interpreter would, without the frames that led to the script."""
     _flush_stdout()
     place = error.__traceback__

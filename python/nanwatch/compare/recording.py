@@ -36,7 +36,7 @@ from ..instrumentation.slot import set_default_call
 from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
 from ..recording.walk import call_leaves, leaves
-from ..util.modules import each_module, has_parameters
+from ..util.modules import each_module
 from ..util.program_code import is_library
 from ..util.visible import module_name, spell, users_frame, visible
 
@@ -338,7 +338,7 @@ class _Recorder:
 
     def _begin(self, module: nn.Module) -> None:
         """Begin an outermost call, which may be a batch, and name the parts of the module."""
-        if self._model is None and has_parameters(module):
+        if self._model is None and next(module.parameters(), None) is not None:
             self._model = module
         if module is self._model:
             if self._recording.batches == self._most_batches:

@@ -273,11 +273,13 @@ def block_fit(x: Tensor, form: BlockFormat, dim: int = -1) -> BlockFit:
         x = readable(x, "would_fit")
         if not is_plain(x):
             raise TypeError(
-                f"would_fit got a {type_name(x)} of layout {x.layout} for {form.name}; pass a dense tensor"
+                f"would_fit got a {type_name(x)} of {x.layout} for {form.name}; pass a dense tensor"
             )
+        if not hasattr(dim, "__index__"):
+            raise TypeError(f"would_fit got dim={dim!r}; a whole number is accepted, -1 for the last axis")
         if not x.is_floating_point():
             raise TypeError(
-                f"would_fit got a tensor of {dtype_name(x.dtype)} for {form.name}; pass one of floating point"
+                f"would_fit got {dtype_name(x.dtype)} for {form.name}; pass a floating-point tensor"
             )
         x = x.movedim(dim, -1) if x.ndim else x.reshape(1)
         of_all = None

@@ -149,8 +149,8 @@ class CheckpointGuard:
     def refused(self, save: Save, error: BaseException) -> None:
         """Raise the error of a save, or warn where a rank has refused and the run goes on."""
         failures = getattr(error, "failures", None)  # of a CheckpointException, which is no Exception
-        reasons = failures.values() if isinstance(failures, dict) else ()
-        if self._raises or not any(isinstance(reason[0], CheckpointRefusedError) for reason in reasons):
+        pairs = [x for x in failures.values() if isinstance(x, tuple)] if isinstance(failures, dict) else []
+        if self._raises or not any(isinstance(x, CheckpointRefusedError) for pair in pairs for x in pair):
             raise error
         warn_user(f"{save.function}: a rank refused a checkpoint that is not finite, and no rank wrote it")
 

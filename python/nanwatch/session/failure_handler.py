@@ -34,7 +34,7 @@ from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
 from ..sinks.sink import SinkStream
 from ..util.visible import MANY, first_few, is_due, module_name, spell, suppressed, suppressing, warn_user
-from .options import scale_of
+from .optimizer_steps import OptimizerSteps, scale_of
 from .reports import Reports, Starts
 
 # Non-finite batches that are remembered after their end, for their backwards and recomputations.
@@ -52,7 +52,7 @@ class FailureHandler:
     holds the incident of a backward until a step is about to take it. `starts` has the starts of batches.
     """
 
-    steps: Any  # OptimizerSteps, which imports this module
+    steps: OptimizerSteps
 
     def __init__(self, reports: Reports, starts: Starts, monitor: Monitor, sinks: SinkStream) -> None:
         self._reports, self._monitor, self._sinks = reports, monitor, sinks

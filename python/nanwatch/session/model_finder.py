@@ -18,7 +18,6 @@ from torch.compiler import is_compiling
 from ..instrumentation.calls import leave_torch
 from ..instrumentation.slot import default_call, set_default_call
 from ..numerics._extension import instances_of
-from ..util.modules import has_parameters
 from ..util.visible import spell, warn_user
 from .watch import Watch, watch_starts
 
@@ -53,7 +52,7 @@ def topmost(module: nn.Module, alive: Iterable[nn.Module]) -> nn.Module:
 
 def has_state(module: nn.Module) -> bool:
     """Return whether the module or one inside it has a weight or a buffer."""
-    return has_parameters(module) or next(module.buffers(), None) is not None
+    return any(True for tensors in (module.parameters(), module.buffers()) for _ in tensors)
 
 
 def is_inside_a_call(frame: FrameType | None) -> bool:

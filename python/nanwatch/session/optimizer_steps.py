@@ -43,8 +43,7 @@ from ..report.events import SkippedStep
 from ..report.finding import Finding
 from ..util.job import rank
 from ..util.modules import each_parameter
-from ..util.visible import warn_user
-from .options import scale_of
+from ..util.visible import suppressed, warn_user
 from .reports import OPTIMIZER, Reports
 
 if TYPE_CHECKING:
@@ -477,3 +476,13 @@ def _nonfinite_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     parameters = list(parameters)
     gradients = {id(x) for x in nonfinite(x.grad for x in parameters if x.grad is not None)}
     return [x for x in parameters if id(x.grad) in gradients]
+
+
+def scale_of(scaler: Any) -> float | None:
+    """Return the present loss scale of a GradScaler, if there is one; None too for 0, inf and nan."""
+    try:
+        scale = 0.0 if scaler is None else float(scaler.get_scale())
+    except Exception:
+        suppressed("a GradScaler of another make did not tell its scale")
+        return None
+    return scale if scale and isfinite(scale) else None

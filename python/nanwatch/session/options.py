@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -31,7 +30,7 @@ from ..sinks.trackers import ACCEPTED, FOLDER, factory_of, log_for
 from ..trace.columns import arrow
 from ..trace.trace_file import Trace as TraceFile
 from ..util.reading import shorten
-from ..util.visible import close_names, first_few, suppressed
+from ..util.visible import close_names, first_few
 
 OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
 _T = TypeVar("_T", "Trace", "Audit")
@@ -49,32 +48,40 @@ _BOOLS = {"true": True, "false": False}
 # Kinds of options
 
 
-def whole(option: str, value: Any, least: int = 1, most: int = MAX_BATCH) -> int:
-    """Return `value` as an int, if it is a whole number from `least` to `most`, one of numpy's for example."""
+def _check(is_right: Any, option: str, accepted: str, value: Any, error: type[Exception] = TypeError) -> None:
+    if not is_right:
+        raise error(f"{option} should be {accepted}, got {value!r}")
+
+
+def whole(option: str, value: Any, least: int = 1, most: int = MAX_BATCH, *, beside: str = "") -> int:
+    """Return `value` as an int, if it is a whole number from `least` to `most`, one of numpy's for example.
+
+    `beside` names what else the option accepts, for the error.
+    """
     try:
         number = int(value) if isinstance(value, str) else operator.index(value)
     except (TypeError, ValueError):
         number = None
     if number is None or isinstance(value, bool):
-        raise TypeError(f"{option} should be a whole number of at least {least}, got {value!r}")
+        raise TypeError(f"{option} should be {beside}a whole number of at least {least}, got {value!r}")
     if not least <= number <= most:
         limit = f"at least {least}" if number < least else f"at most {most}"
         raise ValueError(f"{option} should be {limit}, got {shorten(number)}")
     return number
 
 
-def every_nth(option: str, value: Any, default: int = _EVERY) -> int:
+def _every_nth(option: str, value: Any, default: int = _EVERY, beside: str = "") -> int:
     """Return N of an option that means every N-th: `default` for True, 0 for False and 0, which switch it off."""
     value = _BOOLS.get(value.lower(), value) if isinstance(value, str) else value
-    return value * default if isinstance(value, bool) else whole(option, value, 0)
+    beside = f"{beside}True, False or "
+    return value * default if isinstance(value, bool) else whole(option, value, 0, beside=beside)
 
 
 def flag(option: str, value: Any) -> bool:
     """Return True or False, which as text may also be 1 or 0."""
     known = {**_BOOLS, "1": True, "0": False}.get(value.lower()) if isinstance(value, str) else value
-    if not isinstance(known, bool):
-        raise TypeError(f"{option} should be True or False, got {value!r}")
-    return known
+    _check(isinstance(known, bool), option, "True or False", value)
+    return bool(known)
 
 
 def flag_or_none(option: str, value: Any) -> bool | None:
@@ -82,20 +89,17 @@ def flag_or_none(option: str, value: Any) -> bool | None:
     return None if value in (None, "none") else flag(option, value)
 
 
-def one_of(*words: str) -> Callable[[str, Any], str]:
-    """Return the kind of an option that has one of these words."""
-
+def _one_of(*words: str) -> Callable[[str, Any], str]:
     def kind(option: str, value: Any) -> str:
-        if value not in words:
-            raise ValueError(f"{option} should be {' or '.join(words)}, got {value!r}")
+        _check(value in words, option, " or ".join(words), value, ValueError)
         return str(value)
 
     return kind
 
 
 def _seconds(option: str, value: str) -> float:
-    if not value.replace(".", "", 1).isdecimal():
-        raise ValueError(f"{option} should be a number of seconds of at least 0, got {value!r}")
+    is_number = value.replace(".", "", 1).isdecimal()
+    _check(is_number, option, "a number of seconds of at least 0", value, ValueError)
     return float(value)
 
 
@@ -104,35 +108,32 @@ def parts(value: Any) -> Any:
     return tuple(value.split(",")) if isinstance(value, str) else value
 
 
-def patterns(option: str, value: Any) -> tuple[str, ...]:
-    """Return one or several glob patterns as a tuple."""
+def _patterns(option: str, value: Any) -> tuple[str, ...]:
     several = tuple(parts(value)) if isinstance(value, Iterable) else (None,)
-    if not all(isinstance(pattern, str) for pattern in several):
-        raise TypeError(f"{option} should be a pattern or several, such as 'encoder.block.*', got {value!r}")
+    are_text = all(isinstance(pattern, str) for pattern in several)
+    _check(are_text, option, "a pattern or several, such as 'encoder.block.*'", value)
     if "" in several:
         raise ValueError(f"{option} has an empty pattern; {ROOT!r} is the model itself, '*' is every module")
     return several
 
 
 def _allowed(option: str, value: Any) -> tuple[str, ...]:
-    several = patterns(option, value)
-    for entry in several:
-        if not entry.startswith(("inf:", "nan:")) or entry[4:] == "":
-            accepted = f"inf:MODULE or nan:MODULE, such as 'inf:mask.*', or 'inf:{ROOT}' for the model itself"
-            raise ValueError(f"{option} should be {accepted}, got {entry!r}")
-    return several
+    accepted = f"inf:MODULE or nan:MODULE, such as 'inf:mask.*', or 'inf:{ROOT}' for the model itself"
+    for entry in (entries := _patterns(option, value)):
+        _check(entry[:4] in ("inf:", "nan:") and entry[4:], option, accepted, entry, ValueError)
+    return entries
 
 
 def _read_words(option: str, value: Any) -> tuple[str, ...]:
     """Return the words of "weights outputs", in the order in which a frame has them."""
     given = value.replace(",", " ").split() if isinstance(value, str) else value
     words = tuple(given) if isinstance(given, Iterable) else ()
-    if not words or any(word not in PARTS for word in words):
-        raise ValueError(f"{option} should be one or more words of {' '.join(PARTS)!r}, got {value!r}")
+    is_right = words and all(word in PARTS for word in words)
+    _check(is_right, option, f"one or more words of {' '.join(PARTS)!r}", value, ValueError)
     return tuple(part for part in PARTS if part in words)
 
 
-def to_path(option: str, value: Any) -> Path | None:
+def _to_path(option: str, value: Any) -> Path | None:
     """Return `value` as an absolute path at which something can be made, or None for None.
 
     Makes a nameless file in the first folder above it that exists, and leaves nothing behind. Raises ValueError where
@@ -141,8 +142,7 @@ def to_path(option: str, value: Any) -> Path | None:
     if value is None:
         return None
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
-    if not text or not isinstance(text, str) or "\0" in text:
-        raise TypeError(f"{option} should be a path or None, got {value!r}")
+    _check(text and isinstance(text, str) and "\0" not in text, option, "a path or None", value)
     folder = path = Path(text).expanduser().absolute()  # the run may change its folder
     try:
         # A trace gets a name of its own in its folder. Other folders are made when there is something to write.
@@ -157,9 +157,8 @@ def to_path(option: str, value: Any) -> Path | None:
 
 
 def _to_policy(option: str, value: Any) -> Any:
-    if not callable(value) and value not in _POLICIES.split("|"):
-        accepted = '"raise", "warn", "record" or a callable that takes the Report'
-        raise ValueError(f"{option} should be {accepted}, got {value!r}")
+    accepted = '"raise", "warn", "record" or a callable that takes the Report'
+    _check(callable(value) or value in _POLICIES.split("|"), option, accepted, value, ValueError)
     return value
 
 
@@ -184,14 +183,14 @@ def to_sinks(option: str, value: Any) -> tuple[Any, ...]:
             except ValueError as error:
                 raise ValueError(f"{option} has {target!r}, and {error}") from None
         if name == "tensorboard" or isinstance(target, os.PathLike):
-            target = to_path(option, words or FOLDER if name else target)
+            target = _to_path(option, words or FOLDER if name else target)
         targets.append(target)
     return tuple(targets)
 
 
 def _to_batches(option: str, value: Any) -> frozenset[int]:
-    if not isinstance(numbers := parts(value), Iterable):
-        raise TypeError(f"{option} should be a collection of batch numbers such as (0, 3), got {value!r}")
+    numbers = parts(value)
+    _check(isinstance(numbers, Iterable), option, "a collection of batch numbers such as (0, 3)", value)
     return frozenset(whole(f"each of {option}", batch, 0) for batch in numbers)
 
 
@@ -235,8 +234,8 @@ class Trace:
     sketches: int = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", to_path("trace", self.path))
-        sketches = partial(every_nth, default=1)
+        object.__setattr__(self, "path", _to_path("trace", self.path))
+        sketches = partial(_every_nth, default=1)
         _check_fields(self, "a Trace", batches=_to_batches, counts=flag, fingerprints=flag, sketches=sketches)
 
     @staticmethod
@@ -265,13 +264,13 @@ class Audit:
     frozen: str | Iterable[str] = ()
 
     def __post_init__(self) -> None:
-        _check_fields(self, "an Audit", every=whole, frozen=patterns)
+        _check_fields(self, "an Audit", every=whole, frozen=_patterns)
 
 
 def _to_trace(option: str, value: Any) -> Trace | None:
-    if value is not None and not isinstance(value, str | os.PathLike | Trace):
-        raise TypeError(f"{option} should be a path or a nanwatch.Trace, got {value!r}")
-    return _made_of(Trace, value) if isinstance(value, str | os.PathLike) else value
+    is_path = isinstance(value, str | os.PathLike)
+    _check(is_path or value is None or isinstance(value, Trace), option, "a path or a nanwatch.Trace", value)
+    return _made_of(Trace, value) if is_path else value
 
 
 def _to_audit(option: str, value: Any) -> Audit | None:
@@ -279,23 +278,19 @@ def _to_audit(option: str, value: Any) -> Audit | None:
         return _made_of(Audit, value)
     if value is None or isinstance(value, Audit):
         return value
-    every = every_nth(option, value)
+    every = _every_nth(option, value, beside="a nanwatch.Audit, ")
     return Audit(every) if every else None
 
 
 def _made_of(kind: type[_T], value: Any) -> _T:
     """Return the Trace or Audit of text such as "run.parquet,fingerprints,batches=0+3", or of a single value."""
-    words: list[Any] = value.split(",") if isinstance(value, str) else [value]
-    first, *arguments = words
-    pairs = [argument.partition("=") for argument in arguments]
-    accepted = tuple(option.name for option in fields(kind))[1:]
-    unknown = [name for name, _, _ in pairs if name not in accepted]
-    if unknown:
-        raise ValueError(
-            f"{value!r} is not understood: a {kind.__name__} has no {unknown[0]!r}; accepted are {', '.join(accepted)}"
-        )
+    first, *words = list[Any](value.split(",") if isinstance(value, str) else [value])
+    pairs = [word.partition("=") for word in words]
     named: dict[str, Any] = {name: text.replace("+", ",") or "true" for name, _, text in pairs}
+    accepted = [argument.name for argument in fields(kind)][1:]
     try:
+        if unknown := [name for name in named if name not in accepted]:
+            raise TypeError(f"{kind.__name__} has no {unknown[0]!r}; accepted are {', '.join(accepted)}")
         return kind(first, **named)
     except TypeError as error:
         raise ValueError(f"{value!r} is not understood: {error}") from None
@@ -309,6 +304,11 @@ def _option(default: Any, kind: Callable[[str, Any], Any], text: str, metavar: s
     return field(default=default, metadata={"kind": kind, "text": text, "metavar": metavar})
 
 
+def _setting(default: Any, variable: str, kind: Callable[[str, str], Any]) -> Any:
+    """Declare what one program in a hundred changes, by a variable of the environment."""
+    return field(default=default, metadata={"kind": kind, "variable": variable})
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of `watch`, checked."""
@@ -316,8 +316,8 @@ class Options:
     read: tuple[str, ...] = _option(PARTS, _read_words, "which tensors to read in the forward", "WORDS")
     gradients: bool = _option(False, flag, "read gradients too, and stop a step that would take a bad one")
     optimizer: Optimizer | None = _option(None, _to_optimizer, "read this optimizer's state after each step")
-    modules: tuple[str, ...] = _option((), patterns, "watch only modules named like 'encoder.*'", "PATTERN")
-    ignore_modules: tuple[str, ...] = _option((), patterns, "do not watch modules named so", "PATTERN")
+    modules: tuple[str, ...] = _option((), _patterns, "watch only modules named like 'encoder.*'", "PATTERN")
+    ignore_modules: tuple[str, ...] = _option((), _patterns, "do not watch modules named so", "PATTERN")
     every: int = _option(1, whole, "read only every N-th batch", "N")
     # A frame of a small call takes 2 kB, and a report writes it as text: more than this is no report.
     max_frames: int = _option(
@@ -333,7 +333,7 @@ class Options:
         (), _allowed, "infinities or nans that are meant, by module: 'inf:mask.*', 'nan:embed'", "VALUE:NAME"
     )
     rerun: bool | None = _option(None, flag_or_none, "run a failed batch again to find operation and cure")
-    output_dir: Path | None = _option(None, to_path, "a folder for each failure's report and capsule", "DIR")
+    output_dir: Path | None = _option(None, _to_path, "a folder for each failure's report and capsule", "DIR")
     trace: Trace | None = _option(None, _to_trace, "a Parquet file for the range of every tensor", "PATH")
     sinks: tuple[Any, ...] = _option(
         (), to_sinks, "send what is found to a tracker: tensorboard:runs/a, wandb, slack:URL", "NAME"
@@ -346,24 +346,20 @@ class Options:
         False, flag, "name what left its history when loss or gradients jump; reads gradients"
     )
     audit: Audit | None = _option(
-        None,
-        _to_audit,
-        "audit steps 1, 2, 3 and every N-th: weights that do not move, or are frozen and do",
-        "N",
+        None, _to_audit, "audit steps 1, 2, 3 and every N-th: weights that rest, or are frozen and move", "N"
     )
-    replicas: int = _option(False, every_nth, "every N steps compare to the bit what ranks hold alike", "N")
+    replicas: int = _option(False, _every_nth, "every N steps compare to the bit what ranks hold alike", "N")
     attention: int = _option(
-        False, every_nth, "every N batches read each head's largest attention logit", "N"
+        False, _every_nth, "every N batches read each head's largest attention logit", "N"
     )
     guard_checkpoints: bool = _option(False, flag, "write a bad checkpoint beside the good one")
 
-    # Settings of the environment and of a trainer
-    enabled: bool = True
-    act_at: ActAt = "auto"
-    peer_timeout: float = 30.0
-    stall_timeout: float | None = None
-    rerun_in: str = "child"
-    scaler: Any = None
+    enabled: bool = _setting(True, SWITCH, lambda variable, text: _one_of("0", "1")(variable, text) == "1")
+    act_at: ActAt = _setting("auto", "NANWATCH_ACT_AT", _one_of("auto", "module", "batch"))
+    peer_timeout: float = _setting(30.0, "NANWATCH_PEER_TIMEOUT", _seconds)
+    stall_timeout: float | None = _setting(None, "NANWATCH_STALL_TIMEOUT", _seconds)
+    rerun_in: str = _setting("child", "NANWATCH_RERUN", _one_of("in-process", "child"))
+    scaler: Any = None  # a trainer's
     max_skipped_steps: int = 20
 
     @property
@@ -402,18 +398,11 @@ class Options:
     def recorder_settings(self, max_frames: int = 1, **more: Any) -> Settings:
         """Return the settings of a recorder for these options; it may hold more frames than are shown."""
         if self.trace is not None:
-            kept = ("counts", "fingerprints", "sketches")
-            more = {name: getattr(self.trace, name) for name in kept} | more
-        settings = Settings(
-            max_frames=max_frames,
-            every=self.every,
-            traced=tuple(self.trace_batches),
-            gradients=self.gradients,
-            black_box=bool(self.black_box),
-            act_at=self.act_at,
-            **{part: part in self.read for part in PARTS},
-        )
-        return replace(settings, **more)
+            more = {name: getattr(self.trace, name) for name in ("counts", "fingerprints", "sketches")} | more
+        same = {name: getattr(self, name) for name in ("every", "gradients", "act_at")}
+        read = {part: part in self.read for part in PARTS}
+        traced, black_box = tuple(self.trace_batches), bool(self.black_box)
+        return Settings(max_frames=max_frames, traced=traced, black_box=black_box, **{**same, **read, **more})
 
     def for_model(
         self, names: Sequence[str], weights: Iterable[str] = (), *, must_match: bool = True
@@ -423,31 +412,17 @@ class Options:
         Raises ValueError for a pattern that matches nothing, of `modules` only where not `must_match`, and where no
         module is left.
         """
-        options = replace(
-            self,
-            modules=_fitted("modules", self.modules, names, must_match=True),
-            ignore_modules=_fitted("ignore_modules", self.ignore_modules, names, must_match=must_match),
-            allow=_fitted("allow", self.allow, names, must_match=must_match),
-        )
-        if self.audit is not None:
-            frozen = _fitted("frozen", self.audit.frozen, [*names, *weights], must_match=must_match)
-            options = replace(options, audit=replace(self.audit, frozen=frozen))
+        modules = _fitted("modules", self.modules, names, must_match=True)
+        ignored = _fitted("ignore_modules", self.ignore_modules, names, must_match=must_match)
+        allow, audit = _fitted("allow", self.allow, names, must_match=must_match), self.audit
+        if audit is not None:
+            frozen = _fitted("frozen", audit.frozen, [*names, *weights], must_match=must_match)
+            audit = replace(audit, frozen=frozen)
+        options = replace(self, modules=modules, ignore_modules=ignored, allow=allow, audit=audit)
         if not any(map(options.observes, names)):
-            raise ValueError(
-                f"modules={options.modules!r} and ignore_modules={options.ignore_modules!r} leave no module to watch;"
-                " loosen one of them"
-            )
+            what = f"modules={modules!r} and ignore_modules={ignored!r}"
+            raise ValueError(f"{what} leave no module to watch; loosen one of them")
         return options
-
-
-def scale_of(scaler: Any) -> float | None:
-    """Return the present loss scale of a GradScaler, if there is one; None too for 0, inf and nan."""
-    try:
-        scale = 0.0 if scaler is None else float(scaler.get_scale())
-    except Exception:
-        suppressed("a GradScaler of another make did not tell its scale")
-        return None
-    return scale if scale and isfinite(scale) else None
 
 
 def _matches(name: str, entries: Iterable[str]) -> bool:
@@ -468,14 +443,8 @@ def _fitted(
     return tuple(fitted)
 
 
-OPTIONS: dict[str, Field[Any]] = {option.name: option for option in fields(Options) if option.metadata}
-# Settings that one program in a hundred changes: the field of Options, and what its variable may have.
-_VARIABLES: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
-    SWITCH: ("enabled", lambda variable, text: one_of("0", "1")(variable, text) == "1"),
-    "NANWATCH_ACT_AT": ("act_at", one_of("auto", "module", "batch")),
-    "NANWATCH_PEER_TIMEOUT": ("peer_timeout", _seconds),
-    "NANWATCH_STALL_TIMEOUT": ("stall_timeout", _seconds),
-    "NANWATCH_RERUN": ("rerun_in", one_of("in-process", "child")),
+OPTIONS: dict[str, Field[Any]] = {
+    option.name: option for option in fields(Options) if "text" in option.metadata
 }
 
 
@@ -485,23 +454,20 @@ def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
     `settings` go before what the environment says.
     """
     for name in given:
-        check_name(name)
-    chosen = {**given, **_options_of_environment()}
-    values = {
-        name: option.metadata["kind"](name, chosen.get(name, option.default))
-        for name, option in OPTIONS.items()
-    }
+        _check_name(name)
+    chosen = {name: option.default for name, option in OPTIONS.items()}
+    chosen |= {**given, **_options_of_environment()}
+    values = {name: OPTIONS[name].metadata["kind"](name, value) for name, value in chosen.items()}
     if values["trace"] is not None:
         arrow("pyarrow.parquet", "trace=")
     values["gradients"] |= values["spikes"]
     if values["black_box"] is None:
         values["black_box"] = values["output_dir"] is not None
-    of_environment = {
-        name: kind(variable, os.environ[variable])
-        for variable, (name, kind) in _VARIABLES.items()
-        if os.environ.get(variable)
-    }
-    options = Options(**{**values, **of_environment, **settings})
+    for setting in fields(Options):
+        variable = setting.metadata.get("variable", "")
+        if text := os.environ.get(variable):
+            values[setting.name] = setting.metadata["kind"](variable, text)
+    options = Options(**{**values, **settings})
     if "outputs" not in options.read:
         for name in ("gradients", "attention"):
             if getattr(options, name):
@@ -514,8 +480,7 @@ def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
     return options if options.enabled else Options(enabled=False, on_nonfinite="record", forecast=False)
 
 
-def check_name(name: str) -> None:
-    """Raise TypeError for a name that is no option."""
+def _check_name(name: str) -> None:
     if name not in OPTIONS:
         raise TypeError(f"watch has no option {name!r}; {close_names(name, OPTIONS, 'see docs/options.md')}")
 
@@ -528,7 +493,7 @@ def _options_of_environment() -> dict[str, Any]:
             name, equals, value = word.partition("=")
             if not equals:
                 raise ValueError(f"{word!r} should be option=value, such as gradients=true output_dir=out")
-            check_name(name)
+            _check_name(name)
             chosen[name] = OPTIONS[name].metadata["kind"](name, value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{VARIABLE}={text!r}: {error}") from None

@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable, Collection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -64,63 +63,63 @@ class Watch:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        *,
-        events: EventDispatch | None = None,
-        **settings: bool,
+        self, model: nn.Module, options: Options, *, events: EventDispatch | None = None, **settings: bool
     ) -> None:
-        self._options = options
-        self._model = weakref.ref(model)
+        self._options, self._model = options, weakref.ref(model)
+        # What sees the model: a recorder, whose events the EventDispatch hands to the parts below.
         # Frames of chosen batches come one by one. All others are fetched from a recorder that holds enough.
         fetches = options.trace is not None and not options.trace_batches
         ring = max(options.max_frames, ring_size(model)) if fetches else options.max_frames
         self._box = open_box(options.output_dir, options.stall_timeout) if options.black_box else None
         events = events or EventDispatch()
         events.watch = self
-        self._recorder: Recorder = make_recorder(options.recorder_settings(ring, **settings), events)
+        recorder = make_recorder(options.recorder_settings(ring, **settings), events)
+        self._recorder: Recorder = recorder
+        # What is written and told.
         self._tracer: Tracer | None = None
+        internal: list[Sink] = [Warnings()]
         if options.trace is not None:
-            self._tracer = start_tracer(
-                Path(options.trace.path), self._recorder, ring if fetches else 0, options.every
-            )
-        notes = [] if self._tracer is None else [TraceNotes(self._tracer, options.trace_batches)]
+            path, size = Path(options.trace.path), ring if fetches else 0
+            tracer = self._tracer = start_tracer(path, recorder, size, options.every)
+            internal.insert(0, TraceNotes(tracer, options.trace_batches))
         targets = [sink_for(target) for target in options.sinks]
-        self._sinks = sinks = SinkStream(self._recorder, targets, [*notes, Warnings()], every=options.every)
-        self._monitor = Monitor(self._recorder, model, every=options.every, forecasts=options.forecast)
+        self._sinks = sinks = SinkStream(recorder, targets, internal, every=options.every)
+        # What acts on a failure.
+        self._monitor = Monitor(recorder, model, every=options.every, forecasts=options.forecast)
         reference = ModelRef(model)
-        starts = Starts(reference, self._recorder, options)
-        self._reports = Reports(starts, reference, self._recorder, options, self._monitor.suspicion)
+        starts = Starts(reference, recorder, options)
+        self._reports = Reports(starts, reference, recorder, options, self._monitor.suspicion)
         self._failures = FailureHandler(self._reports, starts, self._monitor, sinks)
         self._steps = OptimizerSteps(self._reports, self._failures, sinks.on_skipped_step)
         self._failures.steps = self._steps
-        self._batch_ends = self._recorder.subscribe(Event.BATCH_END)
+        self._batch_ends = recorder.subscribe(Event.BATCH_END)
         self._batch_ends.active = sinks.takes_batches or self._tracer is not None or options.spikes
+        # What looks for other faults.
         if options.spikes:
             write: Callable[[SpikeReport], SpikeReport] | None = None
             if (folder := options.output_dir) is not None:
                 write = lambda x: write_spike(x, starts.of_ended(x.batch), reference(), folder)  # noqa: E731
-            self._steps.spikes = SpikeWatch(
-                self._recorder, self._steps, is_due, starts.keep, write, sinks.on_spike
-            )
-            self._monitor.follow(self._steps.spikes.take)
-        timeout = options.peer_timeout or 30.0
+            spikes = SpikeWatch(recorder, self._steps, is_due, starts.keep, write, sinks.on_spike)
+            self._monitor.follow(spikes.take)
+            self._steps.spikes = spikes
         self._replicas: ReplicaWatch | None = None
-        if options.replicas:
-            self._recorder.subscribe(Event.BATCH_START)
-            self._replicas = ReplicaWatch(model, options.replicas, timeout, sinks.on_replica_difference)
         self._audit: UpdateAudit | None = None
+        self._attention: AttentionWatch | None = None
+        self._checkpoints: CheckpointGuard | None = None
+        timeout = options.peer_timeout or 30.0
+        if options.replicas:
+            recorder.subscribe(Event.BATCH_START)
+            self._replicas = ReplicaWatch(model, options.replicas, timeout, sinks.on_replica_difference)
         if options.audit is not None:
             every, ranks = options.audit.every, StepRanks(model, timeout)
-            self._audit = UpdateAudit(model, self._recorder, every, sinks.on_update, options.is_frozen, ranks)
-        self._attention = AttentionWatch(self._recorder, options.attention) if options.attention else None
-        self._checkpoints: CheckpointGuard | None = None
+            self._audit = UpdateAudit(model, recorder, every, sinks.on_update, options.is_frozen, ranks)
+        if options.attention:
+            self._attention = AttentionWatch(recorder, options.attention)
         self._attachment: Attachment | None = None
         if options.enabled:
             if options.guard_checkpoints:
                 self._checkpoints = CheckpointGuard(self._reports, self._failures)
-            self._attachment = Attachment(model, self._recorder, options.observes, options.excuses)
+            self._attachment = Attachment(model, recorder, options.observes, options.excuses)
             watch_starts.call(self, model)
 
     def __repr__(self) -> str:
@@ -135,9 +134,7 @@ class Watch:
     def __enter__(self) -> Watch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
             if error is None:
                 self._look()
@@ -166,15 +163,8 @@ class Watch:
         if box is not None:
             box.num_watches -= 1
         self._reports.look_at_mesh()
-        watchers = (
-            self._replicas,
-            self._audit,
-            self._steps,
-            self._attachment,
-            self._attention,
-            self._checkpoints,
-        )
-        for part in (*watchers, self._steps.spikes):
+        parts = self._replicas, self._audit, self._steps, self._attachment, self._attention, self._checkpoints
+        for part in (*parts, self._steps.spikes):
             if part is not None:
                 part.remove()
         if self._tracer is not None:
@@ -329,8 +319,7 @@ class TraceNotes(Sink):
     """Sink that adds forecasts and spikes to a trace, which fetches its frames itself, as far as a batch is traced."""
 
     def __init__(self, tracer: Tracer, chosen: Collection[int]) -> None:
-        self._tracer = tracer
-        self._chosen = chosen
+        self._tracer, self._chosen = tracer, chosen
 
     def on_forecast(self, batch: int, forecast: Forecast) -> None:
         """Add it to the batch that it was made in."""

@@ -73,17 +73,15 @@ class Attempt:
 
 def current_attempt() -> Attempt | None:
     """Return the attempt that this process belongs to, None where torchrun has set nothing, or nothing readable."""
-    environment = os.environ
-    number = whole_number(environment.get("TORCHELASTIC_RESTART_COUNT", ""))
+    get = os.environ.get
+    number = whole_number(get("TORCHELASTIC_RESTART_COUNT", ""))
     if number is None:
         return None
     # Launchers of one job disagree (torch 2.13): of two on one machine, the one whose worker had failed said 1
     # after the restart and the other 0. So ranks that meet in a new store go by its address.
-    has_new_store = (
-        environment.get("TORCHELASTIC_USE_AGENT_STORE") == "False" and "MASTER_PORT" in environment
-    )
-    master = f"{environment.get('MASTER_ADDR', '')}:{environment['MASTER_PORT']}" if has_new_store else ""
-    return Attempt(environment.get("TORCHELASTIC_RUN_ID", ""), number, master, _BEGUN)
+    has_new_store = get("TORCHELASTIC_USE_AGENT_STORE") == "False" and "MASTER_PORT" in os.environ
+    master = f"{get('MASTER_ADDR', '')}:{get('MASTER_PORT')}" if has_new_store else ""
+    return Attempt(get("TORCHELASTIC_RUN_ID", ""), number, master, _BEGUN)
 
 
 def store_key() -> str:

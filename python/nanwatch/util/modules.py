@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 def each_module(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield each module of the tree once, with its path, in the order of `root.named_modules()`."""
-    seen: set[int] = set()
-    left = [("", root)]
+    seen, left = set[int](), [("", root)]
     while left:
         path, module = left.pop()
         if id(module) not in seen:
@@ -27,17 +26,8 @@ def each_module(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def each_parameter(root: nn.Module) -> Iterator[Tensor]:
     """Yield each parameter of the tree once, in the order of `root.parameters()`."""
-    seen: set[int] = set()
-    for _, module in each_module(root):
-        for x in list(module._parameters.values()):
-            if x is not None and id(x) not in seen:
-                seen.add(id(x))
-                yield x
-
-
-def has_parameters(module: nn.Module) -> bool:
-    """Return whether the module, or one inside it, has a parameter."""
-    return any(True for _ in module.parameters())
+    tensors = (x for _, module in each_module(root) for x in list(module._parameters.values()))
+    yield from {id(x): x for x in tensors if x is not None}.values()
 
 
 def is_in(module: str, above: str) -> bool:

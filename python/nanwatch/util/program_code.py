@@ -44,9 +44,8 @@ def frame_values(frame: FrameType) -> dict[str, Any]:
     return copy
 
 
-_PATHS = sysconfig.get_paths()
-_FOLDERS = {_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-_FOLDERS |= {os.path.dirname(os.__file__), *site.getsitepackages()}
+_PATHS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_FOLDERS = {os.path.dirname(os.__file__), *_PATHS, *site.getsitepackages()}
 _LIBRARIES = (*(f"{folder}{os.sep}" for folder in _FOLDERS), *SKIPPED_FILES, "<frozen ")
 
 

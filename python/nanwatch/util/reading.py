@@ -49,15 +49,12 @@ def plain(value: Any) -> Any:
         return value if isfinite(value) else str(value)
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
-    if hasattr(value, "_fields"):
-        defaults = value._field_defaults
-        kept = {name: getattr(value, name) for name in value._fields}
-        kept = {n: item for n, item in kept.items() if item is not None or defaults.get(n, "") is not None}
-    elif hasattr(value, "__dataclass_fields__"):
-        kept = {name: getattr(value, name) for name in value.__dataclass_fields__}
-    else:
+    names = getattr(value, "_fields", None) or getattr(value, "__dataclass_fields__", ())
+    if not names:
         return [plain(item) for item in value] if isinstance(value, tuple | list) else value
-    return {name.removesuffix("_"): plain(item) for name, item in kept.items()}
+    defaults = getattr(value, "_field_defaults", {})
+    left_out = [name for name in names if getattr(value, name) is defaults.get(name, value) is None]
+    return {name.removesuffix("_"): plain(getattr(value, name)) for name in names if name not in left_out}
 
 
 def read(kind: Any, value: Any, where: str) -> Any:

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 
 def visible(text: str) -> str:
@@ -46,9 +45,7 @@ def spell(error: BaseException) -> str:
     return visible(f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__)
 
 
-def close_names(
-    wanted: str, names: Iterable[str], otherwise: str = "see model.named_modules() for the names"
-) -> str:
+def close_names(wanted: str, names: Iterable[str], otherwise: str = "see model.named_modules()") -> str:
     """Return a hint for a misspelt name: the closest ones, else those in lower case, else where to look for names."""
     names = list(names)
     close = difflib.get_close_matches(wanted, names) or difflib.get_close_matches(wanted.lower(), names)
@@ -65,9 +62,7 @@ def near(path: Path) -> str:
 
 
 # Wrappers put these before the names of the modules that they hold.
-_WRAPPERS = frozenset(
-    {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
-)
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 
 
 def without_wrappers(name: str) -> str:
@@ -99,12 +94,14 @@ def warn_user(message: str, *, may_raise: bool = True) -> None:
     main = threading.main_thread().ident
     if frame is None and main is not None and main != threading.get_ident():
         frame = users_frame(sys._current_frames().get(main))
-    # None when the script of `nanwatch run` has ended.
-    file, line = ("nanwatch", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-    names: dict[str, Any] = {} if frame is None else frame.f_globals
-    name, registry = names.get("__name__", "<unknown>"), names.setdefault("__warningregistry__", {})
+    names = vars(sys.modules["__main__"]) if frame is None else frame.f_globals
+    # Without a frame the script of `nanwatch run` has ended.
+    file = names.get("__file__", "nanwatch") if frame is None else frame.f_code.co_filename
+    line, name = 0 if frame is None else frame.f_lineno, names.get("__name__", "<unknown>")
     try:
-        warnings.warn_explicit(message, RuntimeWarning, file, line, name, registry)
+        warnings.warn_explicit(
+            message, RuntimeWarning, file, line, name, names.setdefault("__warningregistry__", {})
+        )
     except RuntimeWarning:
         if may_raise:
             raise

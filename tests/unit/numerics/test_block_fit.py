@@ -162,14 +162,14 @@ def test_every_element_and_every_tie(name: str) -> None:
 def test_an_axis_and_any_strides(name: str, dim: int) -> None:
     """The numbers are those of a copy with the axis last."""
     x = torch.randn(6, 50, 40).transpose(1, 2)[:, ::2]
-    got, there = (
-        nanwatch.would_fit(x, name, dim=dim),
-        nanwatch.would_fit(x.movedim(dim, -1).contiguous(), name),
-    )
+    got = nanwatch.would_fit(x, name, dim=dim)
+    there = nanwatch.would_fit(x.movedim(dim, -1).contiguous(), name)
     assert isinstance(got, BlockFit)
     assert isinstance(there, BlockFit)
     assert got.num_flushed == there.num_flushed
     assert got.noise == pytest.approx(there.noise, rel=1e-6)
+    with pytest.raises(TypeError, match="got dim='a'; a whole number is accepted"):
+        nanwatch.would_fit(x, name, dim="a")  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("name", NAMES)
