@@ -278,9 +278,7 @@ def block_fit(x: Tensor, form: BlockFormat, dim: int = -1) -> BlockFit:
         if not hasattr(dim, "__index__"):
             raise TypeError(f"would_fit got dim={dim!r}; a whole number is accepted, -1 for the last axis")
         if not x.is_floating_point():
-            raise TypeError(
-                f"would_fit got {dtype_name(x.dtype)} for {form.name}; pass a floating-point tensor"
-            )
+            raise TypeError(f"would_fit got {dtype_name(x.dtype)} for {form.name}; pass floating point")
         x = x.movedim(dim, -1) if x.ndim else x.reshape(1)
         of_all = None
         if form.rows is None or form.scale == "float8_e4m3fn":

@@ -35,13 +35,6 @@ from support.watching import watch
 INF = float("inf")
 
 
-class Takes(nn.Module):
-    """Takes anything and returns nothing."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-
 # Off, on, paused
 
 
