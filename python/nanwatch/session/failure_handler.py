@@ -48,18 +48,15 @@ _RARER = f"after {MANY} failures only the {2 * MANY}th, {4 * MANY}th, {8 * MANY}
 class FailureHandler:
     """Owner of a Watch's incidents.
 
-    A batch has at most one incident, which belongs to the thread that makes the batch. `steps`, which the Watch sets,
-    holds the incident of a backward until a step is about to take it. `starts` has the starts of batches.
+    A batch has at most one incident, which belongs to the thread that makes the batch. `steps` holds the incident of a
+    backward until a step is about to take it. `starts` has the starts of batches.
     """
 
-    steps: OptimizerSteps
-
     def __init__(self, reports: Reports, starts: Starts, monitor: Monitor, sinks: SinkStream) -> None:
-        self._reports, self._monitor, self._sinks = reports, monitor, sinks
-        self.starts = starts
-        self._options = options = reports.options
+        self._reports, self.starts, self._monitor, self._sinks = reports, starts, monitor, sinks
+        self._options, self._recorder = options, recorder = reports.options, reports.recorder
         self._action = options.on_nonfinite
-        self._recorder = recorder = reports.recorder
+        self.steps = OptimizerSteps(reports, self, sinks.on_skipped_step)
         # The first incident of the latest run of non-finite batches. A finite batch ends the run.
         self._first: Incident | None = None
         self.is_run_open = False
@@ -72,10 +69,10 @@ class FailureHandler:
         self._warned: Counter[str] = Counter()  # non-finite batches, by the module that was the first to fail
         self._ranks: RankCoordinator | None = None
         if (model := reports.model()) is not None and self._action == "raise" and options.peer_timeout:
-            handler = weakref.ref(self)  # the job would keep this handler alive by a bound method
+            handler = weakref.WeakMethod(self._write_last_frames)  # the job would keep this handler alive
 
             def last_frames(name: str) -> Report:
-                return report_of(()) if (live := handler()) is None else live._write_last_frames(name)
+                return report_of(()) if (write := handler()) is None else write(name)
 
             self._ranks = RankCoordinator(model, options.peer_timeout, last_frames)
             if torch.distributed.is_available():
@@ -274,24 +271,22 @@ class FailureHandler:
             if self._num_examined == MANY + 1:
                 cause = "the first report has the cause, Watch.stop() ends them"
                 warn_user(f"nanwatch: {_RARER}; {cause}", may_raise=False)
-            incident.remark(
-                f"no re-run was made: this is failure {self._num_examined} of the watch, and {_RARER}"
-            )
+            number = f"this is failure {self._num_examined} of the watch"
+            incident.remark(f"no re-run was made: {number}, and {_RARER}")
             return
         examines = options.reruns and is_of_batch
         start, loss = self.starts.of(finding) if examines else (None, None)
-        examine = partial(
-            rerun.examine,
-            incident,
-            model=model,
-            output_dir=options.output_dir,
-            # A module that is not watched is not judged either.
-            conditions=Conditions(
-                scale_of(options.scaler),
-                lambda name, module: not options.observes(name) or options.excuses(name, module),
-            ),
-            loss=loss,
+        # A module that is not watched is not judged either.
+        conditions = Conditions(
+            scale_of(options.scaler), lambda name, x: not options.observes(name) or options.excuses(name, x)
         )
+        given: dict[str, Any] = {
+            "model": model,
+            "output_dir": options.output_dir,
+            "conditions": conditions,
+            "loss": loss,
+        }
+        examine: Callable[..., None] = partial(rerun.examine, incident, **given)
         try:
             if start is None and loss is None:
                 examine(start, examines=examines)
@@ -308,11 +303,7 @@ class FailureHandler:
             raise
 
     def _run_again(
-        self,
-        incident: Incident,
-        model: nn.Module,
-        start: BatchSnapshot | None,
-        examine: Callable[..., None],
+        self, incident: Incident, model: nn.Module, start: BatchSnapshot | None, examine: Callable[..., None]
     ) -> None:
         """Complete the incident in a forked child, else in this process, under a clock."""
         # Once, as each child would import it anew: torch._dynamo takes a second.

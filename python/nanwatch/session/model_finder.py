@@ -38,15 +38,12 @@ def topmost(module: nn.Module, alive: Iterable[nn.Module]) -> nn.Module:
         for child in holder._modules.values():
             if child is not None:
                 holders.setdefault(id(child), []).append(holder)
-    tops: list[nn.Module] = []
-    seen: set[int] = set()
-    ahead = [module]
+    around, ahead = {id(module): module}, [module]
     while ahead:
-        inner = ahead.pop()
-        if id(inner) not in seen:
-            seen.add(id(inner))
-            ahead += holders.get(id(inner), [])
-            tops += [] if id(inner) in holders else [inner]
+        new = [holder for holder in holders.get(id(ahead.pop()), []) if id(holder) not in around]
+        around |= {id(holder): holder for holder in new}
+        ahead += new
+    tops = [holder for key, holder in around.items() if key not in holders]
     return tops[0] if len(tops) == 1 else module
 
 
@@ -74,14 +71,9 @@ class ModelFinder:
     """
 
     def __init__(
-        self,
-        on_model: Callable[[nn.Module], object],
-        *,
-        accepts: Callable[[nn.Module], bool] = has_state,
+        self, on_model: Callable[[nn.Module], object], *, accepts: Callable[[nn.Module], bool] = has_state
     ) -> None:
-        self._on_model = on_model
-        self._accepts = accepts
-        self._left = MAX_MODELS
+        self._on_model, self._accepts, self._left = on_model, accepts, MAX_MODELS
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._starts: SimpleNamespace | None = None
 
@@ -109,9 +101,9 @@ class ModelFinder:
 
     def stop(self) -> None:
         """Look no more. A second time does nothing."""
-        if self._starts is not None:
-            self._starts.remove()
-            self._starts = None
+        starts, self._starts = self._starts, None
+        if starts is not None:
+            starts.remove()
             set_default_call(None)
             leave_torch()
 

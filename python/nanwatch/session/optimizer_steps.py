@@ -48,7 +48,6 @@ from .reports import OPTIMIZER, Reports
 
 if TYPE_CHECKING:
     from ..history.spikes import SpikeWatch
-    from .failure_handler import FailureHandler
 
 # Skipped steps that are kept. All are counted.
 _MAX_KEPT = 100
@@ -80,33 +79,25 @@ class OptimizerSteps:
     `tell` gets each skipped step. `spikes` are told of each backward and step.
     """
 
-    def __init__(
-        self, reports: Reports, failures: FailureHandler, tell: Callable[[SkippedStep], object]
-    ) -> None:
-        self._reports = reports
-        self._model = reports.model
-        self._recorder = recorder = reports.recorder
-        self._options = options = reports.options
-        self._failures = failures
-        self._tell = tell
+    def __init__(self, reports: Reports, failures: Any, tell: Callable[[SkippedStep], object]) -> None:
+        self._reports, self._failures, self._tell = reports, failures, tell
+        self._model, self._recorder, self._options = reports.model, reports.recorder, reports.options
+        recorder, options = self._recorder, self._options
         self.spikes: SpikeWatch | None = None
         self._deferred: _Deferred | None = None  # the failure that waits for a step
         self.skipped: deque[SkippedStep] = deque(maxlen=_MAX_KEPT)
-        self.num_skipped = 0
+        self.num_skipped = self._in_a_row = 0
         self.num_untaken = 0  # non-finite backwards after which a step took finite gradients
-        self._in_a_row = 0
         self._skipped_weights = set[int]()  # of the latest skipped step
         # A loss that is nan, and its batch, where a gradient is not finite either.
         self._loss: tuple[Tensor, int] | None = None
-        self._scaler: Callable[[], Any] | None = None
-        if options.scaler is not None:
-            self._scaler = weakref.ref(options.scaler)
+        scaler = options.scaler
+        self._scaler: Callable[[], Any] | None = None if scaler is None else weakref.ref(scaler)
         self._num_scales = 0
         # One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
         self._takes: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._has_read_state = options.optimizer is None
-        # The optimizers, and the latest batch before the latest step of each.
-        self._stepped = WeakIdKeyDictionary()
+        self._stepped = WeakIdKeyDictionary()  # the latest batch before the latest step of each optimizer
         self._last_step: Incident | None = None
         reports.explain_weight = self._explain_weight
         self._starts = recorder.subscribe(Event.BACKWARD_START)
@@ -196,16 +187,12 @@ class OptimizerSteps:
             deferred.batches = deferred.batches | batches
             deferred.is_of_weight |= is_of_weight
             deferred.weights |= weights
-        most = self._options.max_skipped_steps
-        if self._in_a_row < most:
+        if self._in_a_row < (most := self._options.max_skipped_steps):
             return
         count, self._in_a_row = self._in_a_row, 0
-        due = self.release()
-        if due is not None:  # otherwise another thread's step was first
-            due.remark(
-                f"the {count} steps before this one were skipped, as gradients were not finite;"
-                f" {most} in a row are the most"
-            )
+        if (due := self.release()) is not None:  # otherwise another thread's step was first
+            skipped = f"the {count} steps before this one were skipped, as gradients were not finite"
+            due.remark(f"{skipped}; {most} in a row are the most")
             self._failures.step_follows(due)
 
     @property
@@ -231,13 +218,12 @@ class OptimizerSteps:
             return
         if not is_known and self._options.scaler is None:
             before = None  # the scaler that was found has no part in this
-        self._deferred = None
         finding = deferred.incident.finding
+        self._deferred, self._skipped_weights = None, deferred.weights
         step = SkippedStep(finding.batch, before, after, finding)
         self.skipped.append(step)
         self.num_skipped += 1
         self._in_a_row += 1
-        self._skipped_weights = deferred.weights
         self._recorder.excuse_gradients(sorted(deferred.batches), step.note)
         self._tell(step)
 
@@ -273,10 +259,8 @@ class OptimizerSteps:
             self.num_untaken = count = self.num_untaken + 1
             if count.bit_count() == 1:
                 so_far = f" ({count:,} such backwards so far)" if count > 1 else ""
-                warn_user(
-                    f"{text.summary(deferred.incident.finding)}; the gradients that the optimizer's step takes are"
-                    f" finite: nothing was stopped{so_far}"
-                )
+                what = "the gradients that the optimizer's step takes are finite: nothing was stopped"
+                warn_user(f"{text.summary(deferred.incident.finding)}; {what}{so_far}")
         return None
 
     # The GradScaler
@@ -322,12 +306,9 @@ class OptimizerSteps:
         known = self._takes.get(optimizer)
         if known is not None and (known[1] or known[0] == count):
             return known[1]
-        model, taken = self._model(), _parameter_ids(optimizer)
-        takes = (
-            self._recorder.gathers_weights
-            or self._steps_given(optimizer)
-            or (model is not None and any(id(x) in taken for x in each_parameter(model)))
-        )
+        takes = self._recorder.gathers_weights or self._steps_given(optimizer)
+        if not takes and (model := self._model()) is not None:
+            takes = not _parameter_ids(optimizer).isdisjoint(map(id, each_parameter(model)))
         self._takes[optimizer] = count, takes
         return takes
 
@@ -372,8 +353,7 @@ class OptimizerSteps:
         # ranks, and gradients that no hook sees, such as those of weights used without their module.
         batch, bad_parameters = recorder.latest_batch, list[Tensor]()
         if self._deferred is not None or (takes_ours and self._is_due(batch)):
-            parameters = (x for group in optimizer.param_groups for x in group["params"])
-            bad_parameters = _nonfinite_gradients(parameters)
+            bad_parameters = _nonfinite_gradients(_parameters(optimizer))
         # The gradients of a non-finite forward are its consequence.
         if bad_parameters and self._deferred is None and not self._failures.knows(batch):
             incident = self._reports.of_taken(optimizer, bad_parameters, batch)
@@ -409,8 +389,7 @@ class OptimizerSteps:
             if state.is_parameter or (state.tensor.ndim and state.tensor.is_floating_point()):
                 role: Role = "weight" if state.is_parameter else "buffer"
                 records.append(observe(state.tensor, state.label, role, wanted=settings))
-        frame = Frame(batch, OPTIMIZER, type(optimizer).__name__, tuple(records), "step")
-        incident = None
+        frame, incident = Frame(batch, OPTIMIZER, type(optimizer).__name__, tuple(records), "step"), None
         if frame.fault is not None:
             incident = self._reports.of_frame(frame, "weight" if frame.fault.role == "weight" else "buffer")
         self._recorder.add_frame(batch, self._node, records)
@@ -432,14 +411,12 @@ class OptimizerSteps:
             return self._last_step
         for optimizer in last:
             self._stepped[optimizer] = -1
-        owners = {
-            key: owner
-            for key, owner in parameter_owners(model).items()
-            if "weights" in self._options.read and self._options.observes(owner[0].name)
-        }
+        options = self._options
+        owners = parameter_owners(model) if "weights" in options.read else {}
+        owners = {key: owner for key, owner in owners.items() if options.observes(owner[0].name)}
         for x in nonfinite(x for x in each_parameter(model) if id(x) in owners):
             (name, _, module), label = owners[id(x)]
-            record = observe(x, label, "weight", self._options.excuses(name, module))
+            record = observe(x, label, "weight", options.excuses(name, module))
             if record.is_fault:
                 frame = Frame(batch, name, type(module).__name__, (record,), "step")
                 self._last_step = self._reports.of_frame(frame, "weight")
@@ -467,8 +444,12 @@ class OptimizerSteps:
         return [x for reference in self._stepped.keyrefs() if (x := reference()) is not None]
 
 
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [x for group in optimizer.param_groups for x in group["params"]]
+
+
 def _parameter_ids(optimizer: Optimizer) -> set[int]:
-    return {id(x) for group in optimizer.param_groups for x in group["params"]}
+    return set(map(id, _parameters(optimizer)))
 
 
 def _nonfinite_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -73,9 +73,8 @@ class ModelRef:
         """Return the model or what is left of it; None once all is gone."""
         if (model := self._model()) is not None:
             return model
-        rest = nn.Module()
-        children = ((key, reference()) for key, reference in self._children.items())
-        rest._modules.update({key: child for key, child in children if child is not None})
+        rest, children = nn.Module(), {key: reference() for key, reference in self._children.items()}
+        rest._modules.update({key: child for key, child in children.items() if child is not None})
         return rest if rest._modules else None
 
 
@@ -105,7 +104,7 @@ class Starts:
         """Return what the start of a batch has beside the recorder's part."""
         if not self._is_on:
             return None
-        try:
+        try:  # no context manager, which takes 1 µs
             watched = self._model()
             model = module if watched is None else watched  # a module's truth is its own
             if self._draws is None:
@@ -141,14 +140,11 @@ class Starts:
         starts = [start for start in self._recorder.ended_starts() if start.batch <= batch]
         if all(start.batch != batch for start in starts):
             return
-        try:
+        with suppressing("the statements of the loss could not be kept"):
             first = min(starts, key=lambda x: x.batch)
             generators = [x for x in (self._generator, first.generator) if x is not None]
-            rngs = [RngState(generator, first.cuda) for generator in generators]
-            if (call := BackwardCall.capture(rngs)) is not None:
+            if (call := BackwardCall.capture([RngState(x, first.cuda) for x in generators])) is not None:
                 self._backwards[batch] = call
-        except Exception:
-            suppressed("the statements of the loss could not be kept")
 
     def of_ended(self, batch: int) -> BatchSnapshot | None:
         """Return the start of a batch that has ended, if it is kept for its backward."""
@@ -196,9 +192,8 @@ class Reports:
         self.look_at_mesh()
         never_called = self._suspicion.never_called(frames, self.options.observes)
         suspects = () if finding is None else self._suspicion.suspects(frames)
-        return report_of(
-            frames[-self.options.max_frames :], finding, batch, self._mesh, never_called, suspects
-        )
+        latest = frames[-self.options.max_frames :]
+        return report_of(latest, finding, batch, self._mesh, never_called, suspects)
 
     def latest(self, finding: Finding | None, batch: int | None, more: Iterable[Frame] = ()) -> Report:
         """Return a report of the recorder's frames, and of `more` that it has not kept."""
@@ -226,31 +221,30 @@ class Reports:
         owned = [x for x in parameters if id(x) in owners]
         of_called = [x for x in owned if not called or owners[id(x)][0].name in called]
         parameter = (of_called or owned or parameters)[0]
-        if model is not None and owned:
+        if model is None or not owned:  # it is beside the model
+            name, class_name = OPTIMIZER, type(optimizer).__name__
+            label = next(state.label for state in state_tensors(optimizer, {}) if state.tensor is parameter)
+        else:
             owner, label = owners[id(parameter)]
             name = owner.name
             while name and called and name not in called:
                 name, _, inner = name.rpartition(".")
                 label = f"{inner}.{label}"
             class_name = type((find_module(model, name) or owner).module).__name__
-        else:  # it is beside the model
-            name, class_name = OPTIMIZER, type(optimizer).__name__
-            label = next(state.label for state in state_tensors(optimizer, {}) if state.tensor is parameter)
         records = (observe(parameter.grad, f"{label}.grad", "gradient"),)
-        if owned and not of_called:  # no hook has seen the gradient that the backward made
-            return self.of_frame(Frame(batch, name, class_name, records, "backward"), "produced")
-        return self.of_frame(Frame(batch, name, class_name, records, "step"), "received")
+        # No hook has seen a gradient that the backward made of a weight whose module is not called.
+        is_unseen = owned and not of_called
+        frame = Frame(batch, name, class_name, records, "backward" if is_unseen else "step")
+        return self.of_frame(frame, "produced" if is_unseen else "received")
 
     def of_left_calls(self, error: Exception, batch: int) -> Report | None:
         """Return the report of the first non-finite one of the calls that the exception left.
 
         They are the calls of observed modules. None where all that they hold is finite.
         """
-        # Without calls the exception ended something else, such as a call in compiled code.
-        calls = left_calls(error)
-        if (outer := self._first_nonfinite(batch, calls)) is None:
-            return None
-        return self.of_call(*outer, *calls[-1][1:3], more=outer[:1])
+        calls = left_calls(error)  # none where it ended something else, such as a call in compiled code
+        outer = self._first_nonfinite(batch, calls)
+        return None if outer is None else self.of_call(*outer, *calls[-1][1:3], more=outer[:1])
 
     def of_call(
         self,
@@ -277,17 +271,18 @@ class Reports:
         frames = [*self.recorder.frames(), *more]
         if all(frame.fault is None for frame in frames if frame.batch == batch):
             frames.append(nonfinite)
-        kept = self.recorder.frames_of_batch(batch)
-        num_frames = None if kept is None else kept + len(more)
+        num_frames = self.recorder.frames_of_batch(batch)
+        num_more = len(more)
         if (outer := self._first_nonfinite(batch, calls)) is not None:
             earlier, caller = outer
-            num_frames = None if num_frames is None else num_frames + (earlier.name != nonfinite.name)
+            num_more += earlier.name != nonfinite.name
             frames = with_earlier(frames, earlier)
         # No data loader made what a call inside the model got, or what was written to since.
         written = self._starts.written()
         leaves = [] if self._is_inside(calls) else list(call_leaves(args, kwargs or {}))
         given = [observe(x, label, "input") for label, x in leaves if id(x) not in written]
         current = [frame for frame in frames if frame.batch == batch]
+        num_frames = None if num_frames is None else num_frames + num_more
         finding = find(current, batch_inputs=given, caller=caller, rank=rank(), num_frames=num_frames)
         if finding is None:
             return self.of(tuple(frames), None, batch)
@@ -319,9 +314,7 @@ class Reports:
             for x in calls
         ]
 
-    def _calls_to(
-        self, name: str, caller: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> list[LeftCall]:
+    def _calls_to(self, name: str, caller: str | None, args: Any, kwargs: Any) -> list[LeftCall]:
         """Return the calls under way in this thread around that of `name`, the innermost first.
 
         Calls in compiled code are in no stack: `_calls_around` has them. The outermost call got `args` and `kwargs`.
@@ -334,23 +327,22 @@ class Reports:
         innermost = next((names[id(call.module)] for call in calls if id(call.module) in names), None)
         if target not in names.values() or target is None or innermost == target:
             return calls
-        around = [(names[id(x.module)], x) for x in self._calls_around(target) if id(x.module) in names]
-        if innermost is not None:
-            return [x for place, x in around if place != innermost and is_in(place, innermost)] + calls
-        outermost = self.recorder.outermost()
-        outermost = target if outermost is None else outermost
-        inside = [(place, x) for place, x in around if is_in(place, outermost)]
-        return [
-            x._replace(args=args, kwargs=kwargs) if place == outermost else x for place, x in inside
-        ] + calls
+        around = {names[id(x.module)]: x for x in self._calls_around(target) if id(x.module) in names}
+        outermost = innermost
+        if outermost is None:
+            outermost = self.recorder.outermost()
+            outermost = target if outermost is None else outermost
+            if outermost in around:
+                around[outermost] = around[outermost]._replace(args=args, kwargs=kwargs)
+        inside = [x for place, x in around.items() if is_in(place, outermost) and place != innermost]
+        return inside + calls
 
     def _is_inside(self, calls: Sequence[LeftCall]) -> bool:
         """Return whether code of the model makes the outermost of these calls, with no call of the model around it.
 
         A forward does so in another thread, in a coroutine, in a generator, or in the backward of a Function.
         """
-        model = self.model()
-        if model is None or not calls or isinstance(calls[-1].module, Function):
+        if (model := self.model()) is None or not calls or isinstance(calls[-1].module, Function):
             return False
         root = unwrapped(model)
         if unwrapped(calls[-1].module) is root:
@@ -374,9 +366,8 @@ class Reports:
     def _read_inward(
         self, batch: int, calls: Sequence[LeftCall], names: Mapping[int, str]
     ) -> tuple[Frame, str | None] | None:
-        settings, caller = self.options.recorder_settings(), None
-        roles = ["weight"] * settings.weights + ["buffer"] * settings.buffers
-        settings = replace(settings, weights=False, buffers=False)
+        settings, caller = self.options.recorder_settings(weights=False, buffers=False), None
+        roles = [part[:-1] for part in ("weights", "buffers") if part in self.options.read]
         for call in calls:
             name = call.module.name if isinstance(call.module, Function) else names.get(id(call.module))
             if name is None:

@@ -32,7 +32,6 @@ from ..sinks.trackers import sink_for
 from ..trace.tracer import Tracer, ring_size, start_tracer
 from ..util.visible import is_due
 from .failure_handler import FailureHandler
-from .optimizer_steps import OptimizerSteps
 from .options import Options
 from .reports import ModelRef, Reports, Starts
 
@@ -77,21 +76,19 @@ class Watch:
         self._recorder: Recorder = recorder
         # What is written and told.
         self._tracer: Tracer | None = None
-        internal: list[Sink] = [Warnings()]
         if options.trace is not None:
             path, size = Path(options.trace.path), ring if fetches else 0
-            tracer = self._tracer = start_tracer(path, recorder, size, options.every)
-            internal.insert(0, TraceNotes(tracer, options.trace_batches))
+            self._tracer = start_tracer(path, recorder, size, options.every)
+        notes = [] if self._tracer is None else [TraceNotes(self._tracer, options.trace_batches)]
         targets = [sink_for(target) for target in options.sinks]
-        self._sinks = sinks = SinkStream(recorder, targets, internal, every=options.every)
+        self._sinks = sinks = SinkStream(recorder, targets, [*notes, Warnings()], every=options.every)
         # What acts on a failure.
         self._monitor = Monitor(recorder, model, every=options.every, forecasts=options.forecast)
         reference = ModelRef(model)
         starts = Starts(reference, recorder, options)
         self._reports = Reports(starts, reference, recorder, options, self._monitor.suspicion)
         self._failures = FailureHandler(self._reports, starts, self._monitor, sinks)
-        self._steps = OptimizerSteps(self._reports, self._failures, sinks.on_skipped_step)
-        self._failures.steps = self._steps
+        self._steps = self._failures.steps
         self._batch_ends = recorder.subscribe(Event.BATCH_END)
         self._batch_ends.active = sinks.takes_batches or self._tracer is not None or options.spikes
         # What looks for other faults.

@@ -45,7 +45,9 @@ def spell(error: BaseException) -> str:
     return visible(f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__)
 
 
-def close_names(wanted: str, names: Iterable[str], otherwise: str = "see model.named_modules()") -> str:
+def close_names(
+    wanted: str, names: Iterable[str], otherwise: str = "see model.named_modules() for the names"
+) -> str:
     """Return a hint for a misspelt name: the closest ones, else those in lower case, else where to look for names."""
     names = list(names)
     close = difflib.get_close_matches(wanted, names) or difflib.get_close_matches(wanted.lower(), names)
