@@ -69,10 +69,10 @@ class FailureHandler:
         self._warned: Counter[str] = Counter()  # non-finite batches, by the module that was the first to fail
         self._ranks: RankCoordinator | None = None
         if (model := reports.model()) is not None and self._action == "raise" and options.peer_timeout:
-            handler = weakref.WeakMethod(self._write_last_frames)  # the job would keep this handler alive
+            write = weakref.WeakMethod(self._write_last_frames)  # the job would keep this handler alive
 
             def last_frames(name: str) -> Report:
-                return report_of(()) if (write := handler()) is None else write(name)
+                return report_of(()) if (live := write()) is None else live(name)
 
             self._ranks = RankCoordinator(model, options.peer_timeout, last_frames)
             if torch.distributed.is_available():
@@ -280,13 +280,10 @@ class FailureHandler:
         conditions = Conditions(
             scale_of(options.scaler), lambda name, x: not options.observes(name) or options.excuses(name, x)
         )
-        given: dict[str, Any] = {
-            "model": model,
-            "output_dir": options.output_dir,
-            "conditions": conditions,
-            "loss": loss,
-        }
-        examine: Callable[..., None] = partial(rerun.examine, incident, **given)
+        folder = options.output_dir
+        examine = partial(
+            rerun.examine, incident, model=model, output_dir=folder, conditions=conditions, loss=loss
+        )
         try:
             if start is None and loss is None:
                 examine(start, examines=examines)

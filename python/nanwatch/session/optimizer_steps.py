@@ -102,15 +102,11 @@ class OptimizerSteps:
         reports.explain_weight = self._explain_weight
         self._starts = recorder.subscribe(Event.BACKWARD_START)
         self._starts.active = options.gradients
-        hooks = [before_steps.add(self._hook(OptimizerSteps._before_step))] if options.enabled else []
+        hooks = [before_steps.add(_weak(self._before_step))] if options.enabled else []
         if options.optimizer is not None:
             self._node = recorder.add_node(OPTIMIZER, options.optimizer, False, False)
-            hooks.append(after_steps.add(self._hook(OptimizerSteps._read_state)))
+            hooks.append(after_steps.add(_weak(self._read_state)))
         self._hooks = Handles(self, hooks)
-
-    def _hook(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        steps = weakref.ref(self)
-        return lambda *args: None if (live := steps()) is None else method(live, *args)
 
     def remove(self) -> None:
         """Look at no more backwards and steps."""
@@ -206,7 +202,7 @@ class OptimizerSteps:
         return incident
 
     def settle(self, *, only_known: bool = False) -> None:
-        """Find out whether the step of the deferred backward was skipped meanwhile.
+        """Find out whether the step of the deferred backward was skipped.
 
         only_known: gradients that are merely gone do not count.
         """
@@ -227,16 +223,14 @@ class OptimizerSteps:
         self._recorder.excuse_gradients(sorted(deferred.batches), step.note)
         self._tell(step)
 
-    def _bad_weights(self) -> set[int]:
-        """Return the ids of the model's parameters whose gradients are not finite."""
+    def _bad_weights(self) -> set[int]:  # by id
         model = self._model()
         return set() if model is None else {id(x) for x in _nonfinite_gradients(each_parameter(model))}
 
     def _due(self, optimizer: Optimizer, takes_ours: bool, *, is_nonfinite: bool) -> Incident | None:
         """Return the incident that a step of `optimizer` is about to take; None lets it pass.
 
-        takes_ours: the step takes gradients of the model.
-        is_nonfinite: a gradient of the optimizer's parameters is not finite.
+        `takes_ours`: it takes gradients of the model. `is_nonfinite`: one of all that it takes is not finite.
         """
         if (deferred := self._deferred) is None:
             # The steps of another optimizer, as of a GAN's other part, end no run.
@@ -298,10 +292,7 @@ class OptimizerSteps:
         return changed
 
     def _takes_gradients(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer holds a parameter of the model.
-
-        The step of a critic between forward and loss does not.
-        """
+        """Return whether the optimizer holds a parameter of the model. A critic's, say, does not."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._takes.get(optimizer)
         if known is not None and (known[1] or known[0] == count):
@@ -313,10 +304,7 @@ class OptimizerSteps:
         return takes
 
     def _steps_given(self, stepping: Optimizer) -> bool:
-        """Return whether `stepping` is the optimizer in the options, or is inside it.
-
-        The step of a wrapper, such as Accelerate's, calls no hooks itself.
-        """
+        """Return whether it is the optimizer in the options, or inside it: Accelerate's wrapper calls no hooks."""
         given = self._options.optimizer
         return given is not None and stepping.param_groups is given.param_groups
 
@@ -338,10 +326,7 @@ class OptimizerSteps:
                 return
 
     def _check_gradients(self, optimizer: Optimizer, takes_ours: bool) -> None:
-        """Stop a step that is about to change the weights with a non-finite gradient.
-
-        takes_ours: the step takes gradients of the model.
-        """
+        """Stop a step that is about to change the weights with a non-finite gradient."""
         recorder = self._recorder
         recorder.settle()
         if recorder.paused:
@@ -377,7 +362,6 @@ class OptimizerSteps:
                 self._failures.starts.let_go()
 
     def _read_state(self, optimizer: Optimizer, *_: Any) -> None:
-        """Read the state of the optimizer in the options after its step."""
         batch = self._recorder.latest_batch
         if self._recorder.paused or not self._is_due(batch) or not self._steps_given(optimizer):
             return
@@ -442,6 +426,12 @@ class OptimizerSteps:
     def _steppers(self) -> list[Optimizer]:
         # A copy at one moment: another thread may make its first step.
         return [x for reference in self._stepped.keyrefs() if (x := reference()) is not None]
+
+
+def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls the method while its object lives, and does not keep that alive."""
+    reference = weakref.WeakMethod(method)
+    return lambda *args: None if (live := reference()) is None else live(*args)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import groupby
 from pathlib import Path
 
 
 def rank_and_world_size() -> tuple[int, int]:
     """Return both as torch.distributed has them, before it is initialized as torchrun has them, else (0, 1)."""
-    # Not imported: a report is read without torch.
-    distributed = sys.modules.get("torch.distributed")
+    distributed = sys.modules.get("torch.distributed")  # not imported: a report is read without torch
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     try:
@@ -92,12 +92,9 @@ def store_key() -> str:
 
 def spell_runs(numbers: Sequence[int], most: int = 8, *, to: str = "-") -> str:
     """Return the runs of sorted numbers, at most so many, as `0-3, 5, 8-9`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    shown = [str(first) if first == last else f"{first}{to}{last}" for first, last in runs[:most]]
-    left = sum(last - first + 1 for first, last in runs[most:])
+    # The numbers of a run are as far from their places in the sequence.
+    groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in group] for _, group in groups]
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}{to}{run[-1]}" for run in runs[:most]]
+    left = sum(map(len, runs[most:]))
     return ", ".join(shown) + (f" and {left} more" if left else "")

@@ -86,8 +86,7 @@ def read(kind: Any, value: Any, where: str) -> Any:
         _check(is_right, where, 'a number, "nan", "inf" or "-inf"', value)
         return float(number)
     if kind in _PLAIN:
-        is_right = isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
-        _check(is_right, where, _PLAIN[kind], value)
+        _check(type(value) is kind, where, _PLAIN[kind], value)
         return value
     return _object(kind, value, where)
 

@@ -128,7 +128,7 @@ MANY = 20
 def is_due(number: int) -> bool:
     """Return whether the failure of this number, from 1, is worked on: the first MANY, then at numbers that double."""
     rounds, rest = divmod(number, MANY)
-    return number <= MANY or (rest == 0 and rounds & (rounds - 1) == 0)
+    return number <= MANY or (rest == 0 and rounds.bit_count() == 1)
 
 
 counts: Counter[str] = Counter()
