@@ -224,8 +224,7 @@ class _Run:
         except (TypeError, ValueError, OSError) as error:
             # TypeError: a ScriptModule, which the user has not named
             if isinstance(error, TypeError) or not must_match:
-                _tell(f"{name} is not watched: {error}")
-                return
+                return _tell(f"{name} is not watched: {error}")
             parts = ", ".join([part for part, _ in model.named_children()][:8])
             modules = f", whose modules are {parts}" if parts else ""
             self._refuse(f"{error}. The first model that was called is {name}{modules}")
