@@ -273,7 +273,9 @@ class Reports:
             frames.append(nonfinite)
         num_frames = self.recorder.frames_of_batch(batch)
         num_more = len(more)
-        if (outer := self._first_nonfinite(batch, calls)) is not None:
+        is_received = nonfinite.fault is None or nonfinite.fault.role == "input"
+        maker = None if is_received else nonfinite.name
+        if (outer := self._first_nonfinite(batch, calls, maker)) is not None:
             earlier, caller = outer
             num_more += earlier.name != nonfinite.name
             frames = with_earlier(frames, earlier)
@@ -353,18 +355,22 @@ class Reports:
         stacks = list(sys._current_frames().values())
         return any(unwrapped(call.module) is root for stack in stacks for call in open_calls(stack))
 
-    def _first_nonfinite(self, batch: int, calls: Sequence[LeftCall]) -> tuple[Frame, str | None] | None:
+    def _first_nonfinite(
+        self, batch: int, calls: Sequence[LeftCall], maker: str | None = None
+    ) -> tuple[Frame, str | None] | None:
         """Return the frame of the outermost of these calls that holds a non-finite value, and the name of its caller.
 
         Weights of modules that cannot be called belong to the module that holds them. The calls come innermost first.
+        `maker` is the module that was called with finite values: no other's arguments are looked at then, as a call
+        adds to some of them, such as a key-value cache.
         """
         if (model := self.model()) is not None:
             with suppressing("the calls around a non-finite one could not be read"):
-                return self._read_inward(batch, calls[::-1], _recorded_names(model))
+                return self._read_inward(batch, calls[::-1], _recorded_names(model), maker)
         return None
 
     def _read_inward(
-        self, batch: int, calls: Sequence[LeftCall], names: Mapping[int, str]
+        self, batch: int, calls: Sequence[LeftCall], names: Mapping[int, str], maker: str | None
     ) -> tuple[Frame, str | None] | None:
         settings, caller = self.options.recorder_settings(weights=False, buffers=False), None
         roles = [part[:-1] for part in ("weights", "buffers") if part in self.options.read]
@@ -374,8 +380,9 @@ class Reports:
                 continue
             if self.options.observes(name):
                 allowed = self.options.excuses(name, call.module)
-                state = [value for value in state_of(call.module) if value[0] in roles]
-                values = [*state, *call_values(settings, *call, objects=True)]
+                values = [value for value in state_of(call.module) if value[0] in roles]
+                if maker in (None, name):
+                    values += call_values(settings, *call, objects=True)
                 records = [observe(x, label, role, allowed, wanted=settings) for role, label, x in values]
                 frame = Frame(batch, name, type(call.module).__name__, tuple(records))
                 if frame.fault is not None:

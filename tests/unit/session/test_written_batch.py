@@ -53,3 +53,43 @@ def test_who_wrote_what_the_batch_holds(write: Callable[[Tensor], None], recorde
         line = Path(__file__).read_text().splitlines()[finding.place.line - 1]
         assert line.endswith(f"# {write.__name__}")
         assert not any("came in with" in remark for remark in finding.remarks)
+
+
+class Keys:
+    """A key-value cache: each layer adds to it."""
+
+    def __init__(self) -> None:
+        self.layers: list[Tensor] = []
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, cache: Keys) -> Tensor:
+        cache.layers.append(self.keys(x))
+        return x + cache.layers[-1]
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: Tensor, cache: Keys) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_what_a_cache_took_in_is_no_data(recorder: str) -> None:
+    """At the end of a batch the cache that was passed in holds what a bad weight has made."""
+    model = Decoder()
+    with torch.no_grad():
+        model.layers[1].keys.weight[0, 0] = torch.inf
+        with watched(model, recorder), pytest.raises(NonFiniteError) as error:
+            model(torch.ones(2, 4), Keys())
+    finding = finding_of(error)
+    assert (finding.module, finding.label, finding.origin) == ("layers.1.keys", "weight", "weight")
