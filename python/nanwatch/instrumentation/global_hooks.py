@@ -12,7 +12,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from types import CodeType, SimpleNamespace
 from typing import Any
 
@@ -49,7 +49,7 @@ class GlobalHooks:
     `register` adds a hook to PyTorch's, over which functions with the codes `callers` iterate. Without it nanwatch
     makes the `call`. If a hook returns other arguments, the next one gets these behind the first argument, and the last
     are the result. torch.compile compiles no hook. Compiled code breaks its graph to call them, unless the hooks are
-    not `traced`: then it finds none.
+    not `traced`: then it finds none. `subjects` has the ids of the first arguments with which hooks are called, if set.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class GlobalHooks:
         traced: bool = True,
     ) -> None:
         self._traced = traced
+        self.subjects: Container[int] | None = None
         self._register = register
         self._callers = tuple(callers)
         self._handle: Any = None
@@ -88,7 +89,9 @@ class GlobalHooks:
 
     def call(self, subject: Any, *rest: Any) -> Any:
         """Call the hooks, as PyTorch does. Return the changed arguments, or None."""
-        if is_compiling() and not self._traced:
+        # Asked here, because each forward of a Llama makes a ModuleList of its layers, and Dynamo's switch takes 2 us.
+        is_idle = is_compiling() and not self._traced
+        if is_idle or (self.subjects is not None and id(subject) not in self.subjects):
             return None
         # Dynamo compiles also what eager code calls between two graphs. Without it in use, it is not imported.
         if is_compiling() or "torch._dynamo" in sys.modules:
@@ -122,11 +125,7 @@ _STEP = (Optimizer.profile_hook_step(lambda self: None).__code__,)
 before_steps = GlobalHooks(register_optimizer_step_pre_hook, _STEP)
 after_steps = GlobalHooks(register_optimizer_step_post_hook, _STEP)
 # hook(module, name, child). Not traced, because compiled autograd registers a module while Dynamo follows.
-_REGISTRATION = (
-    nn.Module.register_module.__code__,
-    nn.Module.add_module.__code__,
-    nn.Module.__setattr__.__code__,
-)
+_REGISTRATION = [x.__code__ for x in (nn.Module.register_module, nn.Module.add_module, nn.Module.__setattr__)]
 children = GlobalHooks(register_module_module_registration_hook, _REGISTRATION, traced=False)
 
 

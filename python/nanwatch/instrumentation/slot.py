@@ -37,7 +37,7 @@ from torch.compiler import is_compiling
 from ..numerics import _extension
 from ..util.imports import when_imported
 from ..util.modules import each_module
-from .global_hooks import is_inside
+from .global_hooks import children, is_inside
 
 ATTRIBUTE = "_compiled_call_impl"
 SITE = "_nanwatch_site"
@@ -163,6 +163,7 @@ _slot = _Descriptor()
 # Reentrant: the garbage collector may free a module anywhere in here, and so call _forget.
 _lock = threading.RLock()
 _alive: dict[int, weakref.ref[nn.Module]] = {}  # those with a wrapper or a site
+children.subjects = _alive
 
 
 def _install() -> None:
