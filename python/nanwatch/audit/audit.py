@@ -67,10 +67,8 @@ def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
 
     @functools.wraps(method)
     def safe(self: UpdateAudit, *args: Any) -> _T | None:
-        if self.is_over:
-            return None
         try:
-            return method(self, *args)
+            return None if self.is_over else method(self, *args)
         except Exception as error:
             suppressed("a step could not be audited")
             self._num_errors += 1
@@ -94,11 +92,9 @@ def gathered(ripe: Sequence[Suspect], weights: Mapping[Key, int]) -> Iterator[tu
         for above in ancestors(module) if label is not None else ():
             inside = {key: size for key, size in weights.items() if is_in(key[0], above)}
             missing = sum(size for key, size in inside.items() if key not in hits)
-            if inside and missing <= _MISSING.get(suspect.kind, 0.0) * sum(inside.values()):
+            # A module of one weight is named with it.
+            if len(inside) > 1 and missing <= _MISSING.get(suspect.kind, 0.0) * sum(inside.values()):
                 module, label, count = above, None, len(inside)
-        # A module of one weight is named with it.
-        if label is None and count == 1 and suspect.label is not None:
-            module, label = suspect.module, suspect.label
         if (module, label) not in named:
             named.add((module, label))
             yield Suspect(suspect.kind, module, label, suspect.numbers), count
@@ -113,7 +109,7 @@ class _Track:
         self.due_until = _FIRST
         self.states: set[int] = set()
         self.is_relevant = self.has_learned = False
-        self.previous: dict[Key, WeightSample] = {}  # in the step before, if it was audited
+        self.previous: Mapping[Key, WeightSample] = {}  # in the step before, if it was audited
         self.open: Step | None = None
         self.time = 0  # of the window, when the step before was over
         self._suspected: dict[tuple[str, str, str | None], int] = {}
@@ -172,20 +168,17 @@ class UpdateAudit:
         self._recorder, self._every, self._tell = recorder, every, tell
         self._is_frozen, self._ranks = is_frozen, ranks
         self._tracks: weakref.WeakKeyDictionary[Optimizer, _Track] = weakref.WeakKeyDictionary()
-        self._has_trained = False  # an audit has seen the model in training mode
-        self._copies: dict[tuple[Key, ...], None] = {}
         self._evaluations = Evaluations()
         self._named: set[tuple[str, str, str | None]] = set()
         self._window = Window(recorder, model)
         self._starts = recorder.subscribe(Event.BATCH_START)
         reference = weakref.ref(self)
 
-        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return None if (audit := reference()) is None else audit._before(optimizer, args, kwargs)
+        def before(*args: Any) -> Any:
+            return None if (audit := reference()) is None else audit._before(*args)
 
-        def after(optimizer: Optimizer, *_: Any) -> None:
-            if (audit := reference()) is not None:
-                audit._after(optimizer)
+        def after(optimizer: Optimizer, *_: Any) -> Any:
+            return None if (audit := reference()) is None else audit._after(optimizer)
 
         self._hooks = Handles(self, [before_steps.add(before), after_steps.add(after)])
 
@@ -219,8 +212,7 @@ class UpdateAudit:
             self._window.batch_started(batch)
             self._tell_of_calls(inputs)
         elif module is model and model.training and self._step:
-            frame = sys._getframe(1)
-            self._evaluations.called(model, inputs, lambda: place_of(frame))
+            self._evaluations.called(model, inputs)
 
     @_harmless
     def _tell_of_calls(self, inputs: Tensor | None) -> None:
@@ -240,10 +232,9 @@ class UpdateAudit:
         track = self._tracks.setdefault(optimizer, _Track())
         track.open = None
         self._window.time += 1
-        self._evaluations.went_on()
+        self._evaluations.progress += 1
         self._tell_of_ranks()
-        model = self._model()
-        if model is None:
+        if (model := self._model()) is None:
             return None
         if not track.is_due(track.step + 1, self._every):
             track.step += 1
@@ -281,16 +272,17 @@ class UpdateAudit:
         if (model := self._model()) is None or track.open is not None:  # L-BFGS calls its closure again
             return
         track.is_new(model, optimizer)
-        weights = sample_step(model, optimizer, self._is_frozen)
-        clips = self._window.clips(optimizer)
-        track.open = Step(model, optimizer, track.step, weights, clips, track.previous)
+        weights, clips = sample_step(model, optimizer, self._is_frozen), self._window.clips(optimizer)
+        if track.step == 1:  # also of an optimizer that was made anew, with other weights perhaps
+            self._window.copies |= dict.fromkeys(copies_among(weights.values()))
+        track.open = Step(
+            model, optimizer, weights, clips, self._window, track.previous, track.time, track.has_learned
+        )
         # A step without a forward before it is some library's, which fills the optimizer's state on one rank.
         is_regular = track.step <= _FIRST or track.step % self._every == 0
         if is_regular and self._recorder.latest_batch >= 0:
-            sizes = self._window.group_sizes()
-            self._ranks.check(track.step, self._num_forwards, list(_compared(track.open, sizes)))
-        if track.step == 1:  # also of an optimizer that was made anew, with other weights perhaps
-            self._copies |= dict.fromkeys(copies_among(weights.values()))
+            compared = list(_compared(track.open, self._window.group_sizes()))
+            self._ranks.check(track.step, self._num_forwards, compared)
 
     @_harmless
     def _after(self, optimizer: Optimizer) -> None:
@@ -301,18 +293,13 @@ class UpdateAudit:
         track.in_a_row = 0 if step is None else track.in_a_row + 1
         track.previous = {} if step is None else step.weights
         if step is not None:
-            sample_after(step.weights.values())
-            step.calls, step.called = self._window.calls_since(track.time), self._window.called
-            keys = {weight.key for weight in step.of_optimizer()}
-            step.arrivals = {key: came for key, came in self._window.arrivals.items() if key in keys}
-            step.has_trained, step.has_learned = self._has_trained, track.has_learned
-            step.copies = list(self._copies)
+            sample_after(step.weights.values(), self._window.arrivals)
             faults = list(track.add(step))
-            self._has_trained |= model.training
+            self._window.has_trained |= model.training
             track.has_learned |= any(weight.grad == "some" for weight in step.trained())
             for suspect, count in faults:
                 place = _place(suspect.kind, step) or place_of(sys._getframe(1))
-                self._add(step.number, suspect, count, place)
+                self._add(track.step, suspect, count, place)
         self._window.time += 1
         track.time = self._window.time
         relevant = [each for each in self._tracks.values() if each.is_relevant]
@@ -347,7 +334,7 @@ def _place(kind: str, step: Step) -> Place | None:
     """Return the line of the clip or the backward that a fault is of, None where it is of the step."""
     if kind.startswith(("clipping", "not-unscaled")) and step.clips:
         return step.clips[-1].place
-    arrivals = (arrival for came in step.arrivals.values() for arrival in came)
+    arrivals = (arrival for weight in step.of_optimizer() for arrival in weight.arrivals)
     places = [arrival.backward.place for arrival in arrivals] if kind in _AT_BACKWARD else []
     return next(filter(None, places), None)
 

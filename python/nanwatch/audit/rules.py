@@ -5,25 +5,28 @@ A step does not show an evaluation in training mode: `Evaluations` look at the c
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import inf, isclose
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import Optimizer
 
+from ..instrumentation.global_hooks import find_scaler
 from ..instrumentation.wrapped_names import named_modules
 from ..report.finding import Place
 from ..util.modules import is_in
 from ..util.visible import suppressed
 from . import window
-from .window import Key, WeightSample, number, plain, same_bits, sample
+from .window import Call, Key, WeightSample, number, plain, same_bits, sample
 
 # A weight has a fault when so much of its update is lost, by elements and by magnitude.
 _ABSORBED, _LOST = 0.75, 0.5
@@ -48,24 +51,20 @@ def _suspect(kind: str, weight: WeightSample, **numbers: float) -> Suspect:
 
 @dataclass(eq=False)
 class Step:
-    """One audited step of `optimizer`.
+    """One audited step of `optimizer`, and what a Window gathered since the step before, which ended at `since`.
 
-    `previous` are the weights in the step before, where that was audited too. The fields from `calls` on are filled in
-    when the step is over.
+    `previous` are the weights in the step before, where that was audited too. `has_learned` says whether an audit has
+    seen a gradient other than 0 in a step of this optimizer.
     """
 
     model: nn.Module
     optimizer: Optimizer
-    number: int
-    weights: dict[Key, WeightSample]
+    weights: Mapping[Key, WeightSample]
     clips: Sequence[window.Clip]
+    window: window.Window
     previous: Mapping[Key, WeightSample]
-    calls: Mapping[str, window.Call] = field(default_factory=dict)  # the latest of each module
-    called: Collection[str] = ()  # modules that were called at any time, also without grad mode
-    arrivals: Mapping[Key, Sequence[window.Arrival]] = field(default_factory=dict)
-    has_trained: bool = False  # an audit has seen the model in training mode
-    has_learned: bool = False  # and a gradient other than 0 in a step of this optimizer
-    copies: Sequence[tuple[Key, ...]] = ()  # weights that began with equal values
+    since: int
+    has_learned: bool
 
     def of_optimizer(self) -> Iterable[WeightSample]:
         """Return the weights that the optimizer holds."""
@@ -76,10 +75,30 @@ class Step:
         return (weight for weight in self.of_optimizer() if weight.is_trained)
 
     @cached_property
+    def calls(self) -> Mapping[str, Call]:
+        """The latest call of each module that was called since the step before."""
+        return self.window.calls_since(self.since)
+
+    def copied(self) -> Iterable[list[WeightSample]]:
+        """Return the weights that began with equal values, without those that are gone."""
+        return ([self.weights[key] for key in keys if key in self.weights] for keys in self.window.copies)
+
+    @cached_property
+    def factors(self) -> set[float]:
+        """The numbers that the losses of the step were multiplied by."""
+        return {factor for weight in self.of_optimizer() for factor in weight.factors}
+
+    @cached_property
+    def scaler(self) -> Any:
+        """The GradScaler that a loss was multiplied with, or None."""
+        scaler = find_scaler()() if self.factors else None
+        scale = number(getattr(scaler, "_scale", None)) or 0.0
+        return scaler if any(isclose(factor, scale, rel_tol=1e-3) for factor in self.factors) else None
+
+    @cached_property
     def scale(self) -> float | None:
-        """The scale of a GradScaler in use."""
-        arrivals = (arrival for came in self.arrivals.values() for arrival in came)
-        return window.scale_in_use(factor for arrival in arrivals for factor in arrival.backward.factors)
+        """The scale of that GradScaler."""
+        return None if self.scaler is None else float(self.scaler._scale)
 
 
 def suspects_of(step: Step) -> Iterator[Suspect]:
@@ -106,7 +125,7 @@ def _no_gradient(step: Step) -> Iterator[Suspect]:
         yield from (_suspect("no-gradient", weight) for weight in step.of_optimizer() if weight.is_meant)
         return
     # Some were set to None on purpose, as those of a last layer that rests. All were not.
-    cleared = {key for key, came in step.arrivals.items() if any(arrival.is_full for arrival in came)}
+    cleared = {weight.key for weight in trained if any(arrival.is_full for arrival in weight.arrivals)}
     without = [weight for weight in trained if weight.grad == "none"]
     if not (cleared and len(without) == len(trained)):
         without = [weight for weight in without if weight.module in step.calls and weight.key not in cleared]
@@ -163,7 +182,7 @@ def _is_idle(step: Step, weight: WeightSample, active: set[str]) -> bool:
 
 
 def _absorbed(step: Step, weight: WeightSample) -> Iterator[Suspect]:
-    values, after, update = weight.before, weight.after, update_of(step, weight)
+    values, after, update = weight.before, weight.after, update_of(step.optimizer, weight)
     if values is None or after is None or update is None or len(update) != len(after):
         return
     moving = (update != 0) & update.isfinite()
@@ -171,25 +190,22 @@ def _absorbed(step: Step, weight: WeightSample) -> Iterator[Suspect]:
     share = int(stays.sum()) / max(1, count)
     if share >= _ABSORBED and update[stays].abs().sum() >= _LOST * update[moving].abs().sum():
         in_float32 = (values.float() != (values.double() - update).float()) & moving
-        chances = (update.abs() / spacing(values)).clamp_max(1.0)
-        yield _suspect(
-            "absorbed",
-            weight,
-            absorbed=share,
-            float32=int(in_float32.sum()) / count,
-            stochastic=float(chances[moving].mean()),
-        )
+        size = values.abs().cpu()
+        spacing = torch.nextafter(size, torch.full_like(size, inf)).double() - size.double()
+        chances = (update.abs() / spacing.to(update.device)).clamp_max(1.0)
+        numbers = {"float32": int(in_float32.sum()) / count, "stochastic": float(chances[moving].mean())}
+        yield _suspect("absorbed", weight, absorbed=share, **numbers)
 
 
-def update_of(step: Step, weight: WeightSample) -> Tensor | None:
+def update_of(optimizer: Optimizer, weight: WeightSample) -> Tensor | None:
     """Return what a step of SGD, Adam or AdamW subtracted from a 16-bit weight, in float64 and without weight decay.
 
     Other optimizers may round stochastically, or keep what was lost.
     """
-    x, kind = weight.tensor(), type(step.optimizer)
+    x, kind = weight.tensor(), type(optimizer)
     if x is None or weight.group is None or x.dtype not in (torch.bfloat16, torch.float16):
         return None
-    group, state = step.optimizer.param_groups[weight.group], step.optimizer.state.get(x, {})
+    group, state = optimizer.param_groups[weight.group], optimizer.state.get(x, {})
     parts = {
         key: sample(values).double()
         for key, part in state.items()
@@ -204,13 +220,6 @@ def update_of(step: Step, weight: WeightSample) -> Tensor | None:
     first, second = (1 - float(beta) ** count for beta in group["betas"])
     update: Tensor = lr * (parts["exp_avg"] / first) / ((parts["exp_avg_sq"] / second).sqrt() + group["eps"])
     return update
-
-
-def spacing(x: Tensor) -> Tensor:
-    """Return the distance from each element to the next larger number of its format, in float64."""
-    info = torch.finfo(x.dtype)
-    _, exponent = torch.frexp(x.abs().double().clamp_min(info.smallest_normal))
-    return torch.ldexp(torch.full_like(x, info.eps, dtype=torch.float64), exponent - 1)
 
 
 def _outside(step: Step) -> Iterator[Suspect]:
@@ -247,8 +256,13 @@ def _frozen_moved(step: Step) -> Iterator[Suspect]:
 
 
 def _stale(step: Step) -> Iterator[Suspect]:
+    """Yield weights whose `.grad` holds gradients of before the latest step, or of another optimizer's backward."""
     for weight in step.trained() if step.previous else ():
-        if window.is_stale(step.arrivals.get(weight.key, ())):
+        is_foreign = any(
+            late.was_full and early.place != late.backward.place and early.time < late.backward.time
+            for (early, *_), late in pairwise(weight.arrivals)
+        )
+        if is_foreign or (weight.arrivals and all(arrival.was_full for arrival in weight.arrivals)):
             yield _suspect("missing-zero-grad", weight)
 
 
@@ -257,19 +271,18 @@ def _means_of_unequal_counts(step: Step) -> Iterator[Suspect]:
 
     Each loss is divided by the number of backwards. A loop over tasks divides by nothing, and means what it adds.
     """
-    for arrivals in step.arrivals.values():
-        lines: dict[Place | None, dict[int, window.Backward]] = {}
-        is_emptied = not all(arrival.was_full for arrival in arrivals[1:])  # between two backwards
-        for backward, *_ in () if is_emptied else arrivals:
-            lines.setdefault(backward.place, {})[backward.batch] = backward
-        for backwards in (list(line.values()) for line in lines.values()):
-            counts = [backward.elements or 0.0 for backward in backwards]
-            are_divided = all(
-                any(factor != 1 and factor != step.scale for factor in backward.factors)
-                for backward in backwards
-            )
+    for arrivals in (weight.arrivals for weight in step.of_optimizer()):
+        if not all(arrival.was_full for arrival in arrivals[1:]):  # emptied between two backwards
+            continue
+        backwards = {
+            (arrival.backward.place, arrival.backward.batch): arrival.backward for arrival in arrivals
+        }
+        for place in dict.fromkeys(backward.place for backward in backwards.values()):
+            line = [backward for backward in backwards.values() if backward.place == place]
+            counts = [backward.elements or 0.0 for backward in line]
+            are_divided = all({*backward.factors} - {1.0, step.scale} for backward in line)
             # A function that steps with any optimizer: one backward was for another model's.
-            is_one_step = len({backward.time for backward in backwards}) == 1
+            is_one_step = len({backward.time for backward in line}) == 1
             if len(counts) > 1 and are_divided and is_one_step and max(counts) > _UNEQUAL * min(counts) > 0:
                 numbers = {"backwards": len(counts), "least": min(counts), "most": max(counts)}
                 yield from (_suspect("accumulation", weight, **numbers) for weight in step.trained())
@@ -303,26 +316,24 @@ def _clips(step: Step) -> Iterator[Suspect]:
 
 
 def _scaled(step: Step) -> Iterator[Suspect]:
-    """Yield the weights of a step that takes gradients with a loss scale, or divided by another one."""
-    is_scaled = step.scale is not None and window.is_taken_scaled(step.optimizer)
-    for weight in step.trained():
-        if is_scaled and step.scale is not None:
-            yield _suspect("not-unscaled", weight, scale=step.scale)
-        arrivals = step.arrivals.get(weight.key, ())
-        first, scale = (
-            (arrivals[0].gradient, arrivals[0].backward.scale) if len(arrivals) == 1 else (None,) * 2
-        )
-        if step.scale is None and scale and first is not None and weight.gradient is not None:
-            divisor = _divisor(first, weight.gradient)
-            if divisor not in (1, scale) and window.is_power_of_two(divisor):
-                yield _suspect("not-unscaled:other", weight, scale=scale, divisor=divisor)
+    """Yield the weights of a step whose gradients nobody has divided by the loss scale. Fused steps divide."""
+    states = getattr(step.scaler, "_per_optimizer_states", {})
+    stage = states[id(step.optimizer)]["stage"] if id(step.optimizer) in states else None
+    is_fused = isinstance(getattr(step.optimizer, "grad_scale", None), Tensor)
+    if step.scale is not None and not is_fused and getattr(stage, "name", "READY") == "READY":
+        yield from (_suspect("not-unscaled", weight, scale=step.scale) for weight in step.trained())
 
 
-def _divisor(before: Tensor, after: Tensor) -> float:
-    """Return by what all elements of a gradient were divided; 1 where it is no one number."""
-    place = before.abs().argmax() if before.shape == after.shape else None
-    divisor = 1.0 if place is None or not after[place] else float(before[place]) / float(after[place])
-    return divisor if torch.equal(before / divisor, after) else 1.0
+def _divided_by_the_next_scale(step: Step) -> Iterator[Suspect]:
+    """Yield weights whose gradients were divided by a factor of the next step's loss, and not of their own."""
+    for before in map(step.previous.get, (weight.key for weight in step.trained())):
+        if step.scale is not None or before is None or before.gradient is None or len(before.arrivals) != 1:
+            continue
+        first = before.arrivals[0].gradient
+        for divisor in step.factors - before.factors - {1.0}:
+            if first is not None and first.any() and torch.equal(first / divisor, before.gradient):
+                numbers = {"scale": max(before.factors), "divisor": divisor}
+                yield _suspect("not-unscaled:other", before, **numbers)
 
 
 def copies_among(weights: Iterable[WeightSample]) -> Iterator[tuple[Key, ...]]:
@@ -330,30 +341,52 @@ def copies_among(weights: Iterable[WeightSample]) -> Iterator[tuple[Key, ...]]:
     groups: dict[tuple[object, ...], list[Key]] = {}
     for weight in weights:
         values = weight.before
-        if weight.is_trained and values is not None and bool((values != values[0]).any()):
+        if weight.is_trained and values is not None and not _is_constant(values):
             content = values.cpu().contiguous().view(torch.uint8).numpy().tobytes()
             groups.setdefault((weight.shape, values.dtype, content), []).append(weight.key)
     yield from (tuple(keys) for keys in groups.values() if len(keys) > 1)
 
 
-def _parted(step: Step) -> Iterator[Suspect]:
-    """Yield copies of embeddings, once tied, that the steps have made different; and copies that rest for another."""
-    modules = {item.name: item.module for item in named_modules(step.model)} if step.copies else {}
-    for keys in step.copies:
-        weights = [step.weights[key] for key in keys if key in step.weights]
+def _is_constant(values: Tensor | None) -> bool:
+    return values is None or not bool((values != values[0]).any())
+
+
+def _tie_broken(step: Step) -> Iterator[Suspect]:
+    """Yield copies of embeddings, once tied, that the steps have made different."""
+    modules = {item.name: item.module for item in named_modules(step.model)} if step.window.copies else {}
+    for weights in step.copied():
         tables = [weight for weight in weights if isinstance(modules.get(weight.module), nn.Embedding)]
         for weight in weights:
-            is_apart = any(
-                table.after is not None and not same_bits(weight.after, table.after) for table in tables
-            )
-            if weight not in tables and weight.after is not None and is_apart:
+            parted = [table for table in tables if table.after is not None and weight.after is not None]
+            if weight not in tables and any(not same_bits(weight.after, table.after) for table in parted):
                 yield _suspect("tie-broken", weight)
-            # Only a pair counts: of more copies, as experts are, those without tokens rest too. A moving average rests
-            # as well, but code writes it. So does the target of a Q-function, but code calls it without grad mode.
-            rests = weight.group is not None and weight.grad == "none" and weight.module not in step.called
-            before = step.previous.get(weight.key)
-            is_written = before is not None and not same_bits(before.after, weight.before)
-            if rests and not is_written and [each.grad for each in weights if each is not weight] == ["some"]:
+
+
+def _copy_rests(step: Step) -> Iterator[Suspect]:
+    """Yield weights of a module that nothing calls or writes, while the one that began as its copy is trained.
+
+    Only a pair counts: of more copies, as experts are, those without tokens rest too. A moving average rests as well,
+    but code writes it. So does the target of a Q-function, but code calls it without grad mode. A part that begins
+    alike in all layers, as A_log of Mamba, makes no layer a copy.
+    """
+    pairs = [
+        (weight, copy) for pair in step.copied() if len(pair) == 2 for weight, copy in (pair, pair[::-1])
+    ]
+    alike = {(weight.key, copy.key) for weight, copy in pairs}
+    for weight, copy in pairs:
+        rests = weight.group is not None and weight.grad == "none" and weight.module not in step.window.called
+        before = step.previous.get(weight.key)
+        is_written = before is not None and not same_bits(before.after, weight.before)
+        if rests and not is_written and copy.grad == "some":
+            # The two modules that have these weights at the same place.
+            here, there = weight.module.split("."), copy.module.split(".")
+            while len(here) > 1 and len(there) > 1 and here[-1] == there[-1]:
+                here, there = here[:-1], there[:-1]
+            root, base = ".".join(here), ".".join(there)
+            parts = [
+                part for part in step.trained() if is_in(part.module, root) and not _is_constant(part.before)
+            ]
+            if all((part.key, (base + part.module[len(root) :], part.label)) in alike for part in parts):
                 yield _suspect("other-module-trained:copy", weight)
 
 
@@ -381,7 +414,7 @@ def _takes_statistics(module: nn.Module) -> bool:
 def _in_evaluation_mode(step: Step) -> Iterator[Suspect]:
     """Yield the model, if it is trained in evaluation mode, and would behave otherwise in training mode."""
     for name, _, module in named_modules(step.model) if not step.model.training else ():
-        if name in step.calls and (_drops(module) or (_takes_statistics(module) and step.has_trained)):
+        if name in step.calls and (_drops(module) or (_takes_statistics(module) and step.window.has_trained)):
             yield Suspect("train-mode-wrong", "", None)
             return
 
@@ -405,38 +438,33 @@ class Evaluations:
     """
 
     def __init__(self) -> None:
-        self._inputs: list[Callable[[], Tensor | None]] = []  # of the calls in a row
-        self._gaps: list[int] = []  # forwards in grad mode and steps before each row
-        self._progress = 0  # and since the latest call
-        self._places: list[Place | None] = []
+        self.progress = 0  # forwards in grad mode and steps since the latest call
+        self._gaps: list[int] = []  # and those before each row of calls
+        self._inputs: list[Callable[[], Tensor | None]] = []  # of the first and the latest call in a row
+        self._places: list[Place | None] = []  # of the row, if it evaluates
 
-    def called(self, model: nn.Module, inputs: Tensor | None, find_place: Callable[[], Place | None]) -> None:
+    def called(self, model: nn.Module, inputs: Tensor | None) -> None:
         """Take a call without grad mode."""
-        if self._progress:
-            self._gaps.append(self._progress)
-            self._inputs, self._places, self._progress = [], [], 0
+        if self.progress:
+            self._gaps.append(self.progress)
+            self._inputs, self._places, self.progress = [], [], 0
         is_row = bool(self._inputs) and (inputs is None or inputs is not self._inputs[-1]())
         self._inputs = [*self._inputs[:1], (lambda: None) if inputs is None else weakref.ref(inputs)]
         is_rare = len(self._gaps) > _EVALUATIONS and min(self._gaps[1:]) >= _RARE
         if (is_row or is_rare) and not self._places:
             modules = (item.module for item in named_modules(model))
             if any(module.training and (_drops(module) or _takes_statistics(module)) for module in modules):
-                self._places = [find_place()]
-
-    def went_on(self) -> None:
-        """Take a step of an optimizer."""
-        self._progress += 1
+                self._places = [window.place_of(sys._getframe(1))]
 
     def trained(self, inputs: Tensor | None = None) -> list[Place | None]:
         """Take a call in grad mode. Return the line of the evaluation that has ended with it, in a list, or []."""
-        self._progress += 1
+        self.progress += 1
         places, self._places = self._places, []
-        return (
-            [] if any(inputs is not None and inputs is reference() for reference in self._inputs) else places
-        )
+        is_second_pass = inputs is not None and any(inputs is reference() for reference in self._inputs)
+        return [] if is_second_pass else places
 
 
 _RULES: tuple[Callable[[Step], Iterator[Suspect]], ...] = (
     _no_gradient, _without_effect, _frozen_moved, _statistics_not_frozen, _stale, _means_of_unequal_counts, _clips,
-    _scaled, _in_evaluation_mode, _parted, _outside,
+    _scaled, _divided_by_the_next_scale, _in_evaluation_mode, _tie_broken, _copy_rests, _outside,
 )  # fmt: skip

@@ -11,10 +11,9 @@ import functools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import frexp, inf, sqrt
+from math import inf, sqrt
 from types import FrameType, SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ..instrumentation.global_hooks import GlobalHooks, Handles, find_scaler
+from ..instrumentation.global_hooks import GlobalHooks, Handles
 from ..instrumentation.wrapped_names import named_modules
 from ..numerics._extension import instances_of
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
@@ -36,7 +35,6 @@ ELEMENTS = 1024
 _MOST_LISTED = 256  # modules of a plain list
 _MOST_REDUCED, _MOST_CLIPS = 8192, 64
 _MAX_OPERATIONS = 16  # that a loss is followed through
-_LEAST_SCALE = 8
 _MEAN = 1  # the reduction of a loss, as the nodes of PyTorch's losses keep it
 Key: TypeAlias = tuple[str, str]  # module and label
 Grad: TypeAlias = Literal["none", "zero", "some"]
@@ -84,9 +82,37 @@ def place_of(frame: FrameType | None) -> Place | None:
     return None if user is None else Place(user.f_code.co_filename, user.f_lineno)
 
 
+class Backward(NamedTuple):
+    """One run of the autograd engine: its line, the latest batch, and the numbers that its loss was multiplied by.
+
+    `elements` is the number that the loss is a mean over, where the loss knows it. `time` is the window's.
+    """
+
+    place: Place | None
+    batch: int
+    factors: tuple[float, ...]
+    elements: float | None
+    time: int
+
+
+class Arrival(NamedTuple):
+    """Gradient that came to a weight: whether `.grad` held something before, and whether it is other than 0.
+
+    `gradient` is a sample of the first one of a loss that was multiplied by something.
+    """
+
+    backward: Backward
+    was_full: bool
+    is_full: bool
+    gradient: Tensor | None = None
+
+
 @dataclass(slots=True, eq=False)
 class WeightSample:
-    """One weight at one step. `grad` says whether there is a gradient, and `group` its place in the optimizer."""
+    """One weight at one step. `grad` says whether there is a gradient, and `group` its place in the optimizer.
+
+    `after` and `arrivals`, the gradients that came since the step before, are filled in when the step is over.
+    """
 
     module: str
     label: str
@@ -100,6 +126,12 @@ class WeightSample:
     before: Tensor | None = None
     gradient: Tensor | None = None
     after: Tensor | None = None
+    arrivals: Sequence[Arrival] = ()
+
+    @property
+    def factors(self) -> set[float]:
+        """The numbers that the losses behind its gradients were multiplied by."""
+        return {factor for arrival in self.arrivals for factor in arrival.backward.factors}
 
     @property
     def key(self) -> Key:
@@ -111,19 +143,18 @@ def each_weight(model: nn.Module) -> Iterable[tuple[str, str, Tensor]]:
     """Yield each parameter once, with the name of its module and its own; also of modules in plain lists."""
     seen: set[int] = set()
     named = [(name, module) for name, _, module in named_modules(model)]
-    for name, module in [*named, *_in_lists(named)]:
+    listed = [pair for name, module in named for pair in _in_lists(name, module)]
+    for name, module in [*named, *listed]:
         for label, x in list(module._parameters.items()):
             if x is not None and id(x) not in seen:
                 seen.add(id(x))
                 yield name, label, x
 
 
-def _in_lists(named: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Module]]:
-    """Yield the modules that are in a list or a dict of a module, which does not know of their parameters."""
-    for name, module in named:
-        for attribute, value in list(vars(module).items()):
-            if attribute.startswith("_") or not isinstance(value, list | tuple | dict):
-                continue
+def _in_lists(name: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """Yield the modules in the plain lists and dicts of a module, which does not know of their parameters."""
+    for attribute, value in list(vars(module).items()):
+        if not attribute.startswith("_") and isinstance(value, list | tuple | dict):
             items = list(value.items() if isinstance(value, dict) else enumerate(value))
             for key, item in items[:_MOST_LISTED]:
                 for inner, part in item.named_modules() if isinstance(item, nn.Module) else ():
@@ -165,30 +196,26 @@ def sample_step(
             weight = weights[name, label] = WeightSample(
                 name, label, weakref.ref(x), tuple(x.shape), x.requires_grad, not is_kept, grad
             )
-            if values is None or not values.numel():
-                continue
-            weight.before = sample(values)
-            if gradient is not None and gradient.shape == values.shape:
-                weight.gradient = sample(gradient)
-            weight.group = places.get(id(x))
-            if weight.group is not None:
-                weight.lr = number(optimizer.param_groups[weight.group].get("lr"))
+            if values is not None and values.numel():
+                weight.before, weight.group = sample(values), places.get(id(x))
+                if gradient is not None and gradient.shape == values.shape:
+                    weight.gradient = sample(gradient)
+                if weight.group is not None:
+                    weight.lr = number(optimizer.param_groups[weight.group].get("lr"))
     return weights
 
 
-def sample_after(weights: Iterable[WeightSample]) -> None:
-    """Add what the step made of the weights, and forget gradients that it has changed."""
+def sample_after(weights: Iterable[WeightSample], arrivals: Mapping[Key, Sequence[Arrival]]) -> None:
+    """Add what came to the weights and what the step made of them, and forget gradients that it has changed."""
     with torch.no_grad(), only_our_dispatch():
         for weight in weights:
-            x = weight.tensor()
-            values = plain(x)
-            if weight.before is None or x is None or values is None:
-                continue
-            weight.after = sample(values)
-            # A hook of the user's, or a fused step with a scale, changed it after it was sampled.
-            gradient = plain(x.grad)
-            if gradient is None or not same_bits(sample(gradient), weight.gradient):
-                weight.gradient = None
+            weight.arrivals, x = arrivals.get(weight.key, ()), weight.tensor()
+            if weight.before is not None and x is not None and (values := plain(x)) is not None:
+                weight.after = sample(values)
+                # A hook of the user's, or a fused step with a scale, changed it after it was sampled.
+                gradient = plain(x.grad)
+                if gradient is None or not same_bits(sample(gradient), weight.gradient):
+                    weight.gradient = None
 
 
 class Call(NamedTuple):
@@ -226,109 +253,67 @@ def _norm_of(weights: Iterable[weakref.ref[Tensor]]) -> float:
         return sqrt(sum(float(norm) ** 2 for norm in norms))
 
 
-class Backward(NamedTuple):
-    """One run of the autograd engine: its line, the latest batch, and the numbers that its loss was multiplied by.
-
-    `elements` is the number that the loss is a mean over, where the loss knows it. `time` is the window's.
-    """
-
-    place: Place | None
-    batch: int
-    factors: tuple[float, ...]
-    elements: float | None
-    time: int
-
-    @property
-    def scale(self) -> float | None:
-        """The loss scale, if the loss was multiplied by one power of two that is no weight of the loss, such as 2."""
-        factors = [factor for factor in self.factors if factor > 1]
-        is_scale = len(factors) == 1 and factors[0] >= _LEAST_SCALE and is_power_of_two(factors[0])
-        return factors[0] if is_scale else None
+# Functions of PyTorch without hooks, and the methods of a Window that take their calls.
+_TAPPED = (
+    ("backward", torch.autograd, "backward"),
+    ("clipped", torch.nn.utils.clip_grad, "_clip_grads_with_norm_"),
+    ("reduced", torch.distributed, "all_reduce"),
+    ("scaler_stepped", torch.amp.GradScaler, "step"),
+)
 
 
-def is_power_of_two(x: float) -> bool:
-    """Return whether a division by this positive number rounds nothing."""
-    return frexp(x)[0] == 0.5
+def _replace(call: Callable[..., Any], method: str, owner: Any, name: str) -> Callable[[], None]:
+    """Let a function call `call(method, whether it has run, args, kwargs)` too. Return what undoes this."""
+    original = getattr(owner, name)
+
+    def tell(has_run: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with suppressing(f"a call of {name} could not be audited"):
+            call(method, has_run, args, kwargs)
+
+    @functools.wraps(original)
+    def tapped(*args: Any, **kwargs: Any) -> Any:
+        tell(False, args, kwargs)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            tell(True, args, kwargs)
+
+    def restore() -> None:
+        if getattr(owner, name) is tapped:
+            setattr(owner, name, original)
+
+    setattr(owner, name, tapped)
+    return restore
 
 
-class Arrival(NamedTuple):
-    """Gradient that came to a weight: whether `.grad` held something before, and whether it is other than 0.
-
-    `gradient` is a sample of the first one of a loss with a scale.
-    """
-
-    backward: Backward
-    was_full: bool
-    is_full: bool
-    gradient: Tensor | None = None
+def _replace_all(call: Callable[..., Any]) -> SimpleNamespace:
+    # Some builds of PyTorch lack some of the functions.
+    restores = [_replace(call, *tap) for tap in _TAPPED if hasattr(*tap[1:])]
+    return SimpleNamespace(remove=lambda: [restore() for restore in restores])
 
 
-def is_stale(arrivals: Sequence[Arrival]) -> bool:
-    """Return whether `.grad` holds gradients of before the latest step, or of another optimizer's backward."""
-    backwards = [(early.backward, late) for early, late in pairwise(arrivals)]
-    return (bool(arrivals) and all(arrival.was_full for arrival in arrivals)) or any(
-        late.was_full and before.place != late.backward.place and before.time < late.backward.time
-        for before, late in backwards
-    )
-
-
-def _tap(owner: Any, name: str) -> GlobalHooks:
-    """Return hooks of a function of PyTorch that has none. They get (args, kwargs, whether it has run).
-
-    The function is looked up in its module or class at every call. It is replaced while there is a hook.
-    """
-
-    def register(call: Callable[..., Any]) -> Any:
-        original = getattr(owner, name, None)
-        if original is None:  # a build of PyTorch without it
-            return SimpleNamespace(remove=lambda: None)
-
-        def tell(*arguments: Any) -> None:
-            with suppressing(f"a call of {name} could not be audited"):
-                call(*arguments)
-
-        @functools.wraps(original)
-        def tapped(*args: Any, **kwargs: Any) -> Any:
-            tell(args, kwargs, False)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                tell(args, kwargs, True)
-
-        def restore() -> None:
-            if getattr(owner, name) is tapped:
-                setattr(owner, name, original)
-
-        setattr(owner, name, tapped)
-        return SimpleNamespace(remove=restore)
-
-    return GlobalHooks(register, traced=False)
-
-
-_TAPS = {
-    "backward": _tap(torch.autograd, "backward"),
-    "clipped": _tap(torch.nn.utils.clip_grad, "_clip_grads_with_norm_"),
-    "reduced": _tap(torch.distributed, "all_reduce"),
-    "scaler_stepped": _tap(torch.amp.GradScaler, "step"),
-}
+# They are replaced while there is a hook.
+_taps = GlobalHooks(_replace_all, traced=False)
 
 
 class Window:
     """Gatherer for the audits of a model.
 
     `time` counts the beginnings and the ends of the steps of all optimizers. `called` has the modules that were called
-    at any time, also without grad mode. `skips` has the scales and the lines of the latest two steps in a row that a
-    GradScaler has skipped with a scale of at most 1.
+    at any time, also without grad mode. `copies` are weights that began with equal values, and `has_trained` says
+    whether an audit has seen the model in training mode. `skips` has the scales and the lines of the latest two steps
+    in a row that a GradScaler has skipped with a scale of at most 1.
     """
 
     def __init__(self, recorder: Recorder, model: nn.Module) -> None:
         self.time = 0
         self.arrivals: dict[Key, list[Arrival]] = {}  # since the latest step of the weight's optimizer
         self.called: set[str] = set()
+        self.copies: dict[tuple[Key, ...], None] = {}
+        self.has_trained = False
         self.skips: deque[tuple[float, Place | None]] = deque(maxlen=2)
         self._calls: dict[str, Call] = {}
-        self._recorder = recorder
-        self._model = weakref.ref(model)
+        self._recorder, self._model = recorder, weakref.ref(model)
         self._clips: deque[Clip] = deque(maxlen=_MOST_CLIPS)
         self._batches: deque[int] = deque(maxlen=256)  # in grad mode
         self._reduced: deque[tuple[weakref.ref[Tensor], weakref.ref[Any]]] = deque(maxlen=_MOST_REDUCED)
@@ -338,15 +323,12 @@ class Window:
         self._frames = recorder.subscribe(Event.FRAME)
         reference = weakref.ref(self)
 
-        def receiver(method: str) -> Callable[..., None]:
-            def receive(args: tuple[Any, ...], kwargs: dict[str, Any], has_run: bool) -> None:
-                window = reference()
-                if window is not None and (window._frames.active or method == "scaler_stepped"):
-                    getattr(window, method)(has_run, *args, **kwargs)
+        def receive(method: str, has_run: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            window = reference()
+            if window is not None and (window._frames.active or method == "scaler_stepped"):
+                getattr(window, method)(has_run, *args, **kwargs)
 
-            return receive
-
-        self._taps = Handles(self, [tap.add(receiver(method)) for method, tap in _TAPS.items()])
+        self._taps = Handles(self, [_taps.add(receive)])
 
     def close(self) -> None:
         """Gather nothing until `renew`."""
@@ -362,13 +344,12 @@ class Window:
 
     def renew(self, optimizer: Optimizer) -> None:
         """Open, and forget the backwards and clips before a step of this optimizer."""
-        self._frames.active = True
+        self._frames.active, self._depth = True, 0
         weights = ids_of(optimizer)
         for key in [key for key, x in self._weights() if id(x) in weights]:
             self.arrivals.pop(key, None)
         self._clips.clear()
         self._reduced.clear()
-        self._depth = 0
 
     def _weights(self) -> Iterator[tuple[Key, Tensor]]:
         if (model := self._model()) is not None:
@@ -408,15 +389,13 @@ class Window:
                 }
             elif self._backward is not None:
                 for key, x in self._weights():
-                    known, version, was_full = self._before.get(key, (0, 0, False))
-                    if x.grad is not None and (id(x.grad) != known or x.grad._version != version):
-                        self._arrived(key, self._backward, was_full, x.grad)
-
-    def _arrived(self, key: Key, backward: Backward, was_full: bool, gradient: Tensor) -> None:
-        arrivals = self.arrivals.setdefault(key, [])
-        values = plain(gradient) if backward.scale is not None and not arrivals else None
-        first = None if values is None else sample(values)
-        arrivals.append(Arrival(backward, was_full, is_full(gradient), first))
+                    *known, was_full = self._before.get(key, (0, 0, False))
+                    if x.grad is not None and known != [id(x.grad), x.grad._version]:
+                        arrivals = self.arrivals.setdefault(key, [])
+                        is_first = self._backward.factors and not arrivals
+                        values = plain(x.grad) if is_first else None
+                        first = None if values is None else sample(values)
+                        arrivals.append(Arrival(self._backward, was_full, is_full(x.grad), first))
 
     def clipped(
         self, has_run: bool, parameters: Any, max_norm: Any, total: Any = 0.0, *_: object, **__: object
@@ -479,20 +458,3 @@ def _scaling(node: Any) -> tuple[tuple[float, ...], float | None]:
             return tuple(factors), number(getattr(node, "_saved_total_weight", None)) if is_mean else None
         node = terms[0]
     return tuple(factors), None
-
-
-def scale_in_use(factors: Iterable[float]) -> float | None:
-    """Return the scale of the GradScaler in use, if a loss was multiplied with it."""
-    factors = list(factors)
-    scale = getattr(find_scaler()(), "_scale", None) if factors else None
-    value = float(scale) if isinstance(scale, Tensor) else None
-    return value if value is not None and any(abs(x - value) <= 1e-3 * value for x in factors) else None
-
-
-def is_taken_scaled(optimizer: Optimizer) -> bool:
-    """Return whether a step takes gradients that nobody has divided by the scale; fused steps do so themselves."""
-    if isinstance(getattr(optimizer, "grad_scale", None), Tensor):
-        return False
-    states = getattr(find_scaler()(), "_per_optimizer_states", {})
-    stage = states[id(optimizer)]["stage"] if id(optimizer) in states else None
-    return getattr(stage, "name", "READY") == "READY"

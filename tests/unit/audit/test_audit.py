@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -169,19 +170,22 @@ def _copy_rests(training: Training) -> None:
     training.hold(training.model)
 
 
-def _divided_by_another_scale(training: Training, scale: float = 8.0) -> None:
-    training.factor = scale
+def _unscaled(training: Training, growth: float, divisor: float) -> None:
+    """Multiply the loss by a scale that grows at each step, and divide the gradients by a multiple of it."""
+    training.factor = 1024.0
 
     def unscale() -> None:
         for x in training.model.parameters():
-            x.grad /= 2 * scale
+            x.grad /= divisor * training.factor
+        training.factor *= growth
 
     training.put(before_step=unscale)
 
 
-def _weighted(training: Training) -> None:
-    """Multiply the loss by a small weight, and divide the gradients by a number of batches."""
-    _divided_by_another_scale(training, 2.0)
+def _layers_begin_alike(training: Training) -> None:
+    """Call one of two layers whose biases begin with equal values, as A_log of Mamba, and their weights do not."""
+    _copy_rests(training)
+    nn.init.normal_(training.model.copy.weight)
 
 
 def _average(training: Training) -> None:
@@ -268,7 +272,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[Training], object]]] = {
     "auxiliary_loss_detached": ("no-gradient", "head", _auxiliary_loss_detached),
     "clipped_at_each_backward": ("clipping", "", _clipped_at_each_backward),
     "copy_rests": ("other-module-trained", "copy", _copy_rests),
-    "divided_by_another_scale": ("not-unscaled", "", _divided_by_another_scale),
+    "divided_by_the_next_scale": ("not-unscaled", "", lambda training: _unscaled(training, 2.0, 2.0)),
     "skipped": ("skipped-step", "", _skipped),
 }
 
@@ -330,9 +334,13 @@ def test_a_healthy_training_has_no_findings() -> None:
         assert training.run(20, audit=1) == ()
 
 
-@pytest.mark.parametrize("change", [_weighted, _average, _target])
+# The scale and a number of batches; a scale that grows after the division.
+SCALES = [partial(_unscaled, growth=1.0, divisor=2.0), partial(_unscaled, growth=2.0, divisor=1.0)]
+
+
+@pytest.mark.parametrize("change", [_average, _target, _layers_begin_alike, *SCALES])
 def test_a_healthy_training_that_looks_like_a_faulty_one(change: Callable[[Training], object]) -> None:
-    """Small weights of a loss are no loss scale, and copies that code writes or calls are no forgotten ones."""
+    """A factor beside a loss scale is no other scale. Copies that are written or called, and parts, rest on purpose."""
     training = Training()
     change(training)
     assert training.run(12, audit=1) == ()
