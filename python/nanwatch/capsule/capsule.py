@@ -30,6 +30,7 @@ from ..numerics.readable import dtype_name, is_plain, only_our_dispatch, type_na
 from ..recording.walk import spell_key
 from ..report.finding import Finding
 from ..report.report import Report, report_of
+from ..util.reading import body
 from ..util.visible import module_name, spell, visible
 
 FILE = "call.pt"
@@ -116,16 +117,11 @@ _EXPECTED: dict[str, type] = {
 
 def _fields(document: Any) -> dict[str, Any]:
     """Return the fields of a Capsule but for its folder. Raise ValueError for what a stranger may have put there."""
-    if not isinstance(document, dict) or document.get("schema") != _SCHEMA:
-        raise ValueError("it has no call of a module in it")
-    if document.get("version") != _VERSION:
-        raise ValueError(
-            f"its version is {document.get('version')!r}, this nanwatch reads version {_VERSION}"
-        )
+    values = body(document, _SCHEMA, _VERSION)
     for name, kind in _EXPECTED.items():
-        if type(document.get(name)) is not kind:
+        if type(values.get(name)) is not kind:
             raise ValueError(f"it has no {name!r}, or another type of it")
-    values = {name: document[name] for name in _EXPECTED}
+    values = {name: values[name] for name in _EXPECTED}
     torch.Generator().set_state(values["rng"][0])  # raises where torch has no such state
     values["rng"] = RngState(values["rng"][0], tuple(values["rng"][1:]))
     values["device"] = str(torch.device(values["device"]))

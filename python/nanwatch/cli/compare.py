@@ -177,13 +177,10 @@ examples:
 
 def replay_main(arguments: list[str]) -> int:
     """Run the command and return the exit status."""
-    parser = command_parser(
-        "replay",
-        "Make the module call in a capsule again and say whether a value is not finite again.",
-        _REPLAY,
-    )
+    what = "Make the module call in a capsule again and say whether a value is not finite again."
+    parser = command_parser("replay", what, _REPLAY)
     parser.add_argument(
-        "capsule", metavar="CAPSULE", help="the folder of the capsule, or of the failure that it is in"
+        "capsule", metavar="CAPSULE", help="a capsule, the failure's folder, or output_dir: the newest in it"
     )
     parser.add_argument(
         "--model",
@@ -204,8 +201,10 @@ def replay_main(arguments: list[str]) -> int:
 def _replay(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
     tell(f"reading {options.capsule}")
     folder = Path(options.capsule)
-    inside = folder / "capsule"  # in the folder of a failure, which `output_dir` holds
-    capsule = Capsule.open(inside if inside.is_dir() and not (folder / FILE).exists() else folder)
+    # A failure's folder has a capsule, and `output_dir` has the folders of several failures.
+    newest = sorted(folder.glob(f"*/capsule/{FILE}"), key=lambda file: -file.stat().st_mtime_ns)
+    files = (file for file in (folder / FILE, folder / "capsule" / FILE, *newest) if file.exists())
+    capsule = Capsule.open(next(files, folder / FILE).parent)
     tell(f"importing {options.model}")
     model = imported(options.model, "--model")
     if not isinstance(model, torch.nn.Module):
@@ -238,10 +237,8 @@ def _replay(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
         return json.dumps(document, indent=2), status
     versions = f"torch {capsule.versions.get('torch')}, nanwatch {capsule.versions.get('nanwatch')}"
     name = f"{module_name(capsule.module)} ({capsule.class_name})"
-    lines = [
-        f"{capsule.folder}: {name} on {capsule.device}, {versions}",
-        f"{options.dtype or 'as recorded'}: {words}",
-    ]
+    head = f"{capsule.folder}: {name} on {capsule.device}, {versions}"
+    lines = [head, f"{options.dtype or 'as recorded'}: {words}"]
     shown = ["", done.report.to_text()] if done.report.finding is not None else []
     remarks = ["", *[f"Note:  {remark}" for remark in done.remarks]] if done.remarks else []
     return "\n".join([*map(visible, lines), *shown, *map(visible, remarks)]), status

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 from ..blackbox.job import read_job
 from ..blackbox.process import state_folder
 from ..blackbox.story import SUFFIX
+from ..capsule.capsule import FILE
 from ..ranks.merge import merge
 from ..report.forms import FORMS
 from ..report.page import bits_words
@@ -130,11 +132,8 @@ def _of_report(file: Path, batch: int | None, tell: Tell) -> _Shown:
 def _of_trace(file: Path, batch: int | None, tell: Tell) -> _Shown:
     trace = Trace.open(file, tell)
     report = trace.report(latest_batches(trace, 1)[0] if batch is None else batch)
-    return (
-        report,
-        [trace_line(trace), ""],
-        (lambda: draw(trace).to_html()) if batch is None else report.to_html,
-    )
+    page = (lambda: draw(trace).to_html()) if batch is None else report.to_html
+    return report, [trace_line(trace), ""], page
 
 
 def latest_batches(trace: Trace, most: int) -> tuple[int, ...]:
@@ -165,7 +164,11 @@ def _newest_report(path: Path) -> Path:
 
 
 def _is_report(file: Path) -> bool:
-    """Return whether a path is a report, else a trace. Raise ValueError for a regular file that is neither."""
+    """Return whether a path is a report, else a trace. Raise ValueError for a capsule and a file of another kind."""
+    folder = file.parent if file.name == FILE else file
+    if (folder / FILE).exists():
+        command = f"nanwatch replay {shlex.quote(str(folder))} --model PKG.MOD:NAME"
+        raise ValueError(f"{file} is a capsule: {command} makes its call again")
     if not file.is_file():  # a folder of a trace's parts
         return False
     with file.open("rb") as opened:

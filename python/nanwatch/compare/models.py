@@ -29,18 +29,8 @@ from .model_runs import Caller, ModelRuns, Snapshot, TensorKey
 # A buffer is unlike its counterpart where this share of its elements is further apart than rounding makes them.
 _UNLIKE = 0.25
 _COLUMNS = (
-    "batch",
-    "call",
-    "module",
-    "class",
-    "label",
-    "role",
-    "shape",
-    "dtype",
-    "phase",
-    "recomputed",
-    "sketch",
-)
+    "batch", "call", "module", "class", "label", "role", "shape", "dtype", "phase", "recomputed", "sketch",
+)  # fmt: skip
 # Time between the ends of two calls, in which there is room for the starts of as many containers around one call.
 _TICKS = 1 << 20
 
@@ -97,13 +87,10 @@ def compare(
         tokens = mask if tokens is None and isinstance(mask, Tensor) and mask.ndim == 2 else tokens
     snapshot = Snapshot([model_a, model_b])
     with snapshot.kept():
-        sides = [
-            ModelRuns(model, call, inputs, snapshot, most_bytes)
-            for model, call in ((model_a, call_a), (model_b, call_b))
-        ]
-        verdict = _Models(
-            sides, None if tokens is None else tokens.detach().to("cpu", torch.bool), factor
-        ).compare()
+        tokens = None if tokens is None else tokens.detach().to("cpu", torch.bool)
+        callers = (model_a, call_a), (model_b, call_b)
+        sides = [ModelRuns(model, call, inputs, snapshot, most_bytes) for model, call in callers]
+        verdict = _Models(sides, tokens, factor).compare()
         return verdict.comparer.result(verdict)
 
 
@@ -139,11 +126,11 @@ class _Models:
         names = () if verdict.first is None else (verdict.first.module_a, verdict.first.module_b)
         for name, side, path in zip("AB", self._sides, names, strict=False):
             if path in side.compiled:
-                graph = (
-                    f"{module_name(path)} of {name} is compiled, and the modules inside a graph make no calls"
+                remark = (
+                    f"{module_name(path)} of {name} is compiled, and the modules inside a graph make no calls:"
+                    " compile its parts one by one in place of it, and compare again to name one"
                 )
-                how = "compile its parts one by one in place of it, and compare again to name one"
-                verdict = verdict._replace(remarks=(*verdict.remarks, f"{graph}: {how}"))
+                verdict = verdict._replace(remarks=(*verdict.remarks, remark))
         return verdict
 
     def _compared(self, calls: list[list[ModuleCall]], pairs: list[CallPair], noise: Noise) -> Verdict:

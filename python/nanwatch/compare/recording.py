@@ -17,6 +17,7 @@ import time
 import timeit
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -48,7 +49,7 @@ _START = 1_700_000_000 * 10**9
 _OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 # Calls of this process that a trial has replaced, and what puts the functions back.
 _notes: list[str] = []
-_undoes: list[Callable[[], object]] = []
+_undoes = ExitStack()
 
 
 class Trial(NamedTuple):
@@ -62,13 +63,7 @@ class Trial(NamedTuple):
     change: str
     cause: str
     patch: Callable[[], object]
-    environment: Mapping[str, str]
-
-
-def _undo() -> None:
-    """Put the replaced functions back: clocks that stand still may hang the exit of the process."""
-    while _undoes:
-        _undoes.pop()()
+    environment: Mapping[str, str] = {}
 
 
 def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -79,7 +74,7 @@ def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
             _note_call(f"{owner.__name__}.{name}()")
         return function(*args, **kwargs)
 
-    _undoes.append(partial(setattr, owner, name, getattr(owner, name)))
+    _undoes.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, call)
 
 
@@ -160,7 +155,6 @@ TRIALS = {
         "torch.manual_seed(0), random.seed(0), numpy.random.seed(0) at the start, and seeds for all other generators",
         "random numbers that the program does not seed",
         _seed,
-        {},
     ),
     "order": Trial(
         "DataLoader(generator=torch.Generator().manual_seed(0), num_workers=0) and PYTHONHASHSEED=0",
@@ -169,10 +163,7 @@ TRIALS = {
         {"PYTHONHASHSEED": "0"},
     ),
     "time": Trial(
-        "the clocks of the module time moved on by 1 ms a call",
-        "a time that the program reads",
-        _stop_clocks,
-        {},
+        "the clocks of the module time moved on by 1 ms a call", "a time that the program reads", _stop_clocks
     ),
     "threads": Trial(
         "torch.set_num_threads(1)",
@@ -265,7 +256,7 @@ def record(request: str, run_script: Callable[[], object]) -> int:
         traceback.print_exc()
         recording.error, status = spell(error), 1
     recorder.is_running = False
-    _undo()
+    _undoes.close()  # clocks that stand still may hang the exit of the process
     if recording.error:
         batch = max(recording.batches - 1, 0)
         recording.tensors.append(TensorPrint(batch, "end", "", "", "exception", recording.error, bits=0))
@@ -304,7 +295,6 @@ class _Recorder:
     def _may_read(self) -> bool:
         return (
             self.is_running
-            and not is_compiling()
             and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
             and torch._C._functorch.peek_interpreter_stack() is None
             and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

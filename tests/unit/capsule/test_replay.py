@@ -136,7 +136,6 @@ def test_a_failure_has_its_operation_its_cure_and_its_name_in_the_model(tmp_path
     model.parts = nn.ModuleList([Ratio()])
     folder = write_capsule(tmp_path / "ratio", model.parts[0], "parts.0", (torch.zeros(2, 3),))
     finding = replay(folder, model).finding
-    assert finding is not None
     line = Ratio.forward.__code__.co_firstlineno + 2
     assert (finding.module, finding.operation) == ("parts.0", "aten.div.Tensor")
     assert (finding.source, finding.cures[0].works) == (f"{__file__}:{line}", True)
@@ -157,11 +156,9 @@ def test_a_dtype_casts_weights_and_inputs(tmp_path):
     model = Heard(nn.Embedding(5, 2))
     ids = write_capsule(tmp_path / "ids", model, "", (torch.tensor([1, 4]),))
     assert output_of(ids, model, dtype=torch.float64).dtype is torch.float64
-    assert report.finding is not None
     finding = dataclasses.replace(report.finding, batch=7)
     folder = write_capsule(tmp_path / "seventh", overflowing().half(), "", (X.half(),), finding=finding)
     report = replay(folder, overflowing)
-    assert report.finding is not None
     assert {report.finding.batch, *(frame.batch for frame in report.frames)} == {7}
     with pytest.raises(ValueError, match=r"floating point, such as torch\.float32, got torch\.int8"):
         replay(ids, model, dtype=torch.int8)
@@ -174,7 +171,6 @@ def test_the_model_may_come_in_several_ways(tmp_path):
     folder = write_capsule(tmp_path / "c", inner, "layer", (X.half(),))
     for model in (inner, lambda: whole, nn.ModuleDict({"module": whole})):
         finding = replay(str(folder), model).finding
-        assert finding is not None
         assert finding.module == "layer.2"
 
 

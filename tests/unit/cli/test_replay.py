@@ -72,11 +72,17 @@ def test_command_verdicts_and_exit_status(place, capsys):
 
 
 def test_the_folder_of_a_failure_holds_its_capsule(place, capsys):
-    """The folder of a failure in `output_dir` is accepted: the capsule is the folder inside."""
-    (place / "batch-7").mkdir()
-    (place / "bad").rename(place / "batch-7" / "capsule")
-    status, out, _ = run(capsys, "replay", "batch-7", "--model", "zoo:make")
-    assert (status, out.split(":")[0]) == (1, "batch-7/capsule")
+    """So does `output_dir`, the newest one, and `show` of a capsule names the command."""
+    for capsule, folder in (("good", "batch-10"), ("bad", "batch-7")):
+        (place / folder).mkdir()
+        ((place / capsule).rename(place / folder / "capsule") / "call.pt").touch()
+        for argument in (folder, "."):  # the newest
+            out = run(capsys, "replay", argument, "--model", "zoo:make")[1]
+            assert out.startswith(f"{folder}/capsule: ")
+    for path in ("batch-7/capsule", "batch-7/capsule/call.pt"):
+        status, _, err = run(capsys, "show", path)
+        assert status == 2
+        assert f"{path} is a capsule: nanwatch replay batch-7/capsule --model" in err
 
 
 def test_command_bad_use(place, capsys):
