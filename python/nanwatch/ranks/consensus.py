@@ -70,7 +70,7 @@ class OriginConsensus:
         self._known: Origin | None = None
         self._trouble = ""
         self._is_published = self._is_reported = self._is_stuck = self._has_left = self._is_settled = False
-        self._num_looks = 0
+        self._num_looks, self._left_at = 0, inf
         # Written by the callers.
         self._mine: RankObservation | None = None
         self._settles = self._is_late = self._is_stopping = False
@@ -213,8 +213,6 @@ class OriginConsensus:
         if is_settling and is_complete:
             self._leave(protocol)
             self._is_settled = protocol.all_left() or time.monotonic() > self._left_at + _FAREWELL
-
-    _left_at = inf
 
     def _leave(self, protocol: StoreProtocol) -> None:
         if not self._has_left:

@@ -34,7 +34,7 @@ _NEWS = 2.0
 # its message.
 _WORDS = ("gloo", "by peer", "NCCL", "ProcessGroup", "c10d", "Timed out waiting", "Socket closed")
 # A meeting before a step sends three short messages a rank, and the store answers 55,000 a second.
-_MOST_RANKS = 1024
+_MOST_RANKS, _MOST_FIRSTS = 1024, 64
 
 
 class RankCoordinator:
@@ -49,7 +49,7 @@ class RankCoordinator:
         self._part = _part(model)
         self._peer_timeout = peer_timeout
         # The first batch after each of the latest numbers of optimizer steps, for rows that come late.
-        self._firsts: deque[tuple[int, int]] = deque([(0, 0)], maxlen=64)
+        self._firsts: deque[tuple[int, int]] = deque([(0, 0)], maxlen=_MOST_FIRSTS)
         self.is_sharded = False  # each rank steps a part of the model, and reads a part of the gradients
         self._is_open = True
         self._counted: OriginConsensus | None = None  # whose steps `_firsts` counts
@@ -123,8 +123,7 @@ class RankCoordinator:
         if self._counted is not consensus:
             # Count from here on all ranks: at a failure that raises, one stopped before a step that others had made.
             self._counted = consensus
-            self._firsts.clear()
-            self._firsts.append((batch, _job.steps))
+            self._firsts = deque([(batch, _job.steps)], maxlen=_MOST_FIRSTS)
         return consensus
 
     def _clock(self, batch: int) -> tuple[int, int]:
@@ -214,10 +213,8 @@ class _Job:
         self.steps = 0
         self._peer_timeout = peer_timeout
         self._group = weakref.ref(group)
-        name = str(self._num_settled)
-        self.consensus = OriginConsensus(
-            None, *rank_and_world_size(), peer_timeout, name=name, on_stuck=self._stuck
-        )
+        place, name = rank_and_world_size(), str(self._num_settled)
+        self.consensus = OriginConsensus(None, *place, peer_timeout, name=name, on_stuck=self._stuck)
         self._handle = after_steps.add(self._stepped)
 
     def arrive(self, *, begins: bool) -> StepMeeting | None:
@@ -266,10 +263,8 @@ class _Job:
     def _stuck(self, origin: Origin) -> None:
         """Write the last frames in the consensus's thread, while this rank waits in a collective for a failed one."""
         self._write_last_frames()
-        warn_user(
-            f"nanwatch: rank {rank_and_world_size()[0]} waits for a rank that has failed: {origin}",
-            may_raise=False,
-        )
+        here = rank_and_world_size()[0]
+        warn_user(f"nanwatch: rank {here} waits for a rank that has failed: {origin}", may_raise=False)
 
     def _stepped(self, *_: Any) -> None:
         self.steps += 1

@@ -96,10 +96,8 @@ class Exchange:
             return
         with self._asking():
             if ranks not in self._groups:
-                from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
                 name = ",".join(map(str, ranks)) if len(ranks) <= MOST_RANKS else f"{hash(ranks):x}"
-                store = PrefixStore(name, self._store)
+                store = torch.distributed.PrefixStore(name, self._store)  # type: ignore[attr-defined]
                 self._groups[ranks] = _Group(store, len(ranks), self._judge, self._timeout)
             self._groups[ranks].add(_Check(number, values, more))
             self._looks = _LOOKS
@@ -213,9 +211,8 @@ class _Group:
             digest = self._digest(check)
             place = self._store.add(self._key(f"count/{digest}"), 1)
             if place <= MOST_RANKS:
-                self._store.set(
-                    self._key(f"rank/{digest}/{place}"), f"{rank_and_world_size()[0]} {socket.gethostname()}"
-                )
+                here = f"{rank_and_world_size()[0]} {socket.gethostname()}"
+                self._store.set(self._key(f"rank/{digest}/{place}"), here)
             if place == 1:
                 number = self._store.add(self._key("digests"), 1)
                 if number <= _MOST_DIGESTS:

@@ -32,13 +32,13 @@ class Digest:
     """One rank's part in a merge.
 
     `finding` has the rank of the report and always a sequence: if the report has none, it is the number of frames of
-    the batch in the report before the non-finite one. `bits` is the least headroom, of `module`, -inf where something
-    is not finite.
+    the batch in the report before the non-finite one. `headroom_bits` is the least one, of `module`, -inf where
+    something is not finite.
     """
 
     rank: int
     finding: Finding | None
-    bits: float = inf
+    headroom_bits: float = inf
     module: str = ""
     attempt: Attempt | None = None
 
@@ -79,11 +79,6 @@ class Merged:
         return max(attempts, key=lambda attempt: attempt.number, default=None)
 
     @property
-    def ranks(self) -> list[int]:
-        """The ranks, ascending."""
-        return [digest.rank for digest in self.digests]
-
-    @property
     def failed(self) -> list[Digest]:
         """The digests with a finding, the earliest first: by batch, by place in it, by rank."""
         return [digest for digest in sorted(self.digests, key=_order) if digest.finding is not None]
@@ -103,6 +98,9 @@ class Merged:
         summary = f"First: {text.summary(replace(first.finding, rank=0))}, rank {first.rank}"
         return f"{summary} and {_count(more)} more at the same place" if more else summary
 
+    def _amount(self) -> str:
+        return f"{_count(len(self.digests))}: {spell_runs([digest.rank for digest in self.digests])}"
+
     def _facts(self) -> list[tuple[str, str]]:
         facts = [("Of", str(self.attempt))] if self.attempt is not None else []
         for merged in self.others[-_MOST_SHOWN:]:
@@ -115,7 +113,9 @@ class Merged:
         columns = ("rank", "first non-finite", "batch", "least headroom in bits", "of")
         rows = []
         for digest in sorted(self.digests, key=_order)[:_MOST_SHOWN]:
-            room = {inf: "all zero", -inf: "not finite"}.get(digest.bits, f"{digest.bits:.1f}")
+            room = {inf: "all zero", -inf: "not finite"}.get(
+                digest.headroom_bits, f"{digest.headroom_bits:.1f}"
+            )
             finding, seen, batch = digest.finding, "", ""
             if finding is not None:
                 seen = f"{finding.value} in {finding.label} of {module_name(finding.module)}"
@@ -130,32 +130,26 @@ class Merged:
         table = self._table()
         grid = [[*table.columns], *table.rows]
         widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-        lines = [f"{_count(len(self.digests))}: {spell_runs(self.ranks)}", self.headline]
+        lines = [self._amount(), self.headline]
         lines += [f"{head}: {body}" for head, body in self._facts()]
         lines += ["", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in grid)]
         return "\n".join(map(visible, [*lines, table.after] if table.after else lines))
 
     def to_html(self) -> str:
         """Return the merge as one HTML document."""
-        amount = f"{_count(len(self.digests))}: {spell_runs(self.ranks)}"
-        tables, is_bad = [self._table()], bool(self.failed)
-        return page("nanwatch show --html", self.headline, amount, self._facts(), tables, is_bad=is_bad)
+        head = "nanwatch show --html", self.headline, self._amount()
+        return page(*head, self._facts(), [self._table()], is_bad=bool(self.failed))
 
     def document(self) -> dict[str, object]:
         """Return the merge for programs, with nan and the infinities as strings, as in a report."""
+        ranks = [plain(digest) for digest in self.digests]
+        for row in ranks:  # all are of one attempt
+            del row["attempt"]
         return {
             "schema": _SCHEMA,
             "version": _VERSION,
             "attempt": plain(self.attempt),
-            "ranks": [
-                {
-                    "rank": digest.rank,
-                    "finding": plain(digest.finding),
-                    "headroom_bits": plain(digest.bits),
-                    "module": digest.module,
-                }
-                for digest in self.digests
-            ],
+            "ranks": ranks,
             "origin_ranks": [digest.rank for digest in self.origins],
             "other_attempts": [merged.document() for merged in self.others],
             "left_out": list(self.left_out),

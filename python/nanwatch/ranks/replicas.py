@@ -183,7 +183,9 @@ class ReplicaWatch:
 
     def batch_started(self, batch: int, module: nn.Module | None = None, args: tuple[Any, ...] = ()) -> None:
         """Take the fingerprints, if a check is due, and tell of differences. Never raises."""
-        if self._is_off or not self._has_stepped or os.getpid() != self._pid or _is_captured():
+        if self._is_off or not self._has_stepped or os.getpid() != self._pid:
+            return
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
         self._has_stepped, self._batch = False, batch
         self._step += 1
@@ -206,13 +208,13 @@ class ReplicaWatch:
         is_job = torch.distributed.is_available() and torch.distributed.is_initialized()
         weights = self._replicas.weights() if is_job else {}
         if not weights:
-            why = "torch.distributed is not initialized in this process"
-            if is_job:
-                why = (
-                    "neither DistributedDataParallel nor a replicated DTensor says which ranks hold the same"
-                )
             if not self._has_warned:
                 self._has_warned = True
+                alone = "torch.distributed is not initialized in this process"
+                unknown = (
+                    "neither DistributedDataParallel nor a replicated DTensor says which ranks hold the same"
+                )
+                why = unknown if is_job else alone
                 warn_user(f"nanwatch compares no replicas so far, as {why}", may_raise=False)
             return
         if self._comparison is None or (self._comparison.is_over and self._comparison.error is None):
@@ -249,10 +251,6 @@ class ReplicaWatch:
             if self._comparison is not None and not self._is_off:
                 self._tell_all(self._comparison.end())
         self._is_off = True
-
-
-def _is_captured() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 # The comparison of steps.
