@@ -112,10 +112,10 @@ class BufferHistory:
 
 @dataclass(frozen=True, slots=True)
 class BatchSnapshot:
-    """The outermost call of a batch, as it was about to be made: `module(*args, **kwargs)`.
+    """The outermost call of a batch, or a call in it, as it was about to be made: `module(*args, **kwargs)`.
 
     `versions` are those of its tensors, `buffers` the values of the model's small buffers. `seconds`: those that a
-    second run may take.
+    second run may take. `name` is that of the module in the model, where it is known.
     """
 
     module: nn.Module
@@ -128,6 +128,7 @@ class BatchSnapshot:
     versions: tuple[tuple[Tensor, int], ...] = ()
     buffers: BufferValues = field(default_factory=dict)
     seconds: float = LEAST_SECONDS
+    name: str = ""
 
     @classmethod
     def of(cls, start: Start) -> BatchSnapshot | None:
@@ -188,17 +189,19 @@ class BatchSnapshot:
 
     def doubts(self) -> list[str]:
         """Return sentences on why a second call may differ from the first; none when nothing speaks against it."""
-        doubts, versions = [], {id(x): version for x, version in self.versions}
+        doubts = [f"{label} was written to, in place, since the batch began" for label in self.written()]
         for label, value in call_leaves(self.args, self.kwargs):
-            if isinstance(value, Tensor):
-                if id(value) in versions and versions[id(value)] != value._version:
-                    doubts.append(f"{label} was written to, in place, since the batch began")
-            elif isinstance(value, Unwalked) and "belong to the caller" in value:
+            if isinstance(value, Unwalked) and "belong to the caller" in value:
                 source = value.partition(",")[0]
                 doubts.append(f"{label} is an iterator, which the first run has consumed ({source})")
-            elif not isinstance(value, _PLAIN) and not _is_constant(value):
+            elif not isinstance(value, (Tensor, *_PLAIN)) and not _is_constant(value):
                 doubts.append(f"{label} is a {type(value).__name__}, which the first run may have changed")
         return doubts
+
+    def written(self) -> dict[str, Tensor]:
+        """Return the tensors of the call that were written to since, by label."""
+        changed = {id(x) for x, version in self.versions if x._version != version}
+        return {label: x for label, x in call_leaves(self.args, self.kwargs) if id(x) in changed}
 
 
 def _is_constant(value: object) -> bool:

@@ -19,7 +19,7 @@ from ..numerics.readable import is_plain
 from ..recording.observe import state_of
 from ..recording.walk import call_leaves
 from ..util.modules import each_module
-from .diagnosis import ModuleCall
+from .batch_snapshot import BatchSnapshot
 from .operation import Operation
 
 # The least and the largest operand of each operation. A guard is right if rounding took the operand past them, and
@@ -63,7 +63,7 @@ def causes(
     named: Mapping[str, Any],
     operands: Sequence[Tensor],
     strangers: Sequence[int],
-    calls: Sequence[ModuleCall],
+    calls: Sequence[BatchSnapshot],
 ) -> Iterator[str]:
     """Yield sentences on what the operation was given, by name, and on the arguments and weights of the open calls.
 
@@ -71,7 +71,7 @@ def causes(
     """
     arguments = [named_arguments(call.module, call.args, call.kwargs).values() for call in calls]
     # The program has written to these tensors, so they no longer hold what it was given.
-    written = {id(x) for call in calls for _, x, version in call.versions if x._version != version}
+    written = {id(x) for call in calls for x in call.written().values()}
     for i in strangers:
         if id(operands[i]) in written:
             continue

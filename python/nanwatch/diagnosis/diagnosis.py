@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isnan
 from types import CodeType
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..instrumentation.execution_context import Autocast, RngState
 from ..numerics import _reference
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
 from ..records.record import Frame, Record
 from ..report.finding import Finding, OriginKind, Place, Value, finding_of
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleCall:
-    """A module call as it was handed in: `module(*args, **kwargs)`, in the model by the name of `name`.
-
-    `rng`, `autocast` and the `versions` of its tensors, with their labels, are as the call found them, or None and
-    empty where nobody looked.
-    """
-
-    name: str
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    rng: RngState | None = None
-    autocast: tuple[Autocast, ...] = ()
-    versions: tuple[tuple[str, Tensor, int], ...] = ()
+from .batch_snapshot import BatchSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +58,7 @@ class Step:
     module: str | None = None
     operands: tuple[Record, ...] = ()
     remarks: tuple[str, ...] = ()
-    call: ModuleCall | None = None
+    call: BatchSnapshot | None = None
     strangers: tuple[Tensor, ...] = ()
 
     @property
@@ -121,7 +102,7 @@ class Diagnosis:
     extent: str = ""
     index: tuple[int, ...] | None = None
     remarks: tuple[str, ...] = ()
-    call: ModuleCall | None = None
+    call: BatchSnapshot | None = None
     made_in: str | None = None
     holder: Frame | None = None
 

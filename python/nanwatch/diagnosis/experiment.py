@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.slot import wrap_calls
 from ..precision.casting import NARROW, autocast_kinds
 from ..recording.masks import Excuses, excuses
@@ -23,7 +22,7 @@ from ..recording.observe import observe
 from ..recording.walk import call_leaves, leaves
 from ..records.record import Record
 from .batch_snapshot import BatchSnapshot
-from .diagnosis import ModuleCall, Step, values_of
+from .diagnosis import Step, values_of
 from .provenance import ProvenanceMode
 
 # `allows(name, module)` is True where infinities in this module are meant, or the judge of its values.
@@ -132,7 +131,7 @@ def run(
     if the mean of their squares were. A watch of the model sees nothing of it.
     """
     provenance = ProvenanceMode(run.__code__) if follows is True else follows or None
-    experiment, open_calls = Experiment(provenance=provenance), list[ModuleCall]()
+    experiment, open_calls = Experiment(provenance=provenance), list[BatchSnapshot]()
     if provenance is not None:
         open_calls = provenance.open_calls
     versions = {id(x): version for x, version in snapshot.versions}
@@ -143,10 +142,9 @@ def run(
         autocast = next((dtype for dtype in formats if dtype in NARROW), None)
         inputs = list(call_leaves(args, kwargs))
         if is_named := provenance is not None and module in names:
-            given = [(label, x) for label, x in inputs if isinstance(x, Tensor) and not x.is_inference()]
-            before = tuple((label, x, versions.get(id(x), x._version)) for label, x in given)
-            modes = RngState.capture(), Autocast.capture()
-            open_calls.append(ModuleCall(name, module, args, kwargs, *modes, before))
+            given = [x for _, x in inputs if isinstance(x, Tensor) and not x.is_inference()]
+            before = tuple((x, versions.get(id(x), x._version)) for x in given)
+            open_calls.append(BatchSnapshot(module, args, kwargs, versions=before, name=name))
         try:
             output = make(module, args, kwargs)
         finally:

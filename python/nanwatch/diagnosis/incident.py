@@ -22,7 +22,6 @@ from ..report.report import NonFiniteError, Report
 from ..report.spike import SpikeReport
 from ..util.visible import first_few, spell
 from .batch_snapshot import BatchSnapshot
-from .diagnosis import Diagnosis, ModuleCall
 
 PATCH_FILE = "cure.patch"
 
@@ -71,15 +70,13 @@ def attempt(what: str, step: Callable[[], _T], remark: Callable[[str], object]) 
         return None
 
 
-def write_failure(
-    incident: Incident, diagnosis: Diagnosis | None, snapshot: BatchSnapshot | None, output_dir: Path
-) -> None:
+def write_failure(incident: Incident, call: BatchSnapshot | None, output_dir: Path) -> None:
     """Write the report of a failure in its forms, a capsule and a patch, and note the files in the report."""
-    finding, call = incident.finding, None if diagnosis is None else diagnosis.call
+    finding = incident.finding
     is_forward = finding.phase == "forward"
     why = "no call was seen to make the value a second time" if is_forward else "a capsule replays a forward"
     folder = output_dir / f"batch-{finding.batch}"
-    incident.report = _write_folder(folder, incident.report, call, snapshot, why)
+    incident.report = _write_folder(folder, incident.report, call, why)
 
 
 def write_spike(
@@ -87,14 +84,12 @@ def write_spike(
 ) -> SpikeReport:
     """Write the report and a capsule of its batch, as far as that can be done. Return it with files and remarks."""
     name = None if start is None or model is None else module_names(model).get(start.module)
-    call = None if start is None or name is None else ModuleCall(name, start.module, start.args, start.kwargs)
+    call = None if start is None or name is None else replace(start, name=name)
     folder = output_dir / f"spike-batch-{report.batch}"
-    return _write_folder(folder, report, call, start, "the start of the batch was not kept")
+    return _write_folder(folder, report, call, "the start of the batch was not kept")
 
 
-def _write_folder(
-    path: Path, report: _AReport, call: ModuleCall | None, start: BatchSnapshot | None, why: str
-) -> _AReport:
+def _write_folder(path: Path, report: _AReport, call: BatchSnapshot | None, why: str) -> _AReport:
     """Write a report with a capsule of the call and a patch into a new folder. Return the report.
 
     The report that is returned names the files, and has remarks on what could not be written. `why` says why there is
@@ -112,18 +107,18 @@ def _write_folder(
         made = attempt(f"writing {name}", make, remarks.append)
         files.extend([] if made is None else [str(made)])
 
-    def capsule(call: ModuleCall, start: BatchSnapshot) -> Path:
-        modes: Any = {"rng": call.rng or start.rng, "autocast": call.autocast or start.autocast}
+    def capsule(call: BatchSnapshot) -> Path:
         given = folder / "capsule", call.module, call.name, call.args, call.kwargs
+        modes: Any = {"rng": call.rng, "autocast": call.autocast}
         made = write_capsule(*given, finding=finding, rank=report.rank, **modes)
         if missing := [text.partition(": ")[0] for text in Capsule.open(made).left_out]:
             remarks.append(f"the capsule leaves out {first_few(missing)}; its list left_out says why")
         return made
 
-    if call is None or start is None:
+    if call is None:
         remarks.append(f"no capsule was written: {why}")
     else:
-        write("the capsule", partial(capsule, call, start))
+        write("the capsule", partial(capsule, call))
     patches: list[str] = [] if finding is None else [cure.patch for cure in finding.cures if cure.works]
     if patch := next(filter(None, patches), ""):
         write(PATCH_FILE, partial(_write_whole, folder / PATCH_FILE, patch))

@@ -23,8 +23,9 @@ from ..recording.observe import observe
 from ..records.record import Note, Record
 from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell
+from .batch_snapshot import BatchSnapshot
 from .causes import causes
-from .diagnosis import Expression, ModuleCall, Step, values_of
+from .diagnosis import Expression, Step, values_of
 from .operation import Operands, Operation, StorageWriteLog, operands_of, operation_of
 
 _MASK = Note("mask")
@@ -59,7 +60,7 @@ class ProvenanceMode(TorchDispatchMode):
         self.steps: list[Step] = []
         self.active = True
         self.trouble: str | None = None
-        self.open_calls: list[ModuleCall] = []
+        self.open_calls: list[BatchSnapshot] = []
         self._outermost = outermost
         self._sequence = torch._C._autograd._get_sequence_nr()
         self._nodes: dict[int, Site] = {}  # by sequence number, where the forward made the node

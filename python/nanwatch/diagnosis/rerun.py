@@ -68,14 +68,14 @@ def examine(
         incident.remark(f"the re-run of the batch ended: {ended}")
     if output_dir is not None:
         run.send()
-        write_failure(incident, run.diagnosis, snapshot, output_dir)
+        write_failure(incident, run.call, output_dir)
 
 
 class _Rerun:
-    """The re-run of one incident's batch, which completes the incident. `diagnosis` is that of a forward."""
+    """The re-run of one incident's batch, which completes the incident. `call` is that in which a forward failed."""
 
     def __init__(self, incident: Incident, model: nn.Module, conditions: Conditions) -> None:
-        self.diagnosis: Diagnosis | None = None
+        self.call: BatchSnapshot | None = None
         self._incident = incident
         self._model = model
         self._conditions = conditions
@@ -87,7 +87,8 @@ class _Rerun:
     def examine_batch(self, snapshot: BatchSnapshot) -> None:
         """Run the forward of the batch again to find the operation, cures and samples."""
         incident, finding = self._incident, self._incident.finding
-        self.diagnosis = diagnosis = find_operation(snapshot, finding, model=self._model)
+        diagnosis = find_operation(snapshot, finding, model=self._model)
+        self.call = diagnosis.call
         self._learn(diagnosis)
         if diagnosis.holder is not None:
             frames = with_earlier(incident.report.frames, diagnosis.holder)

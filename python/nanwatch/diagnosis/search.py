@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..instrumentation.functions import find_called
-from ..instrumentation.wrapped_names import is_recorded, named_modules
+from ..instrumentation.wrapped_names import module_names
 from ..numerics.readable import inner_tensors, is_plain
 from ..recording.observe import observe, state_of
 from ..recording.walk import Leaf, call_leaves, leaves
@@ -24,7 +24,7 @@ from ..util.modules import is_in
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, left_calls, no_second_run
 from .causes import came_in, named_arguments
-from .diagnosis import Diagnosis, ModuleCall, Step, describe, values_of
+from .diagnosis import Diagnosis, Step, describe, values_of
 from .experiment import Allows, Experiment, make_call, nothing_allowed, run
 from .provenance import ProvenanceMode
 
@@ -101,13 +101,9 @@ def _holds_nan(record: Record) -> bool:
 # A value that the re-run makes again.
 
 
-def _names(model: nn.Module) -> dict[nn.Module, str]:
-    return {named.module: named.name for named in named_modules(model) if is_recorded(named.module)}
-
-
 def _of_forward(snapshot: BatchSnapshot, finding: Finding, suspect: nn.Module, model: nn.Module) -> Diagnosis:
     """Find what made the value of the finding in a call of the suspect, whose output or input it is."""
-    names = {suspect: finding.module, **_names(model)}
+    names = {suspect: finding.module, **module_names(model)}
     # Without a graph it needs less memory. Where that raises, the forward may ask for one, as for a tensor's hook.
     for grad in (False, True) if snapshot.grad else (False,):
         diagnosis, experiment = _search(replace(snapshot, grad=grad), finding, suspect, names)
@@ -136,7 +132,7 @@ def _search(
     is_output = is_producer and not finding.label.startswith("input")
     diagnosis: Diagnosis | None = None
 
-    def look(given: Iterable[Leaf], guilty: ModuleCall) -> None:
+    def look(given: Iterable[Leaf], guilty: BatchSnapshot) -> None:
         nonlocal diagnosis
         for label, x in given:
             if diagnosis is None and label == finding.label and isinstance(x, Tensor):
@@ -180,7 +176,7 @@ def _diagnosis(
     names: Mapping[nn.Module, str],
     x: Tensor,
     step: Step | None,
-    guilty: ModuleCall,
+    guilty: BatchSnapshot,
     trouble: str | None,
 ) -> Diagnosis:
     """Return the diagnosis of the non-finite tensor `x`, whose values a step began; `guilty` is the call around."""
@@ -198,8 +194,8 @@ def _diagnosis(
     remarks += () if step is None else step.remarks
     remarks += (
         f"the call wrote to its {label}, in place: what it was given is no longer there"
-        for label, given, version in guilty.versions
-        if given._version != version and label != finding.label
+        for label in guilty.written()
+        if label != finding.label
     )
     facts: dict[str, Any] = {"step": step, "transient": False, "remarks": tuple(remarks)}
     strangers = () if step is None else step.strangers
@@ -229,7 +225,7 @@ def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, al
     if reason := no_second_run(snapshot.module):
         return Diagnosis(remarks=(f"no re-run was made: {reason}",))
     guilty = finding.module if finding.origin == "produced" else finding.source_module
-    experiment = run(replace(snapshot, grad=True), _names(model), allows=allows, follows=True)
+    experiment = run(replace(snapshot, grad=True), module_names(model), allows=allows, follows=True)
     # A loss that overflows too is not what made a gradient inside the model.
     step = experiment.failure if guilty is None else experiment.bad_gradient
     if step is None:

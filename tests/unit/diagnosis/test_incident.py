@@ -26,7 +26,7 @@ def test_a_failure_has_its_forms_and_its_patch(tmp_path: Path) -> None:
     cures = (Cure("widen", False, patch="bad"), Cure("clamp", True, patch="--- a/x\n+++ b/x\n"))
     for name in ("batch-1", "batch-1.2"):
         incident = Incident(replace(report, finding=replace(report.finding, cures=cures)))
-        write_failure(incident, None, None, tmp_path)
+        write_failure(incident, None, tmp_path)
         made = tmp_path / name
         assert (made / "cure.patch").read_text() == cures[1].patch
         saved = Report.from_json((made / "report.json").read_text())
@@ -41,7 +41,7 @@ def test_where_nothing_can_be_written_the_report_says_so(tmp_path: Path) -> None
     """It names no file then."""
     (tmp_path / "file").write_text("")
     incident = Incident(growing())
-    write_failure(incident, None, None, tmp_path / "file")
+    write_failure(incident, None, tmp_path / "file")
     assert incident.finding.files == ()
     assert incident.finding.remarks[-1].startswith("making the folder failed: ")
 
