@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -119,28 +120,18 @@ def loss_under_way() -> Tensor | None:
 
 def _engine_frame() -> FrameType | None:
     """Return the frame that runs this thread's backward; in a thread of the engine, the only one there is."""
-    frame = _engine_above(sys._getframe(1))
-    if frame is not None:
-        return frame
-    tops = sys._current_frames().values()
-    frames = [engine for top in tops if (engine := _engine_above(top)) is not None]
-    return frames[0] if len(frames) == 1 else None
-
-
-def _engine_above(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code is not _ENGINE:
-        frame = frame.f_back
-    return frame
+    for tops in [sys._getframe(1)], sys._current_frames().values():
+        engines = (next((x for x, _ in walk_stack(top) if x.f_code is _ENGINE), None) for top in tops)
+        if frames := [frame for frame in engines if frame is not None]:
+            return frames[0] if len(frames) == 1 else None
+    return None
 
 
 def _callers(frame: FrameType) -> list[Caller]:
-    frames, above = list[FrameType](), frame.f_back
-    while above is not None and len(frames) < _MOST_FRAMES:
-        if not above.f_code.co_filename.startswith(SKIPPED_FILES):
-            frames.append(above)
-        above = above.f_back
+    stack = (above for above, _ in walk_stack(frame))
+    frames = [above for above in stack if not above.f_code.co_filename.startswith(SKIPPED_FILES)]
     callers, values = list[Caller](), dict[str, Any]()
-    for frame in reversed(frames):
+    for frame in reversed(frames[:_MOST_FRAMES]):
         code, outer, values = frame.f_code, values, frame_values(frame)
         deleted = {*code.co_varnames[: code.co_argcount]} & outer.keys() - values.keys()
         names = values | {name: outer[name] for name in deleted}
@@ -287,7 +278,7 @@ class _Part:
         callees = [self._value_of(x.func) for x in ast.walk(statement) if isinstance(x, ast.Call)]
         return any(module is callee for module in modules for callee in callees)
 
-    def _value_of(self, node: ast.expr) -> Any:
+    def _value_of(self, node: ast.AST) -> Any:
         """Return the value of `name` or `name.attribute`, None where it is not known."""
         if isinstance(node, ast.Name):
             return self._values.get(node.id, self._caller.globals.get(node.id))
@@ -298,10 +289,7 @@ class _Part:
 
     def _takes_data(self, iterated: ast.expr) -> bool:
         """Return whether a loop is over a DataLoader, or an iterator that would be further on than before."""
-        owners = [self._values.get(name) for name in names_in(iterated, ast.Load)]
-        attributes = [x.attr for x in ast.walk(iterated) if isinstance(x, ast.Attribute)]
-        values = [getattr(x, "__dict__", {}).get(name) for x in owners for name in attributes]
-        return any(isinstance(value, Iterator | DataLoader) for value in (*owners, *values))
+        return any(isinstance(self._value_of(x), Iterator | DataLoader) for x in ast.walk(iterated))
 
     def _refuse_twice(self, *nodes: ast.AST) -> None:
         for node in (inner for top in nodes for inner in ast.walk(top)):

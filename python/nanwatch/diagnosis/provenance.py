@@ -247,7 +247,8 @@ def _is_meant(
     """Return whether infinities are meant: written as constants, or passed on from such."""
     if operation.base == "lift_fresh" or any(isinf(value) for _, value in given.numbers):
         return True
-    is_masked = any(record.note == _MASK for record in given.records)
+    # Also one whose rows are masked throughout, which has the dtype's minimum and no note.
+    is_masked = any(x.note == _MASK or (x.ends and x.abs_max == x.ends.largest) for x in given.records)
     if not guilty:
         # The sum of two masks that hold the dtype's minimum; the logarithm of a mask of zeros and ones.
         return "inf" not in step.values and (is_masked or given.zero_one)

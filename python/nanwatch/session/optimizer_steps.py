@@ -22,9 +22,9 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..blackbox.process import process_box
+from ..diagnosis.causes import take_apart
 from ..diagnosis.incident import Incident
 from ..diagnosis.loss_statements import loss_under_way
-from ..diagnosis.optimizer_step import take_apart
 from ..instrumentation.global_hooks import (
     Handles,
     after_steps,

@@ -159,9 +159,11 @@ def test_what_is_said_of_a_mask_and_of_memory() -> None:
     assert "allocated and not written" in seen.remarks[0]
 
 
+LOWEST = torch.finfo(torch.float32).min
 MASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "filled": lambda x: x.masked_fill(EMPTY_ROW, -INF),
     "chosen": lambda x: torch.where(EMPTY_ROW, -INF, x),
+    "two of the lowest number": lambda x: x + 2 * torch.zeros(3, 3).masked_fill(EMPTY_ROW, LOWEST),
     "added": lambda x: x + torch.zeros(3, 3).masked_fill(EMPTY_ROW, -INF),
     "logarithm of zeros and ones": lambda x: x + (~EMPTY_ROW).float().log(),
     "filled, and scaled in place": lambda x: x.masked_fill(EMPTY_ROW, -INF).mul_(2),
