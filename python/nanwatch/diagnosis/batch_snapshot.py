@@ -162,30 +162,29 @@ class BatchSnapshot:
             # The graphs of the user's cache are no part of a re-run.
             if caches_parametrizations():
                 after.callback(swap_parametrizations, swap_parametrizations({}))
-            with ExitStack() as modes:
-                modes.enter_context(torch.inference_mode() if self.inference else torch.no_grad())
-                modes.enter_context(torch.compiler.set_stance("force_eager"))
-                # Its backward refuses to give the gradients of chosen tensors.
-                plain = lambda function, _, *args: function(*args)  # noqa: E731
-                modes.enter_context(isolation.in_place_of(CheckpointFunction, "apply", plain))
-                for autocast in self.autocast:
-                    modes.enter_context(autocast.context())
-                if self.grad and torch.backends.mha.get_fastpath_enabled():
-                    # Without a graph nn.TransformerEncoderLayer takes a path on which its parts are not called.
-                    modes.callback(torch.backends.mha.set_fastpath_enabled, True)
-                    torch.backends.mha.set_fastpath_enabled(False)
-                if number := _num_processes():
-                    # A forked child has none of the threads that a collective of gloo needs.
-                    if number > 1 or isolation.is_child():
-                        modes.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
-                    # DistributedDataParallel would tell the other ranks that a batch has begun.
-                    alone = lambda replica, *args, **kwargs: replica.module(*args, **kwargs)  # noqa: E731
-                    replicas = nn.parallel.DistributedDataParallel
-                    modes.enter_context(isolation.in_place_of(replicas, "forward", alone))
-                self.rng.restore()
-                modes.enter_context(isolation.limited(self.seconds))
-                # The class's own `__call__` is no part of the snapshot, and may wait for a lock that it holds already.
-                yield lambda: nn.Module.__call__(self.module, *self.args, **self.kwargs)
+            after.enter_context(torch.inference_mode() if self.inference else torch.no_grad())
+            after.enter_context(torch.compiler.set_stance("force_eager"))
+            # Its backward refuses to give the gradients of chosen tensors.
+            plain = lambda function, _, *args: function(*args)  # noqa: E731
+            after.enter_context(isolation.in_place_of(CheckpointFunction, "apply", plain))
+            for autocast in self.autocast:
+                after.enter_context(autocast.context())
+            if self.grad and torch.backends.mha.get_fastpath_enabled():
+                # Without a graph nn.TransformerEncoderLayer takes a path on which its parts are not called.
+                after.callback(torch.backends.mha.set_fastpath_enabled, True)
+                torch.backends.mha.set_fastpath_enabled(False)
+            if number := _num_processes():
+                # A forked child has none of the threads that a collective of gloo needs.
+                if number > 1 or isolation.is_child():
+                    after.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
+                # DistributedDataParallel would tell the other ranks that a batch has begun.
+                alone = lambda replica, *args, **kwargs: replica.module(*args, **kwargs)  # noqa: E731
+                replicas = nn.parallel.DistributedDataParallel
+                after.enter_context(isolation.in_place_of(replicas, "forward", alone))
+            self.rng.restore()
+            after.enter_context(isolation.limited(self.seconds))
+            # The class's own `__call__` is no part of the snapshot, and may wait for a lock that it holds already.
+            yield lambda: nn.Module.__call__(self.module, *self.args, **self.kwargs)
 
     def doubts(self) -> list[str]:
         """Return sentences on why a second call may differ from the first; none when nothing speaks against it."""

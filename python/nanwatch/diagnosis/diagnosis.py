@@ -106,11 +106,6 @@ class Diagnosis:
     made_in: str | None = None
     holder: Frame | None = None
 
-    @property
-    def place(self) -> Expression | None:
-        """The innermost line of the operation that is not PyTorch's."""
-        return None if self.step is None else self.step.place
-
 
 def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
     """Return the finding with the facts of the diagnosis, and those of its own that the diagnosis has not."""

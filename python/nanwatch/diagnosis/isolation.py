@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -46,11 +47,7 @@ def can_fork() -> bool:
 
 
 class ChildEndedError(RuntimeError):
-    """The child ended without a result. The text says why; `latest` is the last document that it sent, or None."""
-
-    def __init__(self, reason: str, latest: Any) -> None:
-        super().__init__(reason)
-        self.latest = latest
+    """The child ended without a result. The text says why."""
 
 
 # In the child: sends a document to the parent. In the program itself None.
@@ -68,10 +65,10 @@ def is_child() -> bool:
     return _send is not None
 
 
-def run_in_child(work: Callable[[], Any], seconds: float) -> Any:
-    """Return the text or other plain document that `work` returns in a forked child, which has one thread.
+def run_in_child(work: Callable[[], Any], seconds: float) -> Iterator[Any]:
+    """Run `work` in a forked child, which has one thread. Yield what it sends, and in the end what it returns.
 
-    seconds: how long the child may go without a call of `send`.
+    These are texts or other plain documents. seconds: how long the child may go without a call of `send`.
 
     Raises ChildEndedError where no process can be had, or it takes longer or ends without a result, and what a signal
     handler of the program raises meanwhile, after the child has been ended.
@@ -85,45 +82,41 @@ def run_in_child(work: Callable[[], Any], seconds: float) -> Any:
             try:
                 child = os.fork()
             except OSError as error:
-                raise ChildEndedError(f"no process could be had: {error}", None) from None
+                raise ChildEndedError(f"no process could be had: {error}") from None
             if child == 0:
                 _be_child(work, parent, writing, drawn)
         try:
-            return _result(child, reading, seconds)
+            yield from _documents(child, reading, seconds)
         finally:
-            with suppress(
-                ProcessLookupError, ChildProcessError
-            ):  # the program's own handler has taken the status
+            # The program's own handler may have taken the status.
+            with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
 
 
-def _result(child: int, reading: Connection, seconds: float) -> Any:
-    """Return the document after which the child says that it is done."""
-    latest = None
+def _documents(child: int, reading: Connection, seconds: float) -> Iterator[Any]:
     while reading.poll(seconds):
         try:
             document, is_last, error = reading.recv()
         except (EOFError, OSError):
-            raise ChildEndedError(f"its process ended{_status(child)}", latest) from None
+            raise ChildEndedError(f"its process ended{_status(child)}") from None
         if error:
-            raise ChildEndedError(error, latest)
+            raise ChildEndedError(error)
+        if document is not None:
+            yield document
         if is_last:
-            return document
-        latest = latest if document is None else document
-    raise ChildEndedError(f"it took longer than {seconds:.0f} s, and was ended", latest)
+            return
+    raise ChildEndedError(f"it took longer than {seconds:.0f} s, and was ended")
 
 
 def _status(child: int) -> str:
     """Return in words how the child ended. Its number stays taken."""
-    ended = None
     with suppress(ChildProcessError):
         ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    if ended is None:
-        return ""
-    if ended.si_code == os.CLD_EXITED:
-        return f" with status {ended.si_status}"
-    return f" by {signal.Signals(ended.si_status).name}"
+        if ended is not None and ended.si_code == os.CLD_EXITED:
+            return f" with status {ended.si_status}"
+        return f" by {signal.Signals(ended.si_status).name}" if ended is not None else ""
+    return ""
 
 
 def _be_child(work: Callable[[], Any], parent: int, writing: Connection, drawn: Any) -> NoReturn:
@@ -214,9 +207,10 @@ def limited(seconds: float) -> Iterator[None]:
 
 def _line(frame: FrameType | None) -> str:
     """Return the innermost line of the program at a frame, as "line 7 of train.py"."""
-    while frame is not None and is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "an unknown line" if frame is None else f"line {frame.f_lineno} of {frame.f_code.co_filename}"
+    for place, line in () if frame is None else walk_stack(frame):
+        if not is_library(place.f_code.co_filename):
+            return f"line {line} of {place.f_code.co_filename}"
+    return "an unknown line"
 
 
 @contextmanager

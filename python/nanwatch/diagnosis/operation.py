@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,8 +129,6 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [x for _, x in leaves(value, "", objects=False) if isinstance(x, Tensor)]
 
 
-T = TypeVar("T")
-
 # Storages of which the log knows a write. An entry keeps the address of a storage from being given away, and no memory.
 _MANY = 4096
 # Who wrote an element last is found with an int32 for each byte of a storage that several operations wrote to.
@@ -138,28 +136,28 @@ _MOST_BYTES = 1 << 28
 
 
 @dataclass(slots=True)
-class _Writes(Generic[T]):
+class _Writes:
     """Writes to one storage, the oldest first, and for each byte the number of its latest write, from 1.
 
     Without `latest` the last write stands for all bytes. 0 stands for a write of finite values.
     """
 
     storage: StorageWeakRef
-    writes: list[T]
+    writes: list[Any]
     latest: Tensor | None = None
 
 
-class StorageWriteLog(Generic[T]):
+class StorageWriteLog:
     """Log of non-finite writes: which one wrote each element that is in memory.
 
     A sparse or nested tensor is a place of its own. The shard of a DTensor stands for it.
     """
 
     def __init__(self) -> None:
-        self._storages: dict[int, _Writes[T]] = {}
+        self._storages: dict[int, _Writes] = {}
         self._others: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def put(self, x: Tensor, write: T | None) -> None:
+    def put(self, x: Tensor, write: Any) -> None:
         """Note that `x` was written, by the non-finite `write`, or with finite values only (None)."""
         x = _addressable(x)
         if not is_plain(x):
@@ -181,7 +179,7 @@ class StorageWriteLog(Generic[T]):
         if entry.latest is not None:
             _bytes_of(x, entry.latest).fill_(0 if write is None else len(entry.writes))
 
-    def find(self, x: Tensor) -> list[T]:
+    def find(self, x: Tensor) -> list[Any]:
         """Return the last write to each non-finite element of `x`, the oldest write first."""
         x = _addressable(x)
         if not is_plain(x):

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import islice
 from math import isinf
+from traceback import walk_stack
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
@@ -64,7 +65,7 @@ class ProvenanceMode(TorchDispatchMode):
         self._outermost = outermost
         self._sequence = torch._C._autograd._get_sequence_nr()
         self._nodes: dict[int, Site] = {}  # by sequence number, where the forward made the node
-        self._writes: StorageWriteLog[Step] = StorageWriteLog()
+        self._writes: StorageWriteLog = StorageWriteLog()
         self._number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -182,16 +183,16 @@ def _program_frame(outermost: CodeType) -> tuple[FrameType | None, bool]:
     """
     innermost: FrameType | None = None
     is_of_engine = False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not outermost:
+    for frame, _ in walk_stack(sys._getframe(1)):
         code = frame.f_code
+        if code is outermost:
+            break
         if code.co_name in _HANDLERS:
             innermost = None
         elif innermost is None and code is _ENGINE:
             is_of_engine = True
         elif innermost is None and not code.co_filename.startswith(SKIPPED_FILES):
             innermost = frame
-        frame = frame.f_back
     return innermost, is_of_engine or innermost is None
 
 

@@ -94,7 +94,7 @@ class _Rerun:
             frames = with_earlier(incident.report.frames, diagnosis.holder)
             incident.report = replace(incident.report, frames=tuple(frames))
         doubts = snapshot.doubts()
-        was_there = finding.origin in ("data", "buffer") and diagnosis.place is not None
+        was_there = finding.origin in ("data", "buffer") and diagnosis.step is not None
         if diagnosis.transient is False or was_there:
             if doubts:
                 incident.remark(f"no cure was tried, as {doubts[0]}")

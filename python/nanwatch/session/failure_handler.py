@@ -313,12 +313,8 @@ class FailureHandler:
 
         if self._options.rerun_in == "child" and can_fork():
             seconds = LEAST_SECONDS if start is None else start.seconds
-            try:
-                incident.report = Report.from_json(run_in_child(work, 2 * seconds))
-            except ChildEndedError as ended:
-                if ended.latest is not None:
-                    incident.report = Report.from_json(ended.latest)
-                raise
+            for document in run_in_child(work, 2 * seconds):
+                incident.report = Report.from_json(document)
             return
         with unwatched(model):  # no other thread enters the model meanwhile
             is_shared = self._recorder.num_other_threads > 0
