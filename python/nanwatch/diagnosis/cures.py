@@ -223,8 +223,6 @@ class _Formats:
         if experiment.error is not None:
             trials.remarks.append(f"could not try to {what}: {spell(experiment.error)}")
             return False
-        if self._seen.error is not None:  # of a check of the program's own, before the guilty call ended
-            self._seen = experiment
         works, room = trials.is_finite(experiment), None
         if works and needs_room:
             narrow = [x for x in experiment.gradients if x.dtype in _HALVES]

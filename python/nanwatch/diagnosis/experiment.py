@@ -21,7 +21,7 @@ from ..recording.masks import Excuses, excuses
 from ..recording.observe import observe
 from ..recording.walk import call_leaves, leaves
 from ..records.record import Record
-from .batch_snapshot import BatchSnapshot
+from .batch_snapshot import BatchSnapshot, left_calls
 from .diagnosis import Step, values_of
 from .provenance import ProvenanceMode
 
@@ -58,19 +58,20 @@ class Experiment:
     """A run: its calls in the order in which they ended, what the batch returned, and what its backwards made.
 
     `error` is the exception that ended it, if one did. `given` are the gradients that its first backward began with.
-    `failure` is the operation that began the first bad value, `bad_gradient` that of the first bad gradient, where the
-    run followed them.
+    Where the run followed its values, `fault` is the first bad tensor of a call, with that call and the call around it,
+    `failure` the operation that began the first bad value, and `bad_gradient` that of the first bad gradient.
     """
 
+    provenance: ProvenanceMode | None = None
     calls: list[ObservedCall] = field(default_factory=list)
     error: Exception | None = None
     given: list[Record] = field(default_factory=list)
     gradients: list[Record] = field(default_factory=list)
     results: list[Tensor] = field(default_factory=list)
+    fault: tuple[Tensor, BatchSnapshot, BatchSnapshot] | None = None
     failure: Step | None = None
     failed_in_backward: bool = False
     bad_gradient: Step | None = None
-    provenance: ProvenanceMode | None = None
 
     def records(self, name: str | None) -> list[Record]:
         """Return the records of all calls of that module."""
@@ -105,11 +106,6 @@ class Experiment:
             step.remarks += (_LEFT_OUT.format(step.operation, node.name()),)
         return step
 
-    def note_origin(self, x: Tensor, record: Record) -> None:
-        """Note the operation that began the values of a bad tensor, the first for which one is known."""
-        if self.provenance is not None and self.failure is None:
-            self.failure = self.provenance.origin(x, record)
-
 
 def run(
     snapshot: BatchSnapshot,
@@ -118,6 +114,7 @@ def run(
     allows: Allows = nothing_allowed,
     *,
     follows: bool | ProvenanceMode = False,
+    seeks: Callable[[nn.Module, Record], bool] | None = None,
     squares: bool = False,
     divisor: float = 1.0,
 ) -> Experiment:
@@ -125,39 +122,54 @@ def run(
 
     make: makes each call of a module.
     follows: True or a mode finds the operation that began the first bad value. The mode knows the calls under way.
+    seeks: whether a bad record of a module is the one whose operation is asked for. The run follows no further values.
     divisor: the gradients that the backward begins with are divided by it.
 
     A batch with a graph has a backward too, from its outputs, as if their mean were the loss, and with `squares` one as
     if the mean of their squares were. A watch of the model sees nothing of it.
     """
     provenance = ProvenanceMode(run.__code__) if follows is True else follows or None
-    experiment, open_calls = Experiment(provenance=provenance), list[BatchSnapshot]()
+    experiment, open_calls = Experiment(provenance), list[BatchSnapshot]()
     if provenance is not None:
         open_calls = provenance.open_calls
     versions = {id(x): version for x, version in snapshot.versions}
+
+    def keep(call: BatchSnapshot, output: Any, autocast: torch.dtype | None) -> None:
+        if open_calls and open_calls[-1] is call:
+            open_calls.pop()
+        allowed = allows(call.name, call.module)
+        values = [
+            (x, observe(x, label, "input", allowed)) for label, x in call_leaves(call.args, call.kwargs)
+        ]
+        values += [(x, observe(x, label, "output", allowed)) for label, x in leaves(output, "output")]
+        experiment.calls.append(ObservedCall(call.name, tuple(record for _, record in values), autocast))
+        for x, record in values:
+            is_sought = (
+                record.is_fault and isinstance(x, Tensor) and (not seeks or seeks(call.module, record))
+            )
+            if is_sought and provenance is not None and provenance.active:
+                # A receiver that nobody called was called by the batch.
+                experiment.fault = experiment.fault or (x, call, open_calls[-1] if open_calls else call)
+                experiment.failure = experiment.failure or provenance.origin(x, record)
+                provenance.active = seeks is None
 
     def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = names.get(module, "" if module is snapshot.module else "?")
         formats = (torch.get_autocast_dtype(x) for x in autocast_kinds() if torch.is_autocast_enabled(x))
         autocast = next((dtype for dtype in formats if dtype in NARROW), None)
-        inputs = list(call_leaves(args, kwargs))
-        if is_named := provenance is not None and module in names:
-            given = [x for _, x in inputs if isinstance(x, Tensor) and not x.is_inference()]
-            before = tuple((x, versions.get(id(x), x._version)) for x in given)
-            open_calls.append(BatchSnapshot(module, args, kwargs, versions=before, name=name))
+        given = [x for _, x in call_leaves(args, kwargs) if isinstance(x, Tensor) and not x.is_inference()]
+        before = tuple((x, versions.get(id(x), x._version)) for x in given)
+        call = BatchSnapshot(module, args, kwargs, versions=before, name=name)
+        if module in names:
+            open_calls.append(call)
         try:
             output = make(module, args, kwargs)
-        finally:
-            if is_named:
-                open_calls.pop()
-        allowed, outputs = allows(name, module), list(leaves(output, "output"))
-        inputs = list(call_leaves(args, kwargs))
-        records = [observe(x, label, "input", allowed) for label, x in inputs]
-        records += [observe(x, label, "output", allowed) for label, x in outputs]
-        experiment.calls.append(ObservedCall(name, tuple(records), autocast))
-        for (_, x), record in zip([*inputs, *outputs], records, strict=True):
-            if record.is_fault and isinstance(x, Tensor):
-                experiment.note_origin(x, record)
+        except Exception as error:
+            # A hook that looks for bad values itself has left the output.
+            left = next((left.output for left in left_calls(error) if left.module is module), ())
+            keep(call, left, autocast)
+            raise
+        keep(call, output, autocast)
         return output
 
     try:

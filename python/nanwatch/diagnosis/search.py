@@ -7,7 +7,7 @@ run has changed, and no gradient of the user's is touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +17,14 @@ from ..instrumentation.functions import find_called
 from ..instrumentation.wrapped_names import module_names
 from ..numerics.readable import inner_tensors, is_plain
 from ..recording.observe import observe, state_of
-from ..recording.walk import Leaf, call_leaves, leaves
 from ..records.record import Frame, Record
 from ..report.finding import Finding
 from ..util.modules import is_in
 from ..util.visible import spell
-from .batch_snapshot import BatchSnapshot, left_calls, no_second_run
+from .batch_snapshot import BatchSnapshot, no_second_run
 from .causes import came_in, named_arguments
-from .diagnosis import Diagnosis, Step, describe, values_of
-from .experiment import Allows, Experiment, make_call, nothing_allowed, run
+from .diagnosis import Diagnosis, describe, values_of
+from .experiment import Allows, Experiment, nothing_allowed, run
 from .provenance import ProvenanceMode
 
 _NOTHING = "in a re-run of the batch no operation made a bad gradient"
@@ -104,11 +103,17 @@ def _holds_nan(record: Record) -> bool:
 def _of_forward(snapshot: BatchSnapshot, finding: Finding, suspect: nn.Module, model: nn.Module) -> Diagnosis:
     """Find what made the value of the finding in a call of the suspect, whose output or input it is."""
     names = {suspect: finding.module, **module_names(model)}
+
+    def is_sought(module: nn.Module, record: Record) -> bool:
+        # Where infinities are allowed, earlier calls may have had some.
+        is_value = "nan" not in finding.value or _holds_nan(record)
+        return module is suspect and record.label == finding.label and is_value
+
     # Without a graph it needs less memory. Where that raises, the forward may ask for one, as for a tensor's hook.
     for grad in (False, True) if snapshot.grad else (False,):
-        diagnosis, experiment = _search(replace(snapshot, grad=grad), finding, suspect, names)
-        if diagnosis is not None:
-            return diagnosis
+        experiment = run(replace(snapshot, grad=grad), names, follows=True, seeks=is_sought)
+        if experiment.fault is not None:
+            return _diagnosis(finding, names, experiment)
         if experiment.error is None:
             break
     remarks, doubts = list[str](), snapshot.doubts()
@@ -123,66 +128,20 @@ def _of_forward(snapshot: BatchSnapshot, finding: Finding, suspect: nn.Module, m
     return Diagnosis(transient=None if remarks else True, remarks=tuple(remarks))
 
 
-def _search(
-    snapshot: BatchSnapshot, finding: Finding, suspect: nn.Module, names: Mapping[nn.Module, str]
-) -> tuple[Diagnosis | None, Experiment]:
-    """Run the batch again, up to where the value of the finding shows. Return what made it, and the run."""
-    provenance = ProvenanceMode(run.__code__)
+def _diagnosis(finding: Finding, names: Mapping[nn.Module, str], experiment: Experiment) -> Diagnosis:
+    """Return the diagnosis of the tensor that is the fault of the run."""
+    assert experiment.fault is not None
+    assert experiment.provenance is not None
+    (x, call, caller), step, provenance = experiment.fault, experiment.failure, experiment.provenance
     is_producer = finding.origin == "produced"
-    is_output = is_producer and not finding.label.startswith("input")
-    diagnosis: Diagnosis | None = None
-
-    def look(given: Iterable[Leaf], guilty: BatchSnapshot) -> None:
-        nonlocal diagnosis
-        for label, x in given:
-            if diagnosis is None and label == finding.label and isinstance(x, Tensor):
-                record = observe(x, label, "output" if is_output else "input")
-                # Where infinities are allowed, earlier calls may have had some.
-                if record.is_fault and ("nan" not in finding.value or _holds_nan(record)):
-                    step = provenance.origin(x, record)
-                    if not is_output and is_producer and step is not None:
-                        # The re-run began with what the first run wrote there.
-                        was_there = any(x.data_ptr() == y.data_ptr() for y in step.strangers)
-                        step = (provenance.last_write(x) if was_there else None) or step
-                    provenance.active = False
-                    trouble = provenance.trouble
-                    diagnosis = _diagnosis(finding, names, x, step, guilty, trouble)
-
-    def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if diagnosis is not None or module is not suspect:
-            return make_call(module, args, kwargs)
-        *callers, here = provenance.open_calls
-        # A receiver that nobody called was called by the batch.
-        guilty = here if is_producer or not callers else callers[-1]
-        if not is_producer:
-            look(call_leaves(args, kwargs), guilty)
-        try:
-            result = make_call(module, args, kwargs)
-        except Exception as error:  # of a hook that looks for such values itself
-            for left in left_calls(error) if is_output else ():
-                if left.module is module:
-                    look(leaves(left.output, "output"), guilty)
-            raise
-        # A record is made after the call, which may have written non-finite values into its own input.
-        look(leaves(result, "output") if is_output else call_leaves(args, kwargs), guilty)
-        return result
-
-    experiment = run(snapshot, names, call, follows=provenance)
-    return diagnosis, experiment
-
-
-def _diagnosis(
-    finding: Finding,
-    names: Mapping[nn.Module, str],
-    x: Tensor,
-    step: Step | None,
-    guilty: BatchSnapshot,
-    trouble: str | None,
-) -> Diagnosis:
-    """Return the diagnosis of the non-finite tensor `x`, whose values a step began; `guilty` is the call around."""
-    remarks = [] if trouble is None else [trouble]
+    guilty = call if is_producer else caller
+    if is_producer and finding.label.startswith("input") and step is not None:
+        # The re-run began with what the first run wrote there.
+        was_there = any(x.data_ptr() == y.data_ptr() for y in step.strangers)
+        step = (provenance.last_write(x) if was_there else None) or step
+    remarks = [] if provenance.trouble is None else [provenance.trouble]
     made_in, maker = None, None if step is None else step.call
-    is_inside = maker is not None and finding.origin == "produced" and is_in(maker.name, finding.module)
+    is_inside = maker is not None and is_producer and is_in(maker.name, finding.module)
     if maker is not None and maker is not guilty and not is_inside:
         guilty, made_in = maker, maker.name
     if step is None:
