@@ -89,7 +89,7 @@ def without_faults(situation: Callable[[], Report]) -> Finding | None:
 BROKEN = [
     ("diagnosis.rerun.examine", forward, "nanwatch could not re-run a failed batch: RuntimeError: broken"),
     ("diagnosis.search._of_forward", forward, "the finding could not be examined: RuntimeError: broken"),
-    ("diagnosis.search.observe", forward, "the re-run of the batch ended: it raised RuntimeError: broken"),
+    ("diagnosis.experiment.observe", forward, "the re-run of the batch ended: it raised RuntimeError: broken"),
     ("diagnosis.provenance.ProvenanceMode._look", forward, "aten.div.Tensor could not be followed: RuntimeError"),
     ("diagnosis.cures._Formats.of_forward", half, "the search for other formats failed: RuntimeError: broken"),
     ("diagnosis.patching.rounds.Rounds.go", forward, "the search for a change of the source failed: RuntimeErr"),

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
-from nanwatch.diagnosis.diagnosis import Diagnosis
-from nanwatch.diagnosis.search import find_operation
+from nanwatch.diagnosis.search import Diagnosis, find_operation
 from nanwatch.instrumentation.execution_context import RngState
 from nanwatch.recording.events import start_of
 from nanwatch.report.finding import Finding

@@ -23,8 +23,8 @@ from ..records.record import Record
 from ..report.finding import Cure
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
-from .diagnosis import Step
 from .experiment import Experiment, MakeCall, make_call
+from .operation import Step
 from .patching.rounds import Rounds
 from .patching.source import TargetFinder, find_target
 from .patching.table import OPTIONS
@@ -171,7 +171,7 @@ class _Formats:
         A backward is in proportion to what it is given. There is no cure where no float16 takes part, whose range is
         the reason to scale, and one that does not work where the scale is known and a scale of 1 does not help either.
         """
-        scale, given = self._trials.conditions.loss_scale, self._seen.given
+        scale, given = self._trials.loss_scale, self._seen.given
         if not any(record.dtype == "float16" for record in (*given, *self._seen.gradients)):
             return
 

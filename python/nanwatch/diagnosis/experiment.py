@@ -22,7 +22,7 @@ from ..recording.observe import observe
 from ..recording.walk import call_leaves, leaves
 from ..records.record import Record
 from .batch_snapshot import BatchSnapshot, left_calls
-from .diagnosis import Step, values_of
+from .operation import Step, values_of
 from .provenance import ProvenanceMode
 
 # `allows(name, module)` is True where infinities in this module are meant, or the judge of its values.
@@ -173,7 +173,7 @@ def run(
         return output
 
     try:
-        again = with_leaves(snapshot) if snapshot.grad else snapshot
+        again = _with_leaves(snapshot) if snapshot.grad else snapshot
         graph = torch.enable_grad() if snapshot.grad else nullcontext()
         with again.again() as call, graph, provenance or nullcontext():
             with wrap_calls((*names, *snapshot.module.modules()), seen):
@@ -196,13 +196,10 @@ def run(
     return experiment
 
 
-def with_leaves(snapshot: BatchSnapshot) -> BatchSnapshot:
+def _with_leaves(snapshot: BatchSnapshot) -> BatchSnapshot:
     """Return the snapshot with new leaves for tensors that require a gradient: the graph behind them is the user's."""
-
-    def fresh(x: Tensor) -> Tensor:
-        # A leaf could not be written to.
-        return x.detach().requires_grad_().clone() if x.requires_grad else x
-
+    # A leaf could not be written to.
+    fresh = lambda x: x.detach().requires_grad_().clone() if x.requires_grad else x  # noqa: E731
     with torch.enable_grad():
         args, kwargs = _pytree.tree_map_only(Tensor, fresh, (snapshot.args, dict(snapshot.kwargs)))
     return replace(snapshot, args=args, kwargs=kwargs)

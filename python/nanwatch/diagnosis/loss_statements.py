@@ -29,8 +29,7 @@ from ..recording.walk import leaves
 from ..report.finding import Value, value_of
 from ..util.program_code import SKIPPED_FILES, frame_values
 from . import isolation
-from .diagnosis import Expression
-from .operation import tensors_in
+from .operation import Expression, tensors_in
 from .patching.source import (
     Probe,
     SourceFile,

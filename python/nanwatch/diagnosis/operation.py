@@ -1,4 +1,7 @@
-"""One operation as PyTorch's dispatcher sees it: its schema, what it was given, and the storages that it wrote to."""
+"""One operation as PyTorch's dispatcher sees it: its schema, what it was given, and the storages that it wrote to.
+
+A step is an operation of a re-run that left non-finite values, with its place in the program.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +24,8 @@ from ..recording.events import Settings
 from ..recording.observe import observe
 from ..recording.walk import leaves
 from ..records.record import Record
+from ..report.finding import Place, Value
+from .batch_snapshot import BatchSnapshot
 
 # In-place operations that do not look at what was there before.
 _OVERWRITING = frozenset(
@@ -64,7 +71,7 @@ class Operation(NamedTuple):
 
 
 @functools.cache
-def operation_of(func: Any) -> Operation:
+def schema_of(func: Any) -> Operation:
     """Return the Operation of an overload."""
     schema = func._schema
     base = schema.name.split("::")[-1]
@@ -147,7 +154,7 @@ class _Writes:
     latest: Tensor | None = None
 
 
-class StorageWriteLog:
+class WriteLog:
     """Log of non-finite writes: which one wrote each element that is in memory.
 
     A sparse or nested tensor is a place of its own. The shard of a DTensor stands for it.
@@ -211,3 +218,75 @@ def _bytes_of(x: Tensor, memory: Tensor) -> Tensor:
     size, (shape, strides) = x.itemsize, _once(x)
     strides = (*(stride * size for stride in strides), 1)
     return memory.as_strided((*shape, size), strides, int(x.storage_offset()) * size)
+
+
+# A step of a re-run
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """The source of an operation: file, line, and the expression, as `code.co_positions()` has it, where it is known.
+
+    `code` is that of the function that computes it.
+    """
+
+    filename: str
+    line: int
+    positions: tuple[int | None, int | None, int | None, int | None] | None = None
+    code: CodeType | None = None
+
+    @property
+    def at(self) -> Place:
+        """The place for a report, with columns where the expression lies in one line."""
+        line, last, start, end = self.positions or (None, None, None, None)
+        is_known = line == last == self.line and start is not None and end is not None
+        return Place(self.filename, self.line, (start, end) if is_known else None)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return str(self.at)
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One operation of a re-run that left non-finite `values`, or memory that nobody was seen to write, with no values.
+
+    `origin` is the step that began its values, None when it began them itself; only then are `remarks`, `call` (around
+    the operation) and `strangers` (the operands that were non-finite before) filled. `meant`: they are infinities that
+    are there on purpose. `in_backward`: an engine of autograd ran it, in the backward of what module `module` did.
+    """
+
+    number: int
+    operation: str
+    values: frozenset[Value] = frozenset()
+    meant: bool = False
+    in_backward: bool = False
+    origin: Step | None = None
+    place: Expression | None = None
+    module: str | None = None
+    operands: tuple[Record, ...] = ()
+    remarks: tuple[str, ...] = ()
+    call: BatchSnapshot | None = None
+    strangers: tuple[Tensor, ...] = ()
+
+    @property
+    def spelt(self) -> str:
+        """The values in words: `nan`, `inf`, `-inf`, joined by `and`."""
+        return " and ".join(value for value in _VALUES if value in self.values)
+
+    @property
+    def made(self) -> Value | None:
+        """The value that it made, None for memory that it left as it was."""
+        return next((value for value in _VALUES if value in self.values), None)
+
+
+_VALUES: tuple[Value, ...] = ("nan", "inf", "-inf")
+
+
+def values_of(record: Record) -> frozenset[Value]:
+    """Return which of nan, inf and -inf a record holds; both infinities where nobody counted."""
+    if record.isfinite is not False:
+        return frozenset()
+    if (health := record.health) is None:
+        return frozenset(_VALUES[:1] if isnan(record.abs_max or 0.0) else _VALUES[1:])
+    counts = health.num_nan, health.num_posinf, health.num_neginf
+    return frozenset(value for value, count in zip(_VALUES, counts, strict=True) if count)

@@ -26,8 +26,7 @@ from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
 from .causes import causes
-from .diagnosis import Expression, Step, values_of
-from .operation import Operands, Operation, StorageWriteLog, operands_of, operation_of
+from .operation import Expression, Operands, Operation, Step, WriteLog, operands_of, schema_of, values_of
 
 _MASK = Note("mask")
 _UNWRITTEN = (
@@ -65,13 +64,13 @@ class ProvenanceMode(TorchDispatchMode):
         self._outermost = outermost
         self._sequence = torch._C._autograd._get_sequence_nr()
         self._nodes: dict[int, Site] = {}  # by sequence number, where the forward made the node
-        self._writes: StorageWriteLog = StorageWriteLog()
+        self._writes: WriteLog = WriteLog()
         self._number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what it wrote."""
         kwargs = kwargs or {}
-        operation = operation_of(func) if self.active and hasattr(func, "_schema") else None
+        operation = schema_of(func) if self.active and hasattr(func, "_schema") else None
         if operation is None or not (operation.written or operation.fresh):
             return func(*args, **kwargs)
         # An operation in place overwrites its operand, so the operands are read before it runs.

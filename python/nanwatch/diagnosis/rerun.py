@@ -23,12 +23,12 @@ from ..util.visible import spell
 from . import isolation
 from .batch_snapshot import BatchSnapshot, no_second_run
 from .cures import try_formats, try_patches
-from .diagnosis import Diagnosis, enrich
+from .experiment import Allows, nothing_allowed
 from .incident import Incident, attempt, write_failure
 from .loss_statements import BackwardCall, LossStatements, Refused
 from .patching.source import find_target
-from .search import find_operation
-from .trials import Conditions, Trials
+from .search import Diagnosis, enrich, find_operation
+from .trials import Trials
 
 _ADVICE = (
     "put the loss into a function below `@nanwatch.watched`: a report then has its line and its operands"
@@ -48,15 +48,16 @@ def examine(
     *,
     examines: bool,
     reason: str = "",
-    conditions: Conditions | None = None,
     loss: BackwardCall | None = None,
+    allows: Allows = nothing_allowed,
+    loss_scale: float | None = None,
 ) -> None:
     """Complete the incident by a re-run, if it `examines`, and write it to `output_dir`, if any.
 
     `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss` is the
-    backward that made the value.
+    backward that made the value, `loss_scale` its scale where it is known. `allows` tells which infinities are meant.
     """
-    run = _Rerun(incident, model, conditions or Conditions())
+    run = _Rerun(incident, model, allows, loss_scale)
     try:
         if examines and (reason or (snapshot is None and loss is None)):
             incident.remark(f"no re-run was made: {reason or _NOT_KEPT}")
@@ -74,11 +75,12 @@ def examine(
 class _Rerun:
     """The re-run of one incident's batch, which completes the incident. `call` is that in which a forward failed."""
 
-    def __init__(self, incident: Incident, model: nn.Module, conditions: Conditions) -> None:
+    def __init__(
+        self, incident: Incident, model: nn.Module, allows: Allows, loss_scale: float | None
+    ) -> None:
         self.call: BatchSnapshot | None = None
-        self._incident = incident
-        self._model = model
-        self._conditions = conditions
+        self._incident, self._model, self._allows = incident, model, allows
+        self._trials = partial(Trials, model=model, allows=allows, loss_scale=loss_scale)
 
     def send(self) -> None:
         """Send what is known to the process of the program, should a later step not end."""
@@ -105,10 +107,10 @@ class _Rerun:
 
     def examine_backward(self, snapshot: BatchSnapshot | None, loss: BackwardCall | None) -> None:
         """Run the batch again with its backward to find the operation, cures and samples."""
-        incident, remarks, allows = self._incident, list[str](), self._conditions.allows
+        incident, remarks = self._incident, list[str]()
         best: tuple[Diagnosis, BatchSnapshot] | None = None
         for start in self._starts(snapshot, loss, remarks):
-            diagnosis = find_operation(start, incident.finding, model=self._model, allows=allows)
+            diagnosis = find_operation(start, incident.finding, model=self._model, allows=self._allows)
             if diagnosis.step is not None:
                 best = diagnosis, start
                 # Else the loss reads a bad value with a graph that these statements did not make.
@@ -172,7 +174,7 @@ class _Rerun:
     def _cure(self, start: BatchSnapshot, diagnosis: Diagnosis, phase: Phase) -> None:
         """Try changes of the source first, as they are the smallest, then other formats. `phase` is the source's."""
         incident, finding, statements = self._incident, self._incident.finding, start.module
-        trials = Trials(start, replace(finding, phase=phase), self._model, self._conditions)
+        trials = self._trials(start, replace(finding, phase=phase))
         at = statements.target if isinstance(statements, LossStatements) else find_target
         patches = partial(try_patches, trials, diagnosis.step, at)
         try:
@@ -189,8 +191,7 @@ class _Rerun:
     def _find_samples(self, start: BatchSnapshot, diagnosis: Diagnosis, size: int) -> None:
         """Look for the samples that carry the failure, unless a second run says little."""
         if not (diagnosis.transient or no_second_run(start.module) or start.doubts()):
-            trials = Trials(start, self._incident.finding, self._model, self._conditions)
-            search = partial(find_samples, trials, size)
+            search = partial(find_samples, self._trials(start, self._incident.finding), size)
             if samples := attempt("the search for samples", search, self._incident.remark):
                 self._incident.learn(samples=samples)
 

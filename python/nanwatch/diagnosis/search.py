@@ -8,26 +8,74 @@ run has changed, and no gradient of the user's is touched.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..instrumentation.functions import find_called
 from ..instrumentation.wrapped_names import module_names
-from ..numerics.readable import inner_tensors, is_plain
+from ..numerics import _reference
+from ..numerics.readable import inner_tensors, is_plain, local_shard, only_our_dispatch, unreadable
 from ..recording.observe import observe, state_of
 from ..records.record import Frame, Record
-from ..report.finding import Finding
+from ..report.finding import Finding, OriginKind, finding_of
 from ..util.modules import is_in
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot, no_second_run
 from .causes import came_in, named_arguments
-from .diagnosis import Diagnosis, describe, values_of
 from .experiment import Allows, Experiment, nothing_allowed, run
+from .operation import Step, values_of
 from .provenance import ProvenanceMode
 
 _NOTHING = "in a re-run of the batch no operation made a bad gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Facts about a finding that a re-run of its batch showed.
+
+    `step` is the operation that made the non-finite value, None when none was seen. `transient` is True when the re-run
+    did not make the value again, False when it did, None when that says nothing. `extent` and `index` are of the
+    non-finite tensor. `call` is the call in which the value was made; it holds the call's tensors, so drop it when
+    done. `remarks` are sentences. `made_in` is the module whose own code made the operation, where that is another than
+    the finding's and not inside it. `holder` is a frame with the weight or buffer that the operation was given
+    non-finite.
+    """
+
+    step: Step | None = None
+    transient: bool | None = None
+    extent: str = ""
+    index: tuple[int, ...] | None = None
+    remarks: tuple[str, ...] = ()
+    call: BatchSnapshot | None = None
+    made_in: str | None = None
+    holder: Frame | None = None
+
+
+def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
+    """Return the finding with the facts of the diagnosis, and those of its own that the diagnosis has not."""
+    if (holder := diagnosis.holder) is not None and (record := holder.fault) is not None:
+        origin: OriginKind = "weight" if record.role == "weight" else "buffer"
+        state = finding_of(holder, record, origin, None, finding.rank, finding.sequence)
+        finding = replace(state, remarks=finding.remarks)
+    made_in = diagnosis.made_in
+    if made_in == finding.module:  # which wrote it into what it was given
+        finding = replace(finding, origin="produced", source_module=None)
+    elif made_in is not None:
+        finding = replace(finding, origin="received", source_module=made_in)
+    if (step := diagnosis.step) is not None:
+        place = finding.place if step.place is None else step.place.at
+        operands = step.operands or finding.operands
+        finding = replace(finding, operation=step.operation, place=place, operands=operands, made=step.made)
+    return replace(
+        finding,
+        transient=diagnosis.transient,
+        extent=diagnosis.extent,
+        index=diagnosis.index if finding.index is None else finding.index,
+        remarks=(*finding.remarks, *diagnosis.remarks),
+    )
 
 
 def find_operation(
@@ -197,3 +245,43 @@ def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, al
         return Diagnosis(step, remarks=(*step.remarks, remark))
     is_inside = step.module is None or (guilty is not None and is_in(step.module, guilty))
     return Diagnosis(step, remarks=step.remarks, made_in=None if is_inside else step.module)
+
+
+# Where in a tensor its bad elements are
+
+# Beyond this a bool for every element asks too much of a device that is full.
+_MAX_ELEMENTS = 1 << 31
+
+
+def describe(x: Tensor) -> str:
+    """Return where the nan and inf of `x` are; "" when it cannot be told.
+
+    One of "none", "all", "one element", "1 of 4096 rows, row 7" or "7 of 4096 rows" (whole rows: all positions of the
+    last dimension), "column 5" or "3 of 8 columns" (whole columns of a matrix), "scattered over 5 of 4096 rows" (parts
+    of 5 rows), "scattered". Reads any dtype and strides; of a DTensor the local shard. Returns "" for tensors of more
+    than 2**31 elements, without values, and of other layouts than strided.
+    """
+    with only_our_dispatch(), torch.no_grad():
+        shard = local_shard(x)
+        x = x if shard is None else shard
+        if unreadable(x) or not is_plain(x) or x.numel() > _MAX_ELEMENTS:
+            return ""
+        bad = ~torch.isfinite(_reference._to_arithmetic(x.detach()))
+        count = int(bad.sum())
+        if count in (0, bad.numel()):
+            return "all" if count else "none"
+        if count == 1 or bad.ndim < 2:
+            return "one element" if count == 1 else "scattered"
+        rows, num_columns = _nonzero(bad.any(dim=-1).flatten()), bad.shape[-1]
+        num_rows = bad.numel() // num_columns
+        if count == len(rows) * num_columns:
+            which = f", row {rows[0]}" if len(rows) == 1 and bad.ndim == 2 else ""
+            return f"{len(rows)} of {num_rows} rows{which}"
+        columns = _nonzero(bad.any(dim=0)) if bad.ndim == 2 else []
+        if columns and count == len(columns) * num_rows:
+            return f"column {columns[0]}" if len(columns) == 1 else f"{len(columns)} of {num_columns} columns"
+        return f"scattered over {len(rows)} of {num_rows} rows" if len(rows) < num_rows else "scattered"
+
+
+def _nonzero(flags: Tensor) -> list[int]:
+    return [int(i) for i in flags.nonzero().flatten()]

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,17 +38,11 @@ _CASTS = frozenset({"float", "half", "bfloat16", "double"})
 Hold = Callable[[], AbstractContextManager[Any]]
 
 
-class Conditions(NamedTuple):
-    """Conditions of the failure: the loss scale where it is known, and which infinities are meant."""
-
-    loss_scale: float | None = None
-    allows: Allows = nothing_allowed
-
-
 class Trials:
     """Trials of changes on the batch of one finding. Cures that work go to `cures`.
 
-    `guilty` is the module in whose code the value was made, None for code outside of all.
+    `guilty` is the module in whose code the value was made, None for code outside of all. `allows` tells which
+    infinities are meant, and `loss_scale` is None where it is not known.
     """
 
     def __init__(
@@ -56,10 +50,11 @@ class Trials:
         snapshot: BatchSnapshot,
         finding: Finding,
         model: nn.Module,
-        conditions: Conditions | None = None,
+        allows: Allows = nothing_allowed,
+        loss_scale: float | None = None,
     ) -> None:
         self.snapshot, self.finding, self.model = snapshot, finding, model
-        self.conditions = conditions or Conditions()
+        self.allows, self.loss_scale = allows, loss_scale
         self.names = module_names(model)
         self.guilty = finding.module if finding.origin == "produced" else finding.source_module
         self.cures, self.remarks, self.runs = list[Cure](), list[str](), 0
@@ -76,7 +71,7 @@ class Trials:
         """Run the batch under a change, forward and backward, with the options of `experiment.run`."""
         self.runs += 1
         with hold():
-            return run(snapshot or self.snapshot, self.names, make, self.conditions.allows, **options)
+            return run(snapshot or self.snapshot, self.names, make, self.allows, **options)
 
     def is_finite(self, experiment: Experiment) -> bool:
         """Return whether all is finite. Bad data stays bad: then the outputs and the gradients have to be."""
@@ -97,7 +92,7 @@ class Trials:
                 return make_call(module, args, kwargs)
 
         with around():
-            experiment = run(snapshot, self.names, make, self.conditions.allows)
+            experiment = run(snapshot, self.names, make, self.allows)
         if experiment.error is not None and self.snapshot.grad and not backward:
             # The batch may take gradients itself, as a gradient penalty does.
             return self.in_float64(around, backward=True)

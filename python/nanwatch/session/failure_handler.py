@@ -24,7 +24,6 @@ from ..diagnosis import rerun
 from ..diagnosis.batch_snapshot import LEAST_SECONDS, BatchSnapshot
 from ..diagnosis.incident import Incident, write_frames
 from ..diagnosis.isolation import ChildEndedError, can_fork, run_in_child
-from ..diagnosis.trials import Conditions
 from ..history.monitor import Monitor
 from ..instrumentation.slot import unwatched
 from ..ranks.coordinator import RankCoordinator
@@ -276,13 +275,15 @@ class FailureHandler:
             return
         examines = options.reruns and is_of_batch
         start, loss = self.starts.of(finding) if examines else (None, None)
-        # A module that is not watched is not judged either.
-        conditions = Conditions(
-            scale_of(options.scaler), lambda name, x: not options.observes(name) or options.excuses(name, x)
-        )
-        folder = options.output_dir
         examine = partial(
-            rerun.examine, incident, model=model, output_dir=folder, conditions=conditions, loss=loss
+            rerun.examine,
+            incident,
+            model=model,
+            output_dir=options.output_dir,
+            loss=loss,
+            # A module that is not watched is not judged either.
+            allows=lambda name, module: not options.observes(name) or options.excuses(name, module),
+            loss_scale=scale_of(options.scaler),
         )
         try:
             if start is None and loss is None:

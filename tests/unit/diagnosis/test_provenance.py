@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from nanwatch.diagnosis.operation import StorageWriteLog
+from nanwatch.diagnosis.operation import WriteLog
 from support.examined import culprit, exponential, look
 from support.toys import Does
 
@@ -219,7 +219,7 @@ def test_a_choice_is_blamed_on_the_operand_it_took_the_infinity_from(is_first: b
 )
 def test_the_log_knows_who_wrote_each_element_last(writes: list[tuple[int, int, int, bool]]) -> None:
     """Writes to parts of one storage, against a list of who wrote each of its elements last."""
-    memory, log = torch.zeros(8), StorageWriteLog()
+    memory, log = torch.zeros(8), WriteLog()
     last: list[int | None] = [None] * 8
     for number, (start, stop, step, is_bad) in enumerate(writes):
         part = slice(start, max(stop, start + 1), step)
@@ -235,7 +235,7 @@ def test_the_log_knows_who_wrote_each_element_last(writes: list[tuple[int, int, 
 def test_a_full_log_forgets_no_storage_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """It makes room by dropping those that are gone."""
     monkeypatch.setattr("nanwatch.diagnosis.operation._MANY", 2)
-    log, alive = StorageWriteLog(), [torch.full((2,), INF) for _ in range(4)]
+    log, alive = WriteLog(), [torch.full((2,), INF) for _ in range(4)]
     for number, x in enumerate(alive):
         log.put(torch.full((3,), INF), -1)
         log.put(x, number)

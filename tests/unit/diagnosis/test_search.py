@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nanwatch.diagnosis.diagnosis import Diagnosis, enrich
-from nanwatch.diagnosis.search import find_operation
+from nanwatch.diagnosis.search import Diagnosis, enrich, find_operation
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
 from support.examined import culprit, exponential, look, snapshot_of

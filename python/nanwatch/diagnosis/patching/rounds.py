@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...report.finding import Cure
 from ..causes import DOMAINS
-from ..diagnosis import Expression, Step
+from ..operation import Expression, Step
 from ..trials import MOST_BY_GUARD, Trials
 from .matching import Binding, Site, match, operation_of, placed, written
 from .source import Edit, Probe, SourceFile, Span, Target, TargetFinder, exchanged, first_line, moved

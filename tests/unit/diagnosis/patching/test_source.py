@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nanwatch.diagnosis.diagnosis import Expression
+from nanwatch.diagnosis.operation import Expression
 from nanwatch.diagnosis.patching.source import (
     Edit,
     Probe,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanwatch.diagnosis.diagnosis import Expression, Step
+from nanwatch.diagnosis.operation import Expression, Step
 from nanwatch.diagnosis.patching.matching import Site, match, written
 from nanwatch.diagnosis.patching.rounds import Proposer
 from nanwatch.diagnosis.patching.source import find_target
