@@ -81,8 +81,9 @@ class Site:
 
     def constant(self, node: ast.AST) -> Any:
         """Return the module or number that a node stands for, by the globals of the function; else None."""
-        names = {x: None if x in self._bound else self.globals.get(x) for x in all_names(node)}
-        names = {**names, "float": float}
+        names = {x: None if x in self._bound else self.globals.get(x) for x in all_names(node)} | {
+            "float": float
+        }
         calls = [ast.unparse(part.func) for part in ast.walk(node) if isinstance(part, ast.Call)]
         is_known = all(isinstance(value, int | float | ModuleType | type) for value in names.values())
         if not is_known or not all(map(_NUMBER_CALL.fullmatch, calls)):
@@ -110,8 +111,8 @@ class Site:
         return self.definition(node) or node
 
     def _last(self, name: str, start: int) -> tuple[int, ast.Assign | None]:
-        bindings = [(-1, None), *(pair for pair in self._bound.get(name, ()) if pair[0] <= start)]
-        return max(bindings, key=lambda pair: pair[0])
+        bindings = (pair for pair in self._bound.get(name, ()) if pair[0] <= start)
+        return max(bindings, key=lambda pair: pair[0], default=(-1, None))
 
     def text(self, node: ast.AST) -> str:
         """Return the text of a node of this source."""
@@ -142,8 +143,9 @@ def operation_of(node: ast.AST, site: Site | None = None) -> Operation | None:
     if site is not None and isinstance(node.func, ast.Attribute):
         owner = node.func.value
         # `self.softmax(x)` calls a module.
-        is_self = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
-        if not is_self and not isinstance(site.constant(owner), ModuleType):
+        if getattr(owner, "id", "") not in ("self", "cls") and not isinstance(
+            site.constant(owner), ModuleType
+        ):
             args = (owner, *args)
     elif site is not None:
         function = site.globals.get(name)
@@ -229,10 +231,8 @@ def _arguments(site: Site, wanted: Operation, operation: Operation, binding: Bin
         if is_other or len(patterns) == len(wanted.args):
             return None
         binding = binding._replace(rest=rest)
-    orders = [pairs]
-    if wanted.name in ("add", "mul"):
-        orders.append([(pairs[0][0], pairs[1][1]), (pairs[1][0], pairs[0][1])])
-    for order in orders:
+    swapped = [(pattern, node) for (pattern, _), (_, node) in zip(pairs, pairs[::-1], strict=True)]
+    for order in (pairs, swapped) if wanted.name in ("add", "mul") else (pairs,):
         inner: Binding | None = binding
         for pattern, node in order:
             inner = None if inner is None else _match(site, pattern, node, inner)

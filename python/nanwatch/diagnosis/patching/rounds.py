@@ -73,6 +73,7 @@ class Proposer:
         dtypes = {record.dtype.removeprefix("torch.") for record in step.operands}
         self._dtype = next((name for name in _ENDS if name in dtypes), "float32")
         self._numbers = numbers_of(self._dtype)
+        self._known: set[tuple[Edit, ...]] = set()
         self.failing = self._failing_nodes(step)
         # The nodes inside the likeliest one, and inside what made its names.
         inner = [node for top in self.failing[:1] for node in ast.walk(top) if node is not top]
@@ -120,14 +121,11 @@ class Proposer:
             return ""
         power = self._number(operation.args[-1]) if self._operation == "pow" else None
         is_root = power is not None and 0 < abs(power) < 1
-        domain = DOMAINS.get("sqrt" if is_root else self._operation)
+        least, largest = DOMAINS.get("sqrt" if is_root else self._operation, (-math.inf, math.inf))
         tensors = [x[x.isfinite()] for x in self.tensors(operation.args[0]) if not x.is_complex()]
         ends = [float(end) for x in tensors if x.numel() for end in x.aminmax()]
-        if domain is None:
-            return ""
-        least, largest = domain[0] - MOST_BY_GUARD, domain[1] + MOST_BY_GUARD
-        end = next((end for end in ends if not least <= end <= largest), None)
-        return "" if end is None else f"float64 too has {end:.3g} there"
+        outside = [end for end in ends if not least - MOST_BY_GUARD <= end <= largest + MOST_BY_GUARD]
+        return f"float64 too has {outside[0]:.3g} there" if outside else ""
 
     def causes(self) -> list[str]:
         """Return a sentence for each number of the source that is 0 in the format of the failing operation."""
@@ -136,14 +134,6 @@ class Proposer:
 
     def proposals(self) -> Iterator[Proposal]:
         """Yield the changes, stable forms before guards, each once."""
-        known: set[tuple[Edit, ...]] = set()
-        for proposal in self._in_order():
-            is_change = any(self._site.file.part(edit.span) != edit.text for edit in proposal.edits)
-            if proposal.edits not in known and is_change:
-                known.add(proposal.edits)
-                yield proposal
-
-    def _in_order(self) -> Iterator[Proposal]:
         for number in self._vanished:
             form = "EPS" if isinstance(number, ast.Constant) else "max(X, EPS)"
             binding = Binding({"X": number})
@@ -180,11 +170,14 @@ class Proposer:
     def _written(
         self, node: ast.AST, changed: ast.AST, form: str, binding: Binding, words: str
     ) -> list[Proposal]:
-        """Return the change that writes a form in the place of a part of the node, none if it cannot be written."""
+        """Return the change that writes a form in the place of a part of the node, none if it is no new one."""
         numbers = {**self._numbers, "BOUND": self._bound(binding)}
         edits = written(self._site, changed, form, binding, numbers)
+        if edits in self._known or all(self._site.file.part(span) == text for span, text in edits):
+            return []
+        self._known.add(edits)
         words = re.sub(r"\b[A-Z]{3,}\b", lambda name: numbers.get(name[0], name[0]), words)
-        return [Proposal(edits, node, words)] if edits else []
+        return [Proposal(edits, node, words)]
 
     def _holds(self, condition: str, binding: Binding) -> bool:
         kind, _, operations = condition.partition("in ")
