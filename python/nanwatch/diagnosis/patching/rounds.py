@@ -84,7 +84,9 @@ class Proposer:
         poles = [x for x in parts if (operation := operation_of(x, site)) and operation.name in POLES]
         self._sources = [] if is_finite else poles
         names = [x for x in parts if isinstance(x, ast.Constant | ast.Name | ast.Attribute)]
-        added = [x for x in names if self._is_added(x)]
+        # Those that are added, or handed to a function: a product with 1e-8 is computed before it is rounded.
+        pairs = [(x, site.parents[x]) for x in names if not isinstance(site.parents[x], ast.Attribute)]
+        added = [x for x, above in pairs if isinstance(getattr(above, "op", ast.Add()), ast.Add)]
         operations = filter(None, (operation_of(node, site) for node in (*self.failing, *self._sources)))
         looked = [*(x for operation in operations for x in operation.args), *added]
         looked = [x for x in looked if isinstance(x, _VALUES) and site.constant(x) is None]
@@ -99,20 +101,17 @@ class Proposer:
         line, position = step.place.line, self._site.file.at(step.place.positions)
         names = names_that_run(self._operation)
         ranks: dict[ast.AST, tuple[bool, bool, bool]] = {}
-        for node in ast.walk(self._site.node):
-            if isinstance(node, ast.expr | ast.AugAssign) and node.lineno <= line <= (
-                node.end_lineno or line
-            ):
-                operation, span = operation_of(node, self._site), self._site.file.span(node)
-                if operation is not None and (span == position or operation.name in names):
-                    is_outside = position is None or not span.covers(position)
-                    ranks[node] = operation.name not in names, span != position, is_outside
+        nodes: Iterator[Any] = ast.walk(self._site.node)
+        for node in nodes:
+            operation = operation_of(node, self._site)
+            if operation is None or not node.lineno <= line <= node.end_lineno:
+                continue
+            span = self._site.file.span(node)
+            if span == position or operation.name in names:
+                is_outside = position is None or not span.covers(position)
+                ranks[node] = operation.name not in names, span != position, is_outside
         inside = [node for node, (_, _, is_outside) in ranks.items() if not is_outside]
         return sorted(inside or ranks, key=ranks.__getitem__)
-
-    def _is_added(self, node: ast.AST) -> bool:
-        above = self._site.parents.get(node)
-        return isinstance(getattr(above, "op", ast.Add()), ast.Add) and not isinstance(above, ast.Attribute)
 
     def outside(self) -> str:
         """Return in words what a clamp would hide: an operand that float64 has outside the operation's domain too."""
