@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -68,14 +69,13 @@ class MessageSink(Sink):
         self._report("spike", report, {}, report.files)
 
     def _report(self, event: str, report: Report | SpikeReport, facts: Facts, files: tuple[str, ...]) -> None:
-        if (annotation := annotation_of(report)) is None:
-            return
-        facts = {"module": annotation.module, "reason": annotation.rule, **facts}
-        if annotation.place is not None:
-            facts["place"] = str(annotation.place)
-        if files:
-            facts["folder"] = str(Path(files[0]).parent)
-        self.send(Message(event, report.batch or 0, annotation.text, facts, report.rank))
+        if (annotation := annotation_of(report)) is not None:
+            facts = {"module": annotation.module, "reason": annotation.rule, **facts}
+            if annotation.place is not None:
+                facts["place"] = str(annotation.place)
+            if files:
+                facts["folder"] = str(Path(files[0]).parent)
+            self.send(Message(event, report.batch or 0, annotation.text, facts, report.rank))
 
     def on_forecast(self, batch: int, forecast: Forecast) -> None:
         """Send its sentence."""
@@ -143,8 +143,9 @@ def _metrics(registry: Any) -> dict[str, Any]:
 
 
 @cache
-def _serve(port: int) -> None:
-    needed("prometheus_client", "the sink prometheus", "prometheus").start_http_server(port)
+def _serve(port: int | None) -> None:
+    if port is not None:
+        needed("prometheus_client", "the sink prometheus", "prometheus").start_http_server(port)
 
 
 class PrometheusSink(MessageSink):
@@ -164,14 +165,12 @@ class PrometheusSink(MessageSink):
 
     def send(self, message: Message) -> None:
         """Count it."""
-        if self._port is not None:
-            _serve(self._port)
+        _serve(self._port)
         self._metrics[message.event].inc()
 
     def on_batch(self, summary: BatchSummary) -> None:
         """Set the headroom of the model and of each module that has a curve."""
-        if self._port is not None:
-            _serve(self._port)
+        _serve(self._port)
         for bits, _, _ in list(summary.headroom.values())[:1]:
             self._metrics[TOTAL].set(bits)
         for name, bits in summary.curves.items():
@@ -196,7 +195,7 @@ class WebhookSink(MessageSink):
             )
         self._url = url
         self._sent: dict[str, float] = {}
-        self._num_held: dict[str, int] = {}
+        self._num_held = Counter[str]()
         self._has_warned = False
         self._threads: list[threading.Thread] = []
 
@@ -208,7 +207,7 @@ class WebhookSink(MessageSink):
         """Post it, unless one of its kind was posted just now."""
         event, now = message.event, time.monotonic()
         if now < self._sent.get(event, -_PAUSE) + _PAUSE:
-            self._num_held[event] = self._num_held.get(event, 0) + 1
+            self._num_held[event] += 1
             return
         self._sent[event] = now
         if num_held := self._num_held.pop(event, 0):

@@ -215,8 +215,7 @@ class SinkStream:
 
     def batch_ended(self, batch: int) -> None:
         """Take the end of a finite batch."""
-        summary = self._summary
-        if summary is not None and summary.batch == batch:
+        if (summary := self._summary) is not None and summary.batch == batch:
             self._summary = None
             self._next = batch + self._log_every
             self._tell("on_batch", summary)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from math import inf
 from pathlib import Path
@@ -31,10 +31,6 @@ ACCEPTED = (
     " dict and the number of the batch, a name such as 'tensorboard:runs/a'"
 )
 Values: TypeAlias = Mapping[str, float | str]
-# Classes of a module that is imported with the first of them, as it needs the network's modules.
-_ALERTS = {
-    "jsonl": "JsonLinesSink", "prometheus": "PrometheusSink", "slack": "SlackSink", "webhook": "WebhookSink"
-}  # fmt: skip
 
 
 def spell_module(name: str) -> str:
@@ -166,15 +162,13 @@ class WandbSink(LogSink):
                 f"the sink wandb takes no {target!r}; say that to wandb.init(), and pass what it returns"
             )
         self._target = needed("wandb", "watch(sinks=<run of wandb>)", "wandb") if target is None else target
-        self._run: Any = None
 
     def write(self, batch: int, values: Values) -> None:
         """Log numbers and words."""
-        if self._run is None:
-            self._run = self._begin()
         self._run.log({f"{TOTAL}/batch": batch, **values}, commit=False)
 
-    def _begin(self) -> Any:
+    @cached_property
+    def _run(self) -> Any:
         run = self._target
         if isinstance(run, ModuleType):  # a trainer may begin the run after its callbacks were made
             run = run.run
@@ -190,11 +184,14 @@ class WandbSink(LogSink):
 
 def factory_of(name: str) -> Callable[..., Sink]:
     """Return what makes the sink of this name. Raises ValueError, with the names that there are, for another."""
-    factories: dict[str, Callable[..., Sink]] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
-    if name in _ALERTS:
-        factories[name] = getattr(import_module(".alerts", __package__), _ALERTS[name])
+    alerts: Any = import_module(".alerts", __package__)  # needs the network's modules, and this one
+
+    factories: dict[str, Callable[..., Sink]] = {
+        "jsonl": alerts.JsonLinesSink, "prometheus": alerts.PrometheusSink, "slack": alerts.SlackSink,
+        "tensorboard": TensorBoardSink, "wandb": WandbSink, "webhook": alerts.WebhookSink,
+    }  # fmt: skip
     if name not in factories:
-        known = ", ".join(sorted([*factories, *_ALERTS]))
+        known = ", ".join(factories)
         raise ValueError(
             f"there is no sink {name!r}; known are {known}; a folder for TensorBoard is tensorboard:FOLDER"
         )
