@@ -135,7 +135,7 @@ class CheckpointGuard:
                 self._act(save, records, f"{text}: no rank writes it")
                 return self.refused(save, error)
         if save.path is not None:
-            result = save.write(beside := save.beside(save.path))
+            beside, result = save.write_beside(save.path)
             self.keeps = True
             text += f": the checkpoint is in {beside}, and {save.path} is untouched"
         elif self._raises:
@@ -245,19 +245,18 @@ class Save:
             return False
         return distributed.get_world_size(arguments.get("process_group")) > 1
 
-    def beside(self, path: str) -> str:
-        """Return the name beside `path` for a checkpoint that is not to replace the one there."""
+    def write_beside(self, path: str) -> tuple[str, Any]:
+        """Save beside `path`, so that the checkpoint there stays. Return where, and the result."""
         stem, ending = (path.rstrip("/"), "") if self._seam.is_folder else os.path.splitext(path)
-        return f"{stem}{_MARK}{ending}"
+        beside = f"{stem}{_MARK}{ending}"
+        return beside, self.write(**{self._seam.place: beside})
 
-    def write(self, path: str | None = None, **changed: Any) -> Any:
-        """Save as asked, or to another path, past all guards."""
+    def write(self, **changed: Any) -> Any:
+        """Save as asked, or with changed arguments, past all guards."""
         bound = copy.copy(self._bound)
         bound.arguments = {**bound.arguments, **changed}
-        if path is not None:
-            bound.arguments[self._seam.place] = path
-            if (writer := bound.arguments.get("storage_writer")) is not None:
-                bound.arguments["storage_writer"] = copy.copy(writer)  # it would remember the path
+        if (writer := bound.arguments.get("storage_writer")) is not None and self._seam.place in changed:
+            bound.arguments["storage_writer"] = copy.copy(writer)  # it would remember the path
         token = _is_saving.set(True)
         try:
             return self._original(*bound.args, **bound.kwargs)

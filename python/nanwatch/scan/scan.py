@@ -136,9 +136,10 @@ def _read_batch(batch: Sequence[Stored], fingerprints: bool) -> list[TensorScan]
 
 
 def _mapped(stored: Stored) -> Tensor | None:
-    """Return the tensor of a mapped file, None for any other and for one that `_read` finds damaged."""
+    """Return a tensor that lies in a mapped file; None for a copy in memory, and for one that `_read` finds damaged."""
     with suppress(Exception):
-        return stored.load() if stored.regions else None
+        x = stored.load() if stored.regions else None
+        return x if x is not None and any(x.data_ptr() in region for region in stored.regions) else None
     return None
 
 
