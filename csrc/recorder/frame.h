@@ -137,8 +137,7 @@ struct AddedOutput {
 
 struct FrameHead {
   int64_t batch = 0;
-  int32_t node = 0;
-  Labels::Id class_name = 0;  // of the module at its call: its class may change
+  int32_t node = 0, class_name = 0;  // the second is a label: of the module's class at the call, which may change
   bool recomputed = false;
   Phase phase = Phase::forward;
   bool has_nonfinite = false;

@@ -39,9 +39,8 @@ class AttentionLogits:
 
 
 def _is_readable(x: Any) -> bool:
-    if not isinstance(x, Tensor) or is_captured(x):
-        return False
-    return not unreadable(x) and is_plain(x) and not x.is_complex() and x.numel() > 0
+    is_strided = isinstance(x, Tensor) and not is_captured(x) and not unreadable(x) and is_plain(x)
+    return is_strided and not x.is_complex() and x.numel() > 0
 
 
 def _four_dims(x: Tensor) -> Tensor:
@@ -91,7 +90,10 @@ def sdpa_logits(
                 end = min(num_columns, row + rows) if is_causal else num_columns
                 logits = query[item, head, row : row + rows].to(rounded).to(dtype) @ keys[:, :end]
                 if mask is not None:
-                    logits = _masked(logits, mask[item, head, row : row + rows, :end])
+                    part = mask[item, head, row : row + rows, :end]
+                    logits = (
+                        logits.masked_fill_(~part, 0.0) if part.dtype is torch.bool else logits.add_(part)
+                    )
                 if is_causal:
                     logits.tril_(row)
                 largest[head] = torch.maximum(largest[head], logits.amax())
@@ -108,10 +110,6 @@ def _softmax_logits(
     # The first dimension may be batch and heads, as in nn.MultiheadAttention.
     is_attention = input.ndim == 3 and "attention" in class_name.lower()
     return input.detach().amax().reshape(1).clamp(min=0) if is_attention else None
-
-
-def _masked(logits: Tensor, mask: Tensor) -> Tensor:
-    return logits.masked_fill_(~mask, 0.0) if mask.dtype is torch.bool else logits.add_(mask)
 
 
 _watches: list[weakref.ref[AttentionWatch]] = []
@@ -133,9 +131,8 @@ def _reading(original: Any, logits_of: Callable[..., Tensor | None]) -> Any:
 
 
 def _replace_functions() -> None:
-    attention, softmax = functional.scaled_dot_product_attention, functional.softmax
-    _functions.replace(functional, "scaled_dot_product_attention", _reading(attention, sdpa_logits))
-    _functions.replace(functional, "softmax", _reading(softmax, _softmax_logits))
+    for name, logits_of in (("scaled_dot_product_attention", sdpa_logits), ("softmax", _softmax_logits)):
+        _functions.replace(functional, name, _reading(getattr(functional, name), logits_of))
 
 
 _functions = Changes("torch.nn.functional", _replace_functions)
@@ -154,8 +151,7 @@ class AttentionWatch:
     """Reader of the attention logits in a recorder's batches 0, `every`, 2 `every`, ..., until `remove`."""
 
     def __init__(self, recorder: Recorder, every: int) -> None:
-        self._recorder = recorder
-        self._every = every
+        self._recorder, self._every = recorder, every
         self._latest: dict[str, tuple[Tensor, int]] = {}  # by module
         reference = weakref.ref(self)
         with _lock:

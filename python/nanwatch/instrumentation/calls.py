@@ -88,10 +88,8 @@ class Attachment:
         allow_inf: Callable[[str, nn.Module], bool | Excuses],
     ) -> None:
         self.is_attached = True
-        self._recorder = recorder
+        self._recorder, self._observed, self._allow_inf = recorder, observed, allow_inf
         shape_inference.make()
-        self._observed = observed
-        self._allow_inf = allow_inf
         self._names = WeakIdKeyDictionary()
         self._nodes: dict[tuple[str, type], int] = {}
         # The recorder knows FSDP's own classes, but the model may be a part of a module that was sharded as a whole.
@@ -127,7 +125,6 @@ class Attachment:
         node = self._node_of(name, module)
         call = _watched_call(self._recorder, module, None, node)
         call.attachment = weakref.ref(self)
-        call.node = node  # for compiled code
         attach(module, call)
         self._names[module] = name
 

@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..numerics import _extension
+from ..recording.events import Settings
+from ..recording.observe import call_values
 from ..recording.recorder import PythonRecorder
 from ..recording.walk import MAX_DEPTH, MAX_LEAVES, SCALARS, Leaf, Unwalked, call_leaves, leaves
 from ..util.modules import each_module
@@ -173,12 +175,11 @@ def _modules_of(value: Any) -> Iterator[nn.Module]:
     """Yield the modules that code finds in a variable: itself, in a container, or in an object."""
     if isinstance(value, MethodType):
         value = value.__self__
-    if isinstance(value, nn.Module):
-        yield value
-    elif not isinstance(value, (type, ModuleType, FunctionType)):
+    values: Any = [value]
+    if not isinstance(value, (nn.Module, type, ModuleType, FunctionType)):
         values = value if isinstance(value, (dict, list, tuple)) else getattr(value, "__dict__", ())
-        values = values.values() if isinstance(values, dict) else values
-        yield from (module for module in list(values) if isinstance(module, nn.Module))
+    values = list(values.values() if isinstance(values, dict) else values)
+    yield from (module for module in values if isinstance(module, nn.Module))
 
 
 def _holds_watched(model: nn.Module) -> bool:
@@ -216,14 +217,8 @@ record_ = _extension.define(
 
 _NOT_READ = Unwalked("in compiled code only plain tensors are read")
 _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
-_OPAQUE = object()  # for any value that is neither a container nor a tensor
-
-
-class _TensorLeaf:
-    """Tensor in a plan: Dynamo's variable for it, or None where it is not read."""
-
-    def __init__(self, variable: Any = None) -> None:
-        self.variable = variable
+_OPAQUE = ""  # for any value that is neither a container nor a tensor
+_OWNED = Settings(inputs=False, outputs=False)
 
 
 def _put(module: Any, tx: Any, site: Any, caller: Any, args: Any, kwargs: Any, *outputs: Any) -> None:
@@ -232,17 +227,18 @@ def _put(module: Any, tx: Any, site: Any, caller: Any, args: Any, kwargs: Any, *
     `caller` is the site of the module that made the call, or None.
     """
     plan = _Plan(tx, type(module.value).__name__ if outputs else "")
-    parts = (("w", module.value._parameters), ("b", module.value._buffers)) if outputs else ()
-    for role, named in parts:
-        for name, x in named.items():
-            if x is not None and (role == "w" or x.is_floating_point() or x.is_complex()):
-                variable = module.var_getattr(tx, name).realize() if _is_plain(x) else None
-                plan.add(role, [(name, _TensorLeaf(variable))])
+    for role, name, x in call_values(_OWNED, module.value, (), {}, None) if outputs else ():
+        plan.add(role[0], [(name, module.var_getattr(tx, name).realize() if _is_plain(x) else _NOT_READ)])
     inputs = {key: plan.twin(variable) for key, variable in kwargs.items()}
     plan.add("i", call_leaves(tuple(map(plan.twin, args)), inputs, objects=False))
     for output in outputs:
         plan.add("o", leaves(plan.twin(output, True), "output", False))
-    plan.put(site, caller)
+    sequence = _variable(tx, SEQUENCE, tx.import_source(__name__), "SEQUENCE")
+    tensors = _variable(tx, [])
+    tensors.items.extend(plan.tensors)
+    caller = _variable(tx, None) if caller is None else caller
+    text = _variable(tx, PLAN_SEPARATOR.join(plan.lines))
+    _variable(tx, record_).call_function(tx, [sequence, site, caller, text, tensors], {})
 
 
 class _Plan:
@@ -250,34 +246,24 @@ class _Plan:
 
     def __init__(self, tx: Any, class_name: str) -> None:
         self._tx = tx
-        self._lines = [class_name]
-        self._tensors: list[Any] = []
+        self.lines = [class_name]
+        self.tensors: list[Any] = []
         # Containers by their variables, which live as long, so that no other has such an id.
         self._twins: dict[tuple[int, bool], tuple[Any, Any]] = {}
-
-    def put(self, site: Any, caller: Any) -> None:
-        """Put the operator into the graph."""
-        tx = self._tx
-        sequence = _variable(tx, SEQUENCE, tx.import_source(__name__), "SEQUENCE")
-        tensors = _variable(tx, [])
-        tensors.items.extend(self._tensors)
-        caller = _variable(tx, None) if caller is None else caller
-        text = _variable(tx, PLAN_SEPARATOR.join(self._lines))
-        _variable(tx, record_).call_function(tx, [sequence, site, caller, text, tensors], {})
 
     def add(self, role: str, values: Iterable[Leaf]) -> None:
         """Add lines of leaves."""
         for label, leaf in values:
-            letter, reason = "n" if leaf is None else "x", ""
-            if isinstance(leaf, _TensorLeaf) and leaf.variable is not None:
-                letter = "t"
-                self._tensors.append(leaf.variable)
-            elif isinstance(leaf, _TensorLeaf | Unwalked):
-                letter, reason = "u", "\t" + (leaf if isinstance(leaf, Unwalked) else _NOT_READ)
-            self._lines.append(f"{role}{letter} {label}{reason}")
+            if isinstance(leaf, Unwalked):
+                self.lines.append(f"{role}u {label}\t{leaf}")
+            elif isinstance(leaf, SCALARS):
+                self.lines.append(f"{role}{'n' if leaf is None else 'x'} {label}")
+            else:
+                self.lines.append(f"{role}t {label}")
+                self.tensors.append(leaf)
 
     def twin(self, variable: Any, enters_objects: bool = False, depth: int = 0) -> Any:
-        """Return what the walk over values takes for the variable's: containers, scalars and _TensorLeaf.
+        """Return what the walk over values takes for the variable's: containers, scalars and variables of tensors.
 
         Dynamo guards on everything that it reads, and fails on some values (sparse tensors). So this reads only plain
         tensors among the values that the user's own code has not touched so far. With `enters_objects` an object that
@@ -289,12 +275,12 @@ class _Plan:
             value = variable.original_value()
             if not _is_harmless(value, MAX_DEPTH):
                 is_read = isinstance(value, Tensor | list | tuple | dict) or is_dataclass(value)
-                return _TensorLeaf() if is_read else _OPAQUE
+                return _NOT_READ if is_read else _OPAQUE
         variable = variable.realize()
         kind = variable.python_type()
         if issubclass(kind, Tensor):
             is_plain = kind in _PLAIN_TENSORS and getattr(variable, "layout", None) is torch.strided
-            return _TensorLeaf(variable if is_plain else None)
+            return variable if is_plain else _NOT_READ
         if (id(variable), enters_objects) in self._twins:
             return self._twins[id(variable), enters_objects][1]
         pairs: list[tuple[Any, Any]]
@@ -302,8 +288,8 @@ class _Plan:
             pairs = list(enumerate(variable.unpack_var_sequence(tx)))
         elif issubclass(kind, dict):
             items = variable.call_method(tx, "items", [], {}).unpack_var_sequence(tx)
-            keys = [(key, x) for key, x in (item.unpack_var_sequence(tx) for item in items)]
-            pairs = [(_constant(key, (key.python_type().__name__, i)), x) for i, (key, x) in enumerate(keys)]
+            named = enumerate(item.unpack_var_sequence(tx) for item in items)
+            pairs = [(_constant(key, (key.python_type().__name__, i)), x) for i, (key, x) in named]
         elif is_dataclass(kind):
             pairs = [(field.name, variable.var_getattr(tx, field.name)) for field in fields(kind)]
         else:

@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable
+from contextlib import ExitStack
 from types import CodeType, SimpleNamespace
 from typing import Any
 
@@ -59,10 +60,8 @@ class GlobalHooks:
         *,
         traced: bool = True,
     ) -> None:
-        self._traced = traced
+        self._register, self._callers, self._traced = register, tuple(callers), traced
         self.subjects: Container[int] | None = None
-        self._register = register
-        self._callers = tuple(callers)
         self._handle: Any = None
         self._lock = threading.RLock()  # the garbage collector may remove a hook anywhere
         self._hooks: dict[object, Hook] = {}
@@ -112,12 +111,10 @@ class Handles:
     """Handles of registered hooks, which are removed by `remove()` or when `owner` is collected, once."""
 
     def __init__(self, owner: object, handles: Iterable[Any]) -> None:
-        self.remove = weakref.finalize(owner, _remove, list(handles))
-
-
-def _remove(handles: Iterable[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+        stack = ExitStack()
+        for handle in handles:
+            stack.callback(handle.remove)
+        self.remove = weakref.finalize(owner, stack.close)
 
 
 # hook(optimizer, args, kwargs), which may return other (args, kwargs); and after the step.

@@ -42,8 +42,6 @@ from .global_hooks import children, is_inside
 ATTRIBUTE = "_compiled_call_impl"
 SITE = "_nanwatch_site"
 IS_WATCHED = "_nanwatch_is_watched"
-# Function that makes the call of a module, as `module._call_impl(*args, **kwargs)` would.
-Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 # Seconds after which other threads proceed anyway, so that a re-run that waits for one of them cannot deadlock.
 PATIENCE = 60.0
@@ -124,13 +122,6 @@ class _PythonCallSlot:
         self._calls.pop(address, None)
 
     forget = clear
-
-    def keep_sites(self, function: Callable[[nn.Module], None], /) -> None:
-        """Do nothing."""
-
-    def has_site(self, address: int, /) -> bool:
-        """Return False."""
-        return False
 
 
 _CallSlot: Any = _PythonCallSlot
@@ -218,7 +209,11 @@ def watching(module: nn.Module) -> list[Any]:
 
 def needs_operators(module: nn.Module) -> bool:
     """Return whether graphs need operators for the module's calls: for its watch now, or for the next one."""
-    return bool(getattr(module, IS_WATCHED, False) or _slot.has_site(id(module)))
+    return bool(getattr(module, IS_WATCHED, False)) or _has_site(module)
+
+
+def _has_site(module: nn.Module) -> bool:
+    return bool(_SITES) and _slot.has_site(id(module))
 
 
 def attach(module: nn.Module, wrapper: Any) -> None:
@@ -247,13 +242,12 @@ def detach(module: nn.Module, wrapper: Any) -> None:
             _slot.set(key, wrapper.inner)
         else:
             _slot.clear(key)
-            if not _slot.has_site(key):
+            if not _has_site(module):
                 _alive.pop(key, None)
 
 
 def _keep(module: nn.Module) -> None:
-    key = id(module)
-    _alive.setdefault(key, weakref.ref(module, functools.partial(_forget, key)))
+    _alive.setdefault(id(module), weakref.ref(module, functools.partial(_forget, id(module))))
 
 
 def _forget(key: int, _: object) -> None:
@@ -261,16 +255,15 @@ def _forget(key: int, _: object) -> None:
     _slot.forget(key)
 
 
-_slot.keep_sites(_keep)
+if _SITES:
+    _slot.keep_sites(_keep)
 
 
 class PythonWatchedCall(CallWrapper):
     """Wrapper of a module's call while a PythonRecorder watches it."""
 
     def __init__(self, recorder: Any, module: nn.Module, inner: Any, node: int) -> None:
-        self.recorder = recorder
-        self.inner = inner
-        self.node = node
+        self.recorder, self.inner, self._node = recorder, inner, node
         self._module = weakref.ref(module)
 
     @property
@@ -286,7 +279,7 @@ class PythonWatchedCall(CallWrapper):
         if module is None:
             raise ReferenceError("nanwatch: the watched module of this call no longer exists")
         target = module._call_impl if self.inner is None else self.inner
-        call = self.recorder.enter(self.node, module, args, kwargs)
+        call = self.recorder.enter(self._node, module, args, kwargs)
         if call is None:
             return target(*args, **kwargs)
         outputs: tuple[Any, ...] = ()
@@ -326,17 +319,17 @@ def attached(temporary: Iterable[TemporaryWrapper]) -> Iterator[None]:
         yield
 
 
-def wrap_calls(modules: Iterable[nn.Module], run: Run) -> AbstractContextManager[None]:
-    """Return a context inside which `run` makes this thread's calls of these modules, after the user's hooks.
+def wrap_calls(modules: Iterable[nn.Module], run: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Return a context inside which `run(module, args, kwargs)` makes this thread's calls of these modules.
 
-    For use inside `BatchSnapshot.again`, where no watch records and compiled modules run eagerly.
+    They are made after the user's hooks. For use inside `BatchSnapshot.again`, where no watch records and compiled
+    modules run eagerly.
     """
     owner = threading.get_ident()
 
     def run_here(wrapper: TemporaryWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if threading.get_ident() != owner:
-            return wrapper.run_inner(args, kwargs)
-        return run(wrapper.module, args, kwargs)
+        is_here = threading.get_ident() == owner
+        return run(wrapper.module, args, kwargs) if is_here else wrapper.run_inner(args, kwargs)
 
     return attached(TemporaryWrapper(module, run_here) for module in {id(x): x for x in modules}.values())
 
@@ -396,10 +389,9 @@ _SHAPE_INFERENCE = ("_shape_inference", "_forward_metadata_inference", "_backwar
 
 
 def _leave_unrecorded() -> None:
-    stage = getattr(sys.modules[_STAGE], "PipelineStage", None)
-    for name in _SHAPE_INFERENCE:
-        if (infer := vars(stage).get(name) if stage else None) is not None:
-            shape_inference.replace(stage, name, _unrecorded(infer))
+    stage = getattr(sys.modules[_STAGE], "PipelineStage", object)
+    for name in vars(stage).keys() & {*_SHAPE_INFERENCE}:
+        shape_inference.replace(stage, name, _unrecorded(vars(stage)[name]))
 
 
 def _unrecorded(infer: Any) -> Any:

@@ -8,7 +8,6 @@ in brackets, `(DistributedDataParallel)` or `encoder.(CheckpointWrapper)`, so th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -82,11 +81,10 @@ def named_modules(model: nn.Module, name: str = "", *, remove_duplicate: bool = 
             above, _, key = path.rpartition(".")
             base, wrappers_key = places.get(above, (above, None))
             place = base if key == wrappers_key else _joined(base, key)
-        places[path] = place, held_key(module)
-        if held_key(module) is None:
-            yield Named(place, path, module)
-        else:
-            yield Named(_joined(place, f"({type(module).__name__})"), path, module)
+        key_of_held = held_key(module)
+        places[path] = place, key_of_held
+        name_here = place if key_of_held is None else _joined(place, f"({type(module).__name__})")
+        yield Named(name_here, path, module)
 
 
 def child_name(parent: nn.Module, name: str, key: str) -> str:
@@ -103,25 +101,13 @@ def module_names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def find_module(model: nn.Module, name: str) -> Named | None:
-    """Return the module of this name or path, or None. A module in several places has several paths."""
+    """Return the module of this name or path, or None. A module in several places has several of both."""
     by_name = {named.name: named for named in named_modules(model)}
     if name in by_name:
         return by_name[name]
-    module = _submodule(model, name)
-    # A module that an attribute holds, and no registration, has no name.
+    places = named_modules(model, remove_duplicate=False)
+    module = next((named.module for named in places if name in (named.name, named.path)), None)
     return next((named for named in by_name.values() if named.module is module), None)
-
-
-def _submodule(model: nn.Module, path: str) -> nn.Module | None:
-    """Return the module at a path, which may lack the keys of wrappers."""
-    with suppress(AttributeError):
-        return model.get_submodule(path)
-    module = unwrapped(model)
-    with suppress(AttributeError):
-        for key in path.split("."):
-            module = unwrapped(module.get_submodule(key))
-        return module
-    return None
 
 
 def for_names(pattern: str, names: Iterable[str]) -> str:

@@ -51,9 +51,8 @@ class Backward:
     """Gradients that came in one run of the autograd engine."""
 
     end: weakref.ref[Any]  # the callback at its end, which is gone if an exception has ended it
-    arrivals: list[tuple[Call, Part, int, Record]] = field(default_factory=list)
-    latest: object = None  # place, tensor and version of the latest gradient, which may come to several calls
-    time: int = 0
+    # The third are place, tensor and version of the gradient, which may come to several calls one after the other.
+    arrivals: list[tuple[Call, Part, object, Record]] = field(default_factory=list)
     weights: set[object] = field(default_factory=set)
 
     @property
@@ -73,15 +72,17 @@ class Backward:
                 around = around.caller
         calls = sorted(records, key=lambda call: (done[call], call.number))
         positions: dict[Call | None, int] = {call: position for position, call in enumerate(calls)}
-        arrivals = []
-        for call, part, time, record in self.arrivals:
+        arrivals: list[Arrival] = []
+        time, latest = 0, None
+        for call, part, gradient, record in self.arrivals:
+            time, latest = time + (gradient != latest), gradient
             arrivals.append(Arrival(positions[call], len(records[call]), part, time))
             records[call].append(record)
-        frames = [call.frame._replace(records=tuple(records[call]), phase="backward") for call in calls]
-        made = zip(calls, frames, strict=True)
-        return [
-            BackwardCall(frame, positions.get(call.caller), call.number) for call, frame in made
-        ], arrivals
+        ended = []
+        for call in calls:
+            frame = call.frame._replace(records=tuple(records[call]), phase="backward")
+            ended.append(BackwardCall(frame, positions.get(call.caller), call.number))
+        return ended, arrivals
 
 
 def place_of(x: Tensor) -> tuple[Any, ...]:

@@ -73,16 +73,15 @@ class Excuses:
         masked, self._given.masked = getattr(self._given, "masked", 0), 0
         if not is_neginf:
             return None
-        if role == "input" and label in self._labels:
+        is_given = role == "input" and label in self._labels
+        if is_given:
             self._given.masked = health.num_neginf
+        if is_given or (role == "output" and self._is_log and not self._reads_inputs):
             return None if x is not None and self._is_no_mask(x) else "mask"
         module = self._module()
-        if role != "output" or module is None:
-            return None
-        if self._is_log and not self._reads_inputs:
-            return None if x is not None and self._is_no_mask(x) else "mask"
         is_padding = isinstance(module, _PADDINGS) and module.value == -torch.inf
-        return "mask" if is_padding or (self._is_log and masked == health.num_neginf) else None
+        is_meant = is_padding or (self._is_log and masked == health.num_neginf)
+        return "mask" if role == "output" and is_meant else None
 
     def _is_no_mask(self, x: Tensor) -> bool:
         """Return whether a row has no finite score, or scores have left the format.
@@ -100,9 +99,8 @@ class Excuses:
         with only_our_dispatch(), torch.no_grad():
             local = local_shard(x)
             values = (x if local is None else local).detach()
-            if isinstance(module, _SOFTMAXES) and (
-                _is_product(x) or bool((values > torch.finfo(values.dtype).max / 4).any())
-            ):
+            is_score = isinstance(module, _SOFTMAXES)
+            if is_score and (_is_product(x) or bool((values > torch.finfo(values.dtype).max / 4).any())):
                 return True
             return bool((values == -torch.inf).all(dim=dim).any())
 

@@ -10,7 +10,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -69,7 +69,8 @@ class PythonRecorder:
         self.keeps_starts = self.gathers_inputs = self.gathers_gradient_peaks = self.gathers_weights = False
         self.gathers_from = sys.maxsize
         self.latest_batch = -1
-        self.counters = Counter(calls=0, frames=0, tensors=0, tensors_read=0, bytes_read=0, cache_hits=0)
+        names = ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits")
+        self.counters = dict.fromkeys(names, 0)
         # Nobody calls back or reads a tensor while holding the lock. Reentrant, as a signal's handler may ask for a
         # report at any moment.
         self._lock = threading.RLock()
@@ -78,7 +79,7 @@ class PythonRecorder:
         self._subscriptions: list[_Subscription] = []
         self._nodes: list[Node] = []
         self._frames: deque[Frame] = deque(maxlen=settings.max_frames)
-        self._num_frames: Counter[int] = Counter()  # by batch, of the latest ones
+        self._num_frames: dict[int, int] = {}  # by batch, of the latest ones
         self._called: set[str] = set()
         self._peaks, self._gradient_peaks = Peaks(), Peaks()
         self._thread = _Thread()
@@ -175,12 +176,9 @@ class PythonRecorder:
     def forget_starts(self) -> None:
         """Forget the starts of ended batches."""
         with self._lock:
-            self._forget_calls()
+            for batch in self._ended:
+                batch.forget_call()
             self._ended.clear()
-
-    def _forget_calls(self) -> None:
-        for batch in self._ended:
-            batch.forget_call()
 
     def call_under_way(self) -> tuple[int, str, str] | None:
         """Return the batch, and name and class of the module, of this thread's innermost call if it is recorded."""
@@ -277,8 +275,9 @@ class PythonRecorder:
 
     def _append(self, frame: Frame, num_read: int = 0) -> None:
         self._frames.append(frame)
-        self.counters.update(frames=1, tensors=num_read, tensors_read=num_read)
-        self._num_frames[frame.batch] += 1
+        for name, count in (("frames", 1), ("tensors", num_read), ("tensors_read", num_read)):
+            self.counters[name] += count
+        self._num_frames[frame.batch] = self._num_frames.get(frame.batch, 0) + 1
         if len(self._num_frames) > _COUNTED_BATCHES:
             del self._num_frames[min(self._num_frames)]
 
@@ -295,9 +294,9 @@ class PythonRecorder:
             extra = self._events.on_batch_start(batch.number, is_traced, module, *batch.given)
             if self.keeps_starts:
                 batch.kept = start_of(batch.number, module, *batch.given, extra)._replace(module=None)
-                if not hasattr(type(module), "is_watched_function"):
-                    with self._lock:
-                        self._forget_calls()
+                with self._lock:
+                    for ended in () if hasattr(type(module), "is_watched_function") else self._ended:
+                        ended.forget_call()
             self._threads_inside.add(threading.get_ident())
         self._thread.batch = batch
         return batch
@@ -381,11 +380,9 @@ class PythonRecorder:
         batch = call.frame.batch
         record = observe(gradient, f"{label}.grad", "gradient", batch=batch, wanted=self._settings)
         with self._lock, torch._C.DisableTorchFunction():
-            latest = (place, id(gradient), None if gradient.is_inference() else gradient._version)
-            backward.time += latest != backward.latest
-            backward.latest = latest
+            version = None if gradient.is_inference() else gradient._version
             backward.weights.add(weight)
-            backward.arrivals.append((call, part, backward.time, record))
+            backward.arrivals.append((call, part, (place, id(gradient), version), record))
             if part == "output":
                 call.backward = task
 

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree
 
-from ..util.visible import suppressed
+from ..util.visible import suppressing
 
 # A model that returns every layer's attention of a long generation has some thousand tensors; beyond that a
 # value is data in Python lists, not activations, and looking at each would cost more than the model.
@@ -168,13 +168,11 @@ def _attributes(value: Any) -> list[tuple[object, Any]] | None:
     kind = type(value)
     if isinstance(value, _NEVER_ENTERED) or callable(value) or is_container(kind):
         return None
-    try:
+    named: dict[str, Any] = {}
+    with suppressing("the attributes of an object could not be read"):
         named = {name: getattr(value, name) for name in copyreg._slotnames(kind) if hasattr(value, name)}  # type: ignore[attr-defined]
         if kind.__dictoffset__:
             named |= object.__getattribute__(value, "__dict__")
-    except Exception:
-        suppressed("the attributes of an object could not be read")
-        return None
     return [(name, x) for name, x in named.items() if not isinstance(x, SCALARS)] or None
 
 
