@@ -19,15 +19,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..numerics.ranges import tensor_health
-from ..numerics.readable import is_plain, local_shard, only_our_dispatch
+from ..numerics.readable import is_plain, only_our_dispatch
 from ..recording.events import Settings
-from ..recording.observe import observe, state_of
+from ..recording.observe import observe
 from ..recording.walk import call_leaves
 from ..report.finding import Cure, Finding
-from ..util.modules import each_module
 from ..util.visible import suppressed
 from .batch_snapshot import BatchSnapshot
-from .operation import Operation
+from .operation import Operation, addressable
 
 # The least and the largest operand of each operation. A guard is right if rounding took the operand past them, and
 # hides a mistake otherwise, such as vectors that are not normalised.
@@ -85,39 +84,23 @@ def causes(
             continue
         # The arguments of the innermost call first, then the weights inside it.
         tensors = [pair for pairs in reversed(arguments) for pair in pairs]
-        tensors += _weights(calls[-1].module) if calls else ()
+        tensors += calls[-1].module.named_parameters() if calls else ()
         memory = _memory(operands[i])
         names = (name for name, x in tensors if _memory(x) == memory and not bool(torch.isfinite(x).all()))
-        name = next(names, None)
-        yield (
-            f"operand[{i}] was not finite before, and no operation that was seen wrote it"
-            if name is None
-            else came_in(name, operands[i])
+        unknown = f"operand[{i}] was not finite before, and no operation that was seen wrote it"
+        yield next((came_in(name, operands[i]) for name in names), unknown)
+    for i, x in [(i, x) for i, x in enumerate(operands) if not x.numel()][:1]:
+        unknown = f"operand[{i}] is empty, of shape {list(x.shape)}"
+        batches = ((name, y) for name, y in (arguments[0] if calls else ()) if not y.numel())
+        yield next(
+            (f"the batch is empty: `{name}` has shape {list(y.shape)}" for name, y in batches), unknown
         )
-    for i, x in enumerate(operands):
-        if not x.numel():
-            empty = (pair for pair in (arguments[0] if calls else ()) if not pair[1].numel())
-            name, given = next(empty, ("", x))
-            shape = list(given.shape)
-            yield (
-                f"the batch is empty: `{name}` has shape {shape}"
-                if name
-                else f"operand[{i}] is empty, of shape {shape}"
-            )
-            break
     if operation.base.startswith("nll_loss"):
         labels, ignored = named.get("target"), named.get("ignore_index", -100)
         if isinstance(labels, Tensor) and labels.numel() and bool((labels == ignored).all()):
             yield f"all {labels.numel():,} labels are ignore_index ({ignored}): the mean is that of nothing"
     yield from _masked_rows(operation, named)
     yield from _outside_domain(operation, named)
-
-
-def _weights(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for path, module in each_module(root):
-        for role, label, x in state_of(module):
-            if role == "weight":
-                yield ".".join(filter(None, (path, label))), x
 
 
 def _memory(x: Tensor) -> int:
@@ -144,9 +127,7 @@ def _masked_rows(operation: Operation, named: Mapping[str, Any]) -> Iterator[str
 def _outside_domain(operation: Operation, named: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence if an operation was given values for which it is not defined."""
     x = named.get("self")
-    if operation.base not in DOMAINS or not isinstance(x, Tensor):
-        return
-    if not is_plain(x) or not x.dtype.is_floating_point:
+    if operation.base not in DOMAINS or not isinstance(x, Tensor) or not is_plain(x) or x.is_complex():
         return
     least, largest = DOMAINS[operation.base]
     ends = ("below", "least", least, x[x < least]), ("above", "largest", largest, x[x > largest])
@@ -169,7 +150,8 @@ def take_apart(finding: Finding, optimizer: Optimizer, parameter: Tensor) -> Fin
     groups = [group for group in optimizer.param_groups if any(x is parameter for x in group["params"])]
     try:
         with torch.no_grad(), only_our_dispatch():
-            state = {key: _local(value) for key, value in optimizer.state.get(parameter, {}).items()}
+            items = optimizer.state.get(parameter, {}).items()
+            state = {key: addressable(x) if isinstance(x, Tensor) else x for key, x in items}
             if not (kinds and groups and (state or parameter.grad is not None)):
                 return finding
             group, is_adam = groups[0], "SGD" not in kinds
@@ -181,18 +163,13 @@ def take_apart(finding: Finding, optimizer: Optimizer, parameter: Tensor) -> Fin
                 update = f"weight - lr * {keys[0] if keys else 'gradient'}"
             operands = [observe(state[x], f"{x}[{finding.label}]", "buffer", wanted=_COUNTED) for x in keys]
             if parameter.grad is not None:
-                operands.append(observe(_local(parameter.grad), f"{finding.label}.grad", "gradient"))
+                operands.append(observe(addressable(parameter.grad), f"{finding.label}.grad", "gradient"))
             words = f"the step of {type(optimizer).__name__}, {update} with lr={float(group['lr']):g}"
             with_step = replace(finding, operation=words, operands=tuple(operands))
             return _with_eps(with_step, group, state, keys[1]) if is_adam else with_step
     except Exception:  # a state of another make
         suppressed("the step of an optimizer could not be taken apart")
     return finding
-
-
-def _local(x: Any) -> Any:
-    shard = local_shard(x) if isinstance(x, Tensor) else None
-    return x if shard is None else shard
 
 
 def _with_eps(finding: Finding, group: Mapping[str, Any], state: Mapping[str, Any], key: str) -> Finding:

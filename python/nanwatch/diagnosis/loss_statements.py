@@ -183,11 +183,8 @@ class _Part:
         for call in calls:
             if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
                 owner = call.func.value
-                if (
-                    not call.args
-                    or self._read(owner)
-                    or any(isinstance(x, ast.Call) for x in ast.walk(owner))
-                ):
+                is_call = any(isinstance(x, ast.Call) for x in ast.walk(owner))
+                if not call.args or is_call or self._read(owner):
                     return owner
         arguments = [x for call in calls for x in (*call.args, *(keyword.value for keyword in call.keywords))]
         made = [argument for argument in arguments if self._read(argument)]
@@ -317,22 +314,16 @@ def _is_bad(value: Any) -> bool:
 
 def _filled_by(statement: ast.stmt) -> set[str]:
     """Return the names whose values the statement changes in place: `p.clamp_()`, `s.den = x`, `losses["a"] = x`."""
-    filled: list[ast.AST] = []
+    filled = set[str]()
     for node in ast.walk(statement):
-        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
-            filled.append(node)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            name = called_name(node)
-            if name in _CHANGES or (name.endswith("_") and not name.endswith("__")):
-                filled.append(node.func)
-    return {name for node in filled if (name := _base(node))}
-
-
-def _base(node: ast.AST) -> str:
-    """Return the name at the left of `name.attribute[item]`, "" where there is none."""
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
+        name, owner = called_name(node), node.func if isinstance(node, ast.Call) else node
+        is_method = isinstance(owner, ast.Attribute) and owner is not node
+        is_change = is_method and (name in _CHANGES or (name.endswith("_") and not name.endswith("__")))
+        if is_change or isinstance(getattr(node, "ctx", None), ast.Store):
+            while isinstance(owner, ast.Attribute | ast.Subscript):
+                owner = owner.value
+            filled |= {owner.id} if isinstance(owner, ast.Name) and not isinstance(node, ast.Name) else set()
+    return filled
 
 
 def _refuse_backward(*_: Any, **__: Any) -> None:

@@ -166,7 +166,7 @@ class WriteLog:
 
     def put(self, x: Tensor, write: Any) -> None:
         """Note that `x` was written, by the non-finite `write`, or with finite values only (None)."""
-        x = _addressable(x)
+        x = addressable(x)
         if not is_plain(x):
             self._others[x] = write
             return
@@ -188,7 +188,7 @@ class WriteLog:
 
     def find(self, x: Tensor) -> list[Any]:
         """Return the last write to each non-finite element of `x`, the oldest write first."""
-        x = _addressable(x)
+        x = addressable(x)
         if not is_plain(x):
             return [write for write in (self._others.get(x),) if write is not None]
         if (entry := self._storages.get(x.untyped_storage()._cdata)) is None:
@@ -201,7 +201,7 @@ class WriteLog:
         return [entry.writes[number - 1] for number in numbers if number]
 
 
-def _addressable(x: Tensor) -> Tensor:
+def addressable(x: Tensor) -> Tensor:
     """Return the tensor; of a DTensor its shard."""
     shard = local_shard(x)
     return x if shard is None else shard

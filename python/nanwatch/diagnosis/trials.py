@@ -134,10 +134,8 @@ def compared(values: Sequence[Tensor], truth: Sequence[Tensor] | None) -> tuple[
     errors = [float(distance.max()) for _, _, distance in known]
     is_near = [float(distance.norm()) <= _MOST_CHANGE * float(right.norm()) for right, _, distance in known]
     if not all(near or error <= MOST_BY_GUARD for near, error in zip(is_near, errors, strict=True)):
-        return (
-            False,
-            f"the result is {max(errors):.3g} away from that of float64, of values up to {largest:.3g}",
-        )
+        words = f"the result is {max(errors):.3g} away from that of float64, of values up to {largest:.3g}"
+        return False, words
     words = f"moves the result by {max(errors):.1e} from that of float64"
     if is_lost:
         return True, _FAILS if all(is_near) else f"{words}; {_FAILS}"
