@@ -113,7 +113,7 @@ def run(
     make: MakeCall = make_call,
     allows: Allows = nothing_allowed,
     *,
-    follows: bool | ProvenanceMode = False,
+    follows: bool = False,
     seeks: Callable[[nn.Module, Record], bool] | None = None,
     squares: bool = False,
     divisor: float = 1.0,
@@ -121,17 +121,15 @@ def run(
     """Run the batch of `snapshot` once more; keep what its forward raises as the error. KeyboardInterrupt passes.
 
     make: makes each call of a module.
-    follows: True or a mode finds the operation that began the first bad value. The mode knows the calls under way.
+    follows: whether to find the operation that began the first bad value. Its mode knows the calls under way.
     seeks: whether a bad record of a module is the one whose operation is asked for. The run follows no further values.
     divisor: the gradients that the backward begins with are divided by it.
 
     A batch with a graph has a backward too, from its outputs, as if their mean were the loss, and with `squares` one as
     if the mean of their squares were. A watch of the model sees nothing of it.
     """
-    provenance = ProvenanceMode(run.__code__) if follows is True else follows or None
-    experiment, open_calls = Experiment(provenance), list[BatchSnapshot]()
-    if provenance is not None:
-        open_calls = provenance.open_calls
+    provenance = ProvenanceMode(run.__code__) if follows else None
+    experiment, open_calls = Experiment(provenance), [] if provenance is None else provenance.open_calls
     versions = {id(x): version for x, version in snapshot.versions}
 
     def keep(call: BatchSnapshot, output: Any, autocast: torch.dtype | None) -> None:

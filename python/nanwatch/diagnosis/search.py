@@ -27,7 +27,6 @@ from .batch_snapshot import BatchSnapshot, no_second_run
 from .causes import came_in, named_arguments
 from .experiment import Allows, Experiment, nothing_allowed, run
 from .operation import Step, values_of
-from .provenance import ProvenanceMode
 
 _NOTHING = "in a re-run of the batch no operation made a bad gradient"
 
@@ -133,9 +132,8 @@ def _with_spread(diagnosis: Diagnosis, snapshot: BatchSnapshot) -> Diagnosis:
     """
     if no_second_run(snapshot.module):
         return diagnosis
-    provenance = ProvenanceMode(run.__code__)
-    run(replace(snapshot, grad=False), {}, follows=provenance)
-    steps = [step for step in provenance.steps if step.place is not None]
+    provenance = run(replace(snapshot, grad=False), {}, follows=True).provenance
+    steps = [] if provenance is None else [step for step in provenance.steps if step.place is not None]
     turned = [step for step in steps if "nan" in step.values and not any(map(_holds_nan, step.operands))]
     products = [step for step in steps if step.operation.startswith("aten.mul.")]
     return replace(diagnosis, step=next(iter([*turned, *products, *steps]), None))
