@@ -161,8 +161,8 @@ def failure(cause: str, *, operations: str = "", **truth: Any) -> Callable[[Make
     return enter
 
 
-def thread(url: str) -> Callable[[Callable[[], tuple[nn.Module, tuple[Any, ...], Any]]], Maker]:
-    """Enter the function that builds a training of a public thread into THREADS under its own name."""
+def thread(place: str) -> Callable[[Callable[[], tuple[nn.Module, tuple[Any, ...], Any]]], Maker]:
+    """Enter the function that builds a training of a public thread on GitHub into THREADS under its own name."""
 
     def enter(build: Callable[[], tuple[nn.Module, tuple[Any, ...], Any]]) -> Maker:
         @functools.wraps(build)
@@ -170,7 +170,7 @@ def thread(url: str) -> Callable[[Callable[[], tuple[nn.Module, tuple[Any, ...],
             model, args, objective = build()
             return Setup(model, args, objective=objective)
 
-        THREADS.append(Case(build.__name__, make, Path(inspect.getfile(build)), url))
+        THREADS.append(Case(build.__name__, make, Path(inspect.getfile(build)), place))
         return make
 
     return enter

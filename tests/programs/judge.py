@@ -79,14 +79,7 @@ def judge_failure(case: Case) -> Verdict:
     setup = case.build()
     finding, text = _finding_of(setup)
     if finding is None:
-        return {
-            "module": False,
-            "operation": False,
-            "line": False,
-            "cure": False,
-            "sound": True,
-            "text": text,
-        }
+        return dict.fromkeys(("module", "operation", "line", "cure"), False) | {"sound": True, "text": text}
     verdict: Verdict = {"text": text}
     if case.module is not None:
         verdict |= {"module": _has_place(case, finding), "operation": _has_operation(case, finding, setup)}

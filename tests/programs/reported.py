@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from programs.case import Setup, failure, summed
+from programs.case import Setup, failure, sequence, summed
 
 
 class MemoryCompressedAttention(nn.Module):
@@ -135,15 +135,6 @@ class StemMask(nn.Module):
         return torch.sigmoid(self.conv(magnitude[:, None])) * magnitude[:, None]
 
 
-class Separator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask = StemMask()
-
-    def forward(self, magnitude: Tensor) -> Tensor:
-        return self.mask(magnitude)
-
-
 def spectral_rmse_loss(output: Tensor) -> Tensor:
     error = output - 0.3 * output.detach().sum(1, keepdim=True)
     rmse = torch.sqrt(error.abs().square().mean((-2, -1)))  # culprit: spectral_rmse
@@ -153,7 +144,7 @@ def spectral_rmse_loss(output: Tensor) -> Tensor:
 @failure("ZFTurbo/Music-Source-Separation-Training/pull/200", module="-", label="", operations="sqrt")
 def spectral_rmse() -> Setup:
     """Source separation of stems by a mask; the loss is a function of the training script."""
-    model = Separator()
+    model = sequence(mask=StemMask())
     g = torch.Generator().manual_seed(0)
     magnitude = torch.rand(3, 6, 5, generator=g)
     magnitude[1] = 0.0

@@ -160,15 +160,6 @@ def adam_eps() -> Setup:
     return Setup(model.half(), (torch.linspace(0, 1e-4, 16).half(),))
 
 
-class Gumbel(nn.Module):
-    """Gumbel noise on the logits."""
-
-    def forward(self, logits: Tensor) -> Tensor:
-        u = torch.rand_like(logits)
-        noise = -torch.log(-torch.log(u))  # culprit: gumbel
-        return logits + noise
-
-
 class Rounded(nn.Module):
     """Binary cross entropy of the negatives, by hand."""
 

@@ -24,4 +24,4 @@ def zero_head(inputs: int = 6, outputs: int = 4) -> nn.Sequential:
 
 
 # These enter their programs.
-from . import attention, batches, classification, empty_targets, geometry, likelihoods, small_constants  # noqa: F401
+from . import attention, batches, classification, geometry, likelihoods, small_constants  # noqa: F401

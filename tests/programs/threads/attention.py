@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from programs.case import thread
 from programs.threads import encoder
 
-BASE = "https://github.com/"
-
 
 class SigmoidAttention(nn.Module):
     def __init__(self, width: int = 8) -> None:
@@ -25,28 +23,9 @@ class SigmoidAttention(nn.Module):
         return scores / normalizer @ self.value(x)  # culprit: sigmoid_attention
 
 
-@thread(BASE + "qitianwu/DIFFormer/issues/3")
+@thread("qitianwu/DIFFormer/issues/3")
 def sigmoid_attention():
     return SigmoidAttention(), (torch.randn(2, 5, 8) * 0.1,), lambda model, x: model(x).pow(2).mean()
-
-
-class LinearAttention(nn.Module):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
-        nn.init.constant_(self.q.bias, -40.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = F.elu(self.q(x)) + 1, F.elu(self.k(x)) + 1, self.v(x)
-        context = k.mT @ v
-        normalizer = (q * k.sum(-2, keepdim=True)).sum(-1, keepdim=True)
-        return q @ context / normalizer  # culprit: linear_attention
-
-
-@thread(BASE + "cpcp1998/PermuteFormer/issues/2")
-def linear_attention():
-    model = nn.Sequential(nn.Linear(8, 8), LinearAttention(), nn.Linear(8, 1))
-    return model, (torch.randn(2, 5, 8),), lambda model, x: model(x).pow(2).mean()
 
 
 class BiasedAttention(nn.Module):
@@ -61,7 +40,7 @@ class BiasedAttention(nn.Module):
         return self.out(weights @ v)
 
 
-@thread(BASE + "microsoft/Graphormer/issues/141")
+@thread("microsoft/Graphormer/issues/141")
 def padded_nodes():
     bias = torch.zeros(2, 4, 4)
     bias[1, 3] = float("-inf")
@@ -81,7 +60,7 @@ class QueryDecoder(nn.Module):
         return self.head(attended)
 
 
-@thread(BASE + "facebookresearch/Mask2Former/issues/243")
+@thread("facebookresearch/Mask2Former/issues/243")
 def masked_queries():
     blocked = torch.zeros(3, 6, dtype=torch.bool)
     blocked[1] = True
@@ -99,7 +78,7 @@ class FeedForward(nn.Module):
         return hidden + self.down(F.gelu(self.up(hidden)))  # culprit: residual_overflow
 
 
-@thread(BASE + "huggingface/transformers/pull/19229")
+@thread("huggingface/transformers/pull/19229")
 def residual_overflow():
     model = nn.Sequential(nn.Linear(8, 8), FeedForward(), nn.LayerNorm(8)).half()
     with torch.no_grad():
@@ -120,7 +99,7 @@ class GatedBlock(nn.Module):
         return x + self.down(hidden)
 
 
-@thread(BASE + "huggingface/diffusers/pull/9097")
+@thread("huggingface/diffusers/pull/9097")
 def gated_block():
     block = GatedBlock()
     with torch.no_grad():
@@ -136,7 +115,7 @@ class TokenPooling(nn.Module):
         return (hidden * mask).sum(1) / mask.sum(1)  # culprit: empty_sentence
 
 
-@thread(BASE + "NVIDIA-BioNeMo/bionemo-recipes/pull/958")
+@thread("NVIDIA-BioNeMo/bionemo-recipes/pull/958")
 def empty_sentence():
     class Classifier(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Counts, scales, correlations and angles of a batch."""
+"""Counts, scales, correlations and angles of a batch, images without edges, and clips of one frame."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from programs.case import thread
 from programs.threads import encoder
-
-BASE = "https://github.com/"
 
 
 class TripletMargin(nn.Module):
@@ -24,7 +22,7 @@ class TripletMargin(nn.Module):
         return relued.sum() / num_non_zero_triplets  # culprit: satisfied_triplets
 
 
-@thread(BASE + "KevinMusgrave/pytorch-metric-learning/issues/107")
+@thread("KevinMusgrave/pytorch-metric-learning/issues/107")
 def satisfied_triplets():
     criterion = TripletMargin()
 
@@ -41,7 +39,7 @@ def improved_contrastive(queries: Tensor, docs: Tensor, temperature: float = 0.0
     return -torch.log(exp_sim_q_d.diag() / exp_sim_q_d.sum(1)).mean()
 
 
-@thread(BASE + "huggingface/sentence-transformers/issues/2774")
+@thread("huggingface/sentence-transformers/issues/2774")
 def low_temperature():
     x = torch.randn(4, 6)
     return encoder(), (x, x + 0.01), lambda model, q, d: improved_contrastive(model(q), model(d))
@@ -62,7 +60,7 @@ class Spline(nn.Module):
         return root * x
 
 
-@thread(BASE + "bayesiains/nflows/issues/87")
+@thread("bayesiains/nflows/issues/87")
 def spline_inverse():
     return Spline(), (torch.rand(4), torch.randn(4, 2)), lambda model, x, c: model(x, c).pow(2).mean()
 
@@ -73,7 +71,7 @@ def quaternion_exp_to_log(quaternion: Tensor, eps: float = 1.0e-8) -> Tensor:
     return vector * torch.acos(torch.clamp(scalar, min=-1.0, max=1.0)) / norm_q  # culprit: quaternion_log
 
 
-@thread(BASE + "kornia/kornia/issues/4007")
+@thread("kornia/kornia/issues/4007")
 def quaternion_log():
     net = nn.Linear(4, 4, bias=False)
     nn.init.eye_(net.weight)
@@ -89,7 +87,7 @@ class BitLinear(nn.Linear):
         return F.linear(y, self.weight, self.bias)
 
 
-@thread(BASE + "microsoft/BitNet/pull/123")
+@thread("microsoft/BitNet/pull/123")
 def zero_activations():
     x = torch.randn(3, 6)
     x[1] = 0
@@ -105,7 +103,7 @@ def pearson_loss(predictions: Tensor, labels: Tensor) -> Tensor:
     return 1 - pearson_r.mean()
 
 
-@thread(BASE + "allenai/allennlp/issues/3102")
+@thread("allenai/allennlp/issues/3102")
 def constant_labels():
     labels = torch.randn(3, 4)
     labels[2] = 0.5
@@ -130,7 +128,7 @@ class FocalTversky(nn.Module):
         return torch.pow((1 - pt_1), self.gamma)  # culprit: perfect_mask
 
 
-@thread(BASE + "shruti-jadon/Semantic-Segmentation-Loss-Functions/issues/2")
+@thread("shruti-jadon/Semantic-Segmentation-Loss-Functions/issues/2")
 def perfect_mask():
     criterion = FocalTversky()
     net = nn.Linear(4, 4, bias=False)
@@ -152,7 +150,41 @@ class BatchNorm(nn.Module):
         return self.gamma * xhat + self.beta
 
 
-@thread(BASE + "karpathy/makemore/issues/22")
+@thread("karpathy/makemore/issues/22")
 def batch_of_one():
     model = nn.Sequential(nn.Linear(6, 4), BatchNorm(4), nn.Tanh())
     return model, (torch.randn(1, 6),), lambda model, x: (model(x) - 0.5).pow(2).mean()
+
+
+class EdgeLoss(nn.Module):
+    """Adds the mean over the pixels at edges."""
+
+    def forward(self, logits: Tensor, target: Tensor, edges: Tensor) -> Tensor:
+        losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+        at_edges = losses * edges
+        at_edges = at_edges[edges == 1]
+        return losses.mean() + 0.5 * at_edges.mean()  # culprit: image_without_edges
+
+
+@thread("Deci-AI/super-gradients/issues/912")
+def image_without_edges():
+    criterion, target = EdgeLoss(), torch.ones(4, 4)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        dilated = F.max_pool2d(target[None, None], 3, 1, 1)[0, 0]
+        return criterion(model(x), target, dilated - target)
+
+    return encoder(), (torch.randn(4, 6),), loss
+
+
+class StatsPool(nn.Module):
+    def forward(self, sequences: Tensor) -> Tensor:
+        mean = sequences.mean(dim=-1)
+        std = sequences.std(dim=-1, correction=1)  # culprit: clip_of_one_frame
+        return torch.cat([mean, std], dim=-1)
+
+
+@thread("pyannote/pyannote-audio/issues/1861")
+def clip_of_one_frame():
+    model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.LeakyReLU(), StatsPool(), nn.Linear(8, 2))
+    return model, (torch.randn(2, 3, 3), torch.tensor([0, 1])), lambda m, x, y: F.cross_entropy(m(x), y)

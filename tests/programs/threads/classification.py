@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from programs.case import thread
 from programs.threads import encoder, zero_head
 
-BASE = "https://github.com/"
 
-
-@thread(BASE + "summerlvsong/Aggregation-Cross-Entropy/issues/2")
+@thread("summerlvsong/Aggregation-Cross-Entropy/issues/2")
 def aggregation_cross_entropy():
     def loss(model: nn.Module, x: Tensor, counts: Tensor) -> Tensor:
         probs = torch.softmax(model(x), -1).mean(1)
@@ -37,7 +35,7 @@ class FocalLoss(nn.Module):
         return -(positive + negative).sum(1).mean()
 
 
-@thread(BASE + "NVIDIA/apex/issues/358")
+@thread("NVIDIA/apex/issues/358")
 def focal_clamped():
     criterion = FocalLoss()
 
@@ -45,34 +43,6 @@ def focal_clamped():
         return criterion(torch.sigmoid(model(x)), y)
 
     return encoder(gain=90.0), (torch.randn(4, 6), torch.ones(4, 4)), loss
-
-
-def weighted_focal(probs: Tensor, target: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:
-    probs_neg = 1 - probs
-    pos_term = -alpha * probs_neg.pow(gamma) * target * probs.log()
-    neg_term = -(1 - alpha) * probs.pow(gamma) * (1.0 - target) * probs_neg.log()  # culprit: edge_classifier
-    return (pos_term + neg_term).mean()
-
-
-@thread(BASE + "gnn-tracking/gnn_tracking/issues/104")
-def edge_classifier():
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return weighted_focal(model(x).sigmoid().squeeze(-1), y)
-
-    return encoder(outputs=1, gain=200.0), (torch.randn(8, 6), (torch.rand(8) > 0.3).float()), loss
-
-
-@thread(BASE + "thuml/MDD/issues/4")
-def adversarial_margin():
-    model = nn.ModuleDict({"source": encoder(), "adversary": encoder(gain=400.0)})
-
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        target = model["source"](x).argmax(1, keepdim=True)
-        adversary = F.softmax(model["adversary"](x), dim=1)
-        logloss = torch.log(1 - adversary)  # culprit: adversarial_margin
-        return -logloss.gather(1, target).mean()
-
-    return model, (torch.randn(6, 6),), loss
 
 
 class Pointer(nn.Module):
@@ -89,7 +59,7 @@ class Pointer(nn.Module):
         return torch.logaddexp(generated, copied)
 
 
-@thread(BASE + "yym6472/ms_pointer_network/issues/1")
+@thread("yym6472/ms_pointer_network/issues/1")
 def pointer_network():
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.nll_loss(model(x), y) + model(x).pow(2).mean()
@@ -97,7 +67,7 @@ def pointer_network():
     return Pointer(), (torch.randn(3, 6), torch.tensor([0, 1, 2])), loss
 
 
-@thread(BASE + "Zhen-Dong/Magic-Me/issues/14")
+@thread("Zhen-Dong/Magic-Me/issues/14")
 def masked_region():
     def loss(model: nn.Module, x: Tensor, y: Tensor, masks: Tensor) -> Tensor:
         error = F.mse_loss(model(x), y, reduction="none") * masks
@@ -109,32 +79,7 @@ def masked_region():
     return nn.Conv2d(1, 1, 3, padding=1), (torch.randn(2, 1, 4, 4), torch.randn(2, 1, 4, 4), masks), loss
 
 
-def masked_bce(outputs: Tensor, targets: Tensor) -> Tensor:
-    mask = (targets != -1).to(outputs.dtype)
-    loss = nn.BCEWithLogitsLoss(reduction="none")(outputs, targets) * mask
-    return loss.sum() / mask.sum()  # culprit: unannotated_batch
-
-
-@thread(BASE + "londonaicentre/FLIP/pull/766")
-def unannotated_batch():
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return masked_bce(model(x), y)
-
-    return encoder(), (torch.randn(3, 6), -torch.ones(3, 4)), loss
-
-
-@thread(BASE + "york135/CTC_CE_for_AST/issues/3")
-def onset_weights():
-    criterion = nn.CrossEntropyLoss(reduction="none")
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        frames = criterion(model(x), y)
-        return torch.dot(frames, weight) / torch.sum(weight)  # culprit: onset_weights
-
-    return encoder(), (torch.randn(5, 6), torch.zeros(5, dtype=torch.long), torch.zeros(5)), loss
-
-
-@thread(BASE + "WongKinYiu/yolov9/pull/662")
+@thread("WongKinYiu/yolov9/pull/662")
 def detector_without_targets():
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         scores = model(x)
@@ -146,7 +91,7 @@ def detector_without_targets():
     return encoder(), (torch.randn(5, 6), torch.zeros(5, dtype=torch.long)), loss
 
 
-@thread(BASE + "unslothai/unsloth-zoo/pull/1286")
+@thread("unslothai/unsloth-zoo/pull/1286")
 def truncated_completions():
     def loss(model: nn.Module, x: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         log_probs = F.log_softmax(model(x), -1)[..., 0]
@@ -158,50 +103,6 @@ def truncated_completions():
     return encoder(), (torch.randn(2, 3, 6), torch.randn(2), torch.zeros(2, 3)), loss
 
 
-@thread(BASE + "microsoft/LMOps/issues/38")
-def distillation_mask():
-    def distill(logits: Tensor, teacher_logits: Tensor, label: Tensor) -> Tensor:
-        teacher = F.softmax(teacher_logits, dim=-1)
-        product = teacher * F.log_softmax(logits, dim=-1)
-        mask = (label != -100).int()
-        x = product.sum(-1).view(-1) * mask
-        return -torch.sum(x) / torch.sum(mask)  # culprit: distillation_mask
-
-    def loss(model: nn.Module, x: Tensor, teacher_logits: Tensor, label: Tensor) -> Tensor:
-        return distill(model(x), teacher_logits, label)
-
-    return encoder(), (torch.randn(2, 6), torch.randn(2, 4), torch.full((2,), -100)), loss
-
-
-def complete_iou(pred: Tensor, target: Tensor) -> Tensor:
-    top, bottom = torch.max(pred[:, :2], target[:, :2]), torch.min(pred[:, 2:], target[:, 2:])
-    inter = (bottom - top).clamp(0).prod(1)
-    (w, h), (wt, ht) = (pred[:, 2:] - pred[:, :2]).unbind(1), (target[:, 2:] - target[:, :2]).unbind(1)
-    union = w * h + wt * ht - inter
-    iou = inter / union  # culprit: empty_boxes
-    ratio = 4 / math.pi**2 * (torch.atan2(wt, ht) - torch.atan2(w + 1, h + 1)) ** 2
-    return (1 - iou + ratio).mean()
-
-
-class BoxHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.corner, self.size = nn.Linear(6, 2), zero_head(outputs=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        corner = self.corner(x)
-        return torch.cat([corner, corner + self.size(x)], 1)
-
-
-@thread(BASE + "WongKinYiu/ScaledYOLOv4/issues/145")
-def empty_boxes():
-    def loss(model: nn.Module, x: Tensor, boxes: Tensor) -> Tensor:
-        return complete_iou(model(x), boxes)
-
-    boxes = torch.tensor([[0.1, 0.2, 0.5, 0.6], [0.4, 0.4, 0.4, 0.4]])
-    return BoxHead(), (torch.randn(2, 6), boxes), loss
-
-
 class AspectLoss(nn.Module):
     def forward(self, pred: Tensor, target: Tensor) -> Tensor:
         w, h = pred[:, 2], pred[:, 3]
@@ -209,7 +110,7 @@ class AspectLoss(nn.Module):
         return (4 / math.pi**2 * torch.pow(arctan, 2)).mean()
 
 
-@thread(BASE + "Megvii-BaseDetection/YOLOX/issues/1565")
+@thread("Megvii-BaseDetection/YOLOX/issues/1565")
 def aspect_ratio():
     criterion = AspectLoss()
 
@@ -219,7 +120,7 @@ def aspect_ratio():
     return zero_head(), (torch.randn(2, 6), torch.rand(2, 4) + 0.5), loss
 
 
-@thread(BASE + "MakazhanAlpamys/Soup/issues/719")
+@thread("MakazhanAlpamys/Soup/issues/719")
 def reverse_divergence():
     def loss(model: nn.Module, x: Tensor, teacher: Tensor) -> Tensor:
         student = F.softmax(model(x) / 0.05, dim=-1)
@@ -229,7 +130,7 @@ def reverse_divergence():
     return encoder(gain=60.0), (torch.randn(3, 6), torch.randn(3, 4)), loss
 
 
-@thread(BASE + "RasmussenLab/vamb/issues/12")
+@thread("RasmussenLab/vamb/issues/12")
 def contig_depths():
     class Decoder(nn.Module):
         def __init__(self) -> None:

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from programs.case import thread
 from programs.threads import encoder, zero_head
 
-BASE = "https://github.com/"
-
 
 def eigenvalue_angle(matrix: Tensor) -> Tensor:
     trace = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
@@ -29,48 +27,12 @@ class Tensors(nn.Module):
         return torch.diag_embed(self.diagonal)
 
 
-@thread(BASE + "banctilrobitaille/torch-vectorized/issues/7")
+@thread("banctilrobitaille/torch-vectorized/issues/7")
 def symmetric_eigenvalues():
     def loss(model: nn.Module) -> Tensor:
         return eigenvalue_angle(model()).sum()
 
     return Tensors(), (), loss
-
-
-class AngularLoss(nn.Module):
-    def forward(self, estimate: Tensor, truth: Tensor) -> Tensor:
-        cosine = (F.normalize(estimate, dim=1) * F.normalize(truth, dim=1)).sum(1)
-        return torch.rad2deg(torch.acos(cosine.clamp(-1, 1))).mean()  # culprit: illuminant
-
-
-@thread(BASE + "msxiaojin/MDLCC/issues/4")
-def illuminant():
-    class Estimator(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.scale
-
-    criterion = AngularLoss()
-    light = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
-    return Estimator(), (light, light.clone()), lambda model, x, y: criterion(model(x), y)
-
-
-def euclidean_sim(a: Tensor, b: Tensor) -> Tensor:
-    return -torch.sqrt(torch.sum((a - b) ** 2, dim=-1))  # culprit: same_embeddings
-
-
-@thread(BASE + "huggingface/sentence-transformers/pull/4033")
-def same_embeddings():
-    def loss(model: nn.Module, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        a, p, n = model(anchor), model(positive), model(negative)
-        return F.relu(euclidean_sim(a, n) - euclidean_sim(a, p) + 0.5).mean()
-
-    anchor = torch.randn(3, 6)
-    positive = anchor + torch.tensor([[0.1], [0.0], [0.1]])
-    return encoder(), (anchor, positive, torch.randn(3, 6)), loss
 
 
 class HardTriplets(nn.Module):
@@ -88,7 +50,7 @@ class HardTriplets(nn.Module):
         return F.relu(hardest - nearest + self.margin).mean()
 
 
-@thread(BASE + "AsuradaYuci/understand_videobased_reid/issues/6")
+@thread("AsuradaYuci/understand_videobased_reid/issues/6")
 def hard_triplets():
     criterion = HardTriplets()
     return (
@@ -98,7 +60,7 @@ def hard_triplets():
     )
 
 
-@thread(BASE + "pytorch/pytorch/issues/4320")
+@thread("pytorch/pytorch/issues/4320")
 def minibatch_deviation():
     class Discriminator(nn.Module):
         def __init__(self) -> None:
@@ -120,7 +82,7 @@ class StandardConv(nn.Conv2d):
         return F.conv2d(x, weight / std, self.bias, padding=self.padding)
 
 
-@thread(BASE + "joe-siyuan-qiao/WeightStandardization/issues/16")
+@thread("joe-siyuan-qiao/WeightStandardization/issues/16")
 def weight_std():
     conv = StandardConv(1, 2, 3, padding=1)
     with torch.no_grad():
@@ -139,7 +101,7 @@ class VectorNorm(nn.Module):
         return x / norm.unsqueeze(2) * scaled.unsqueeze(2)  # culprit: vector_neurons
 
 
-@thread(BASE + "FlyingGiraffe/vnn/pull/4")
+@thread("FlyingGiraffe/vnn/pull/4")
 def vector_neurons():
     points = torch.randn(3, 4, 3)
     points[0, 1] = 0
@@ -147,7 +109,7 @@ def vector_neurons():
     return model, (points,), lambda model, x: model(x).pow(2).mean()
 
 
-@thread(BASE + "vanvalenlab/deepcell-toolbox/pull/72")
+@thread("vanvalenlab/deepcell-toolbox/pull/72")
 def blank_image():
     def normalize(images: Tensor) -> Tensor:
         mean = images.mean(dim=(-2, -1), keepdim=True)
@@ -163,7 +125,7 @@ def blank_image():
     )
 
 
-@thread(BASE + "mihaidusmanu/d2-net/issues/78")
+@thread("mihaidusmanu/d2-net/issues/78")
 def soft_detection():
     class SoftDetection(nn.Module):
         def forward(self, batch: Tensor) -> Tensor:
@@ -183,7 +145,7 @@ def contact_direction(points: Tensor, origin: Tensor) -> Tensor:
     return offset / offset.norm(dim=-1, keepdim=True)  # culprit: contact
 
 
-@thread(BASE + "otaheri/GrabNet/issues/2")
+@thread("otaheri/GrabNet/issues/2")
 def contact():
     def loss(model: nn.Module, x: Tensor, origin: Tensor) -> Tensor:
         return (1 - contact_direction(model(x), origin)[:, 0]).mean()
@@ -211,12 +173,12 @@ class Energy(nn.Module):
         return torch.tanh(self.filter(distances[..., None])).sum()
 
 
-@thread(BASE + "atomistic-machine-learning/schnetpack/pull/6")
+@thread("atomistic-machine-learning/schnetpack/pull/6")
 def padded_atoms():
     return Energy(), (torch.randn(4, 3),), lambda model, x: model(x) ** 2
 
 
-@thread(BASE + "lululxvi/deepxde/issues/302")
+@thread("lululxvi/deepxde/issues/302")
 def polar_origin():
     def residual(points: Tensor, u: Tensor) -> Tensor:
         x, y = points.unbind(1)
@@ -227,7 +189,7 @@ def polar_origin():
     return encoder(2, 1), (points,), lambda model, points: residual(points, model(points))
 
 
-@thread(BASE + "prateekbhustali/Physics-Informed-Neural-Networks/issues/1")
+@thread("prateekbhustali/Physics-Informed-Neural-Networks/issues/1")
 def nonlinear_diffusion():
     def loss(model: nn.Module, points: Tensor) -> Tensor:
         u = model(points)
@@ -237,7 +199,7 @@ def nonlinear_diffusion():
     return encoder(2, 1), (torch.randn(6, 2),), loss
 
 
-@thread(BASE + "tensorflow/tensorflow/issues/2295")
+@thread("tensorflow/tensorflow/issues/2295")
 def gamma_correction():
     class ToSRGB(nn.Module):
         def forward(self, linear: Tensor) -> Tensor:
@@ -247,22 +209,7 @@ def gamma_correction():
     return renderer, (torch.randn(4, 6),), lambda model, x: (model(x) - 0.5).pow(2).mean()
 
 
-@thread(BASE + "ShichenLiu/CondenseNet/issues/26")
-def group_lasso():
-    def lasso(weight: Tensor) -> Tensor:
-        return weight.pow(2).sum(0).sqrt().sum()  # culprit: group_lasso
-
-    layer = nn.Linear(4, 3)
-    with torch.no_grad():
-        layer.weight[:, 2] = 0
-
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x).pow(2).mean() + 1e-3 * lasso(model.weight)
-
-    return layer, (torch.randn(5, 4),), loss
-
-
-@thread(BASE + "caogang/wgan-gp/pull/24")
+@thread("caogang/wgan-gp/pull/24")
 def gradient_penalty():
     def penalty(critic: nn.Module, samples: Tensor) -> Tensor:
         samples = samples.detach().requires_grad_()
@@ -279,7 +226,7 @@ def gradient_penalty():
     return critic, (torch.randn(5, 4), torch.randn(5, 4)), loss
 
 
-@thread(BASE + "KinglittleQ/torch-batch-svd/issues/5")
+@thread("KinglittleQ/torch-batch-svd/issues/5")
 def procrustes():
     def align(source: Tensor, target: Tensor) -> Tensor:
         u, _, vh = torch.linalg.svd(source.mT @ target)  # culprit: procrustes

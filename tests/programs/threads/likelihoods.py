@@ -11,19 +11,17 @@ from torch import Tensor, nn
 from programs.case import thread
 from programs.threads import encoder, zero_head
 
-BASE = "https://github.com/"
-
 
 def log_likelihood(energies: Tensor) -> Tensor:
     return torch.log(torch.exp(energies).sum(-1))  # culprit: capsule_likelihood
 
 
-@thread(BASE + "mlberkeley/scae-pytorch/pull/4")
+@thread("mlberkeley/scae-pytorch/pull/4")
 def capsule_likelihood():
     return encoder(gain=200.0), (torch.randn(3, 6),), lambda model, x: log_likelihood(model(x)).mean()
 
 
-@thread(BASE + "pytorch/pytorch/pull/3336")
+@thread("pytorch/pytorch/pull/3336")
 def poisson_counts():
     class PoissonLoss(nn.Module):
         def forward(self, rate: Tensor, counts: Tensor) -> Tensor:
@@ -44,19 +42,9 @@ class Club(nn.Module):
         return (-((mu - y) ** 2) / logvar.exp() - logvar).sum(1).mean()  # culprit: mutual_information
 
 
-@thread(BASE + "Linear95/CLUB/issues/27")
+@thread("Linear95/CLUB/issues/27")
 def mutual_information():
     return Club(), (torch.randn(4, 6), torch.randn(4, 4)), lambda model, x, y: -model(x, y)
-
-
-@thread(BASE + "ethanhe42/KL-Loss/issues/4")
-def box_uncertainty():
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        box, alpha = model(x).chunk(2, -1)
-        error = (box - y).abs()
-        return (torch.exp(-alpha) * (error - 0.5) + alpha / 2).mean()  # culprit: box_uncertainty
-
-    return encoder(outputs=8, gain=600.0), (torch.randn(4, 6), torch.randn(4, 4)), loss
 
 
 class MixtureDensity(nn.Module):
@@ -70,12 +58,12 @@ class MixtureDensity(nn.Module):
         return -torch.log((self.weight(x).softmax(-1) * density).sum(-1)).mean()  # culprit: mixture_density
 
 
-@thread(BASE + "keras-team/keras/issues/1061")
+@thread("keras-team/keras/issues/1061")
 def mixture_density():
     return MixtureDensity(), (torch.randn(4, 6), torch.full((4, 1), 60.0)), lambda model, x, y: model(x, y)
 
 
-@thread(BASE + "keras-team/keras/issues/2586")
+@thread("keras-team/keras/issues/2586")
 def beta_mixture():
     def beta_log_prob(alpha: Tensor, beta: Tensor, y: Tensor) -> Tensor:
         norm = torch.lgamma(alpha + beta) - torch.lgamma(alpha) - torch.lgamma(beta)
@@ -103,7 +91,7 @@ class GaussianPolicy(nn.Module):
         return action, log_probs.sum(1, keepdim=True)
 
 
-@thread(BASE + "philtabor/Actor-Critic-Methods-Paper-To-Code/issues/7")
+@thread("philtabor/Actor-Critic-Methods-Paper-To-Code/issues/7")
 def squashed_policy():
     def loss(model: nn.Module, state: Tensor) -> Tensor:
         action, log_probs = model(state)
@@ -112,7 +100,7 @@ def squashed_policy():
     return GaussianPolicy(), (torch.randn(4, 6) * 5,), loss
 
 
-@thread(BASE + "ray-project/ray/issues/14878")
+@thread("ray-project/ray/issues/14878")
 def unsquashed_action():
     def atanh(x: Tensor) -> Tensor:
         return 0.5 * (torch.log(1 + x) - torch.log(1 - x))  # culprit: unsquashed_action
@@ -125,7 +113,7 @@ def unsquashed_action():
     return encoder(outputs=2, gain=300.0), (torch.randn(4, 6), torch.ones(4, 2)), loss
 
 
-@thread(BASE + "huggingface/trl/pull/6550")
+@thread("huggingface/trl/pull/6550")
 def reference_divergence():
     def loss(model: nn.Module, x: Tensor, reference: Tensor) -> Tensor:
         log_probs = F.log_softmax(model(x), -1)[:, 0]
@@ -148,13 +136,13 @@ class Coupling(nn.Module):
         return torch.cat([kept, changed], -1)
 
 
-@thread(BASE + "andreas128/SRFlow/issues/2")
+@thread("andreas128/SRFlow/issues/2")
 def flow_reverse():
     flow = nn.Sequential(Coupling(), Coupling())
     return flow, (torch.randn(4, 4),), lambda model, z: model(z).abs().mean()
 
 
-@thread(BASE + "pkuxmq/Invertible-Image-Rescaling/issues/37")
+@thread("pkuxmq/Invertible-Image-Rescaling/issues/37")
 def jacobian_determinant():
     class Mixing(nn.Module):
         def __init__(self, width: int = 16) -> None:
@@ -176,7 +164,7 @@ def soft_group(distance: Tensor, threshold: float = 1.0, tau: float = 0.01) -> T
     return 1 / (1 + ((distance - threshold) / tau).exp())  # culprit: group_assignment
 
 
-@thread(BASE + "InhwanBae/GPGraph/issues/2")
+@thread("InhwanBae/GPGraph/issues/2")
 def group_assignment():
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         points = model(x)
@@ -186,7 +174,7 @@ def group_assignment():
     return encoder(gain=6.0), (torch.randn(4, 6),), loss
 
 
-@thread(BASE + "pytorch/pytorch/issues/17455")
+@thread("pytorch/pytorch/issues/17455")
 def softplus_by_hand():
     class Positive(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -196,7 +184,7 @@ def softplus_by_hand():
     return net, (torch.randn(4, 6),), lambda model, x: model(x).pow(2).mean()
 
 
-@thread(BASE + "pytorch/pytorch/issues/68425")
+@thread("pytorch/pytorch/issues/68425")
 def exponential_unit():
     class Unit(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -206,7 +194,7 @@ def exponential_unit():
     return net, (torch.randn(4, 6),), lambda model, x: model(x).mean()
 
 
-@thread(BASE + "OmicsML/dance/issues/166")
+@thread("OmicsML/dance/issues/166")
 def gene_counts():
     def negative_binomial(mu: Tensor, theta: Tensor, counts: Tensor) -> Tensor:
         log_mix = torch.log(theta + mu)
@@ -230,29 +218,7 @@ def gene_counts():
     return Decoder(), (torch.randn(3, 6), torch.randint(0, 3, (3, 4)).float()), loss
 
 
-class LogMagnitude(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.l1_loss(torch.log(x), torch.log(y))  # culprit: silent_frames
-
-
-def magnitude(wave: Tensor) -> Tensor:
-    spectrum = torch.stft(wave, 16, window=torch.hann_window(16, dtype=wave.dtype), return_complex=True)
-    return spectrum.abs()
-
-
-@thread(BASE + "csteinmetz1/auraloss/issues/63")
-def silent_frames():
-    criterion = LogMagnitude()
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return criterion(magnitude(model(x)), magnitude(y))
-
-    clean = torch.randn(2, 64)
-    clean[1] = 0
-    return nn.Linear(64, 64, bias=False), (clean, clean.clone()), loss
-
-
-@thread(BASE + "speechbrain/speechbrain/issues/181")
+@thread("speechbrain/speechbrain/issues/181")
 def compressed_spectrum():
     def compress(wave: Tensor, power: float = 0.5) -> Tensor:
         spectrum = torch.stft(wave, 16, window=torch.ones(16, dtype=wave.dtype), return_complex=True)
@@ -268,7 +234,7 @@ def compressed_spectrum():
     )
 
 
-@thread(BASE + "csteinmetz1/auraloss/issues/25")
+@thread("csteinmetz1/auraloss/issues/25")
 def silent_target():
     def si_sdr(estimate: Tensor, target: Tensor, eps: float = 1e-8) -> Tensor:
         alpha = (estimate * target).sum(-1) / (target**2).sum(-1)  # culprit: silent_target
@@ -281,7 +247,7 @@ def silent_target():
     return nn.Linear(8, 8), (torch.randn(3, 8), target), lambda model, x, y: si_sdr(model(x), y)
 
 
-@thread(BASE + "ENSTA-U2IS-AI/LDU/issues/7")
+@thread("ENSTA-U2IS-AI/LDU/issues/7")
 def invalid_depth():
     class Silog(nn.Module):
         def forward(self, depth_est: Tensor, depth_gt: Tensor, mask: Tensor) -> Tensor:
@@ -298,7 +264,7 @@ def invalid_depth():
     return encoder(), (torch.randn(3, 6), depth, mask), loss
 
 
-@thread(BASE + "PeterPonyu/aether-3d/issues/134")
+@thread("PeterPonyu/aether-3d/issues/134")
 def transport_kernel():
     def sinkhorn(cost: Tensor, a: Tensor, b: Tensor, reg: float = 0.01, steps: int = 5) -> Tensor:
         kernel = torch.exp(-cost / reg)

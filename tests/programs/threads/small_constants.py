@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from programs.case import thread
 from programs.threads import encoder, zero_head
 
-BASE = "https://github.com/"
-
 
 class Distillation(nn.Module):
     def __init__(self, model: nn.Module) -> None:
@@ -25,7 +23,7 @@ class Distillation(nn.Module):
         return F.kl_div(scores.float().log_softmax(-1), labels.float(), reduction="batchmean")
 
 
-@thread(BASE + "lightonai/pylate/issues/239")
+@thread("lightonai/pylate/issues/239")
 def equal_scores():
     documents = torch.randn(2, 1, 6).expand(2, 4, 6).clone().half()
     batch = torch.randn(2, 6).half(), documents, torch.full((2, 4), 0.25).half()
@@ -44,7 +42,7 @@ class ContrastiveHead(nn.Module):
         return F.cross_entropy(logits.float(), torch.arange(len(x)))
 
 
-@thread(BASE + "lightly-ai/lightly/issues/1259")
+@thread("lightly-ai/lightly/issues/1259")
 def dead_projection():
     x = torch.randn(4, 6)
     x[2] = 0
@@ -59,7 +57,7 @@ def binary_focal_loss(logits: Tensor, target: Tensor, alpha=0.25, gamma=0.5, eps
     return loss.mean()
 
 
-@thread(BASE + "kornia/kornia/issues/918")
+@thread("kornia/kornia/issues/918")
 def fractional_focus():
     target = torch.tensor([[0.0, 1.0, 0.0, 1.0]]).expand(3, 4)
     return (
@@ -74,27 +72,12 @@ def normalize_tensor(in_feat: Tensor, eps: float = 1e-10) -> Tensor:
     return in_feat / (norm_factor + eps)
 
 
-@thread(BASE + "richzhang/PerceptualSimilarity/issues/69")
+@thread("richzhang/PerceptualSimilarity/issues/69")
 def perceptual_distance():
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return (normalize_tensor(model(x)) - normalize_tensor(y)).square().mean()
 
     return zero_head(), (torch.randn(3, 6), torch.randn(3, 4)), loss
-
-
-def bures_distance(pred: Tensor, target: Tensor) -> Tensor:
-    trace = (pred + target).sum(-1)
-    determinant = (pred.prod(-1) * target.prod(-1)).sqrt()  # culprit: flat_box
-    whole = trace - 2 * (trace + 2 * determinant).sqrt()
-    return torch.log1p(whole.clamp(min=0)).mean()
-
-
-@thread(BASE + "open-mmlab/mmrotate/issues/205")
-def flat_box():
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return bures_distance(model(x).abs(), y)
-
-    return zero_head(outputs=2), (torch.randn(4, 6), torch.rand(4, 2)), loss
 
 
 def edge_lengths(corners: Tensor) -> Tensor:
@@ -103,7 +86,7 @@ def edge_lengths(corners: Tensor) -> Tensor:
     return (y2 * x1 - x2 * y1).abs() / num
 
 
-@thread(BASE + "lilanxiao/Rotated_IoU/issues/20")
+@thread("lilanxiao/Rotated_IoU/issues/20")
 def enclosing_box():
     return zero_head(), (torch.randn(3, 6),), lambda model, x: edge_lengths(model(x)).sum()
 
@@ -119,7 +102,7 @@ class PointerGenerator(nn.Module):
         return torch.log(mixture)  # culprit: pointer_mixture
 
 
-@thread(BASE + "pytorch/pytorch/issues/1620")
+@thread("pytorch/pytorch/issues/1620")
 def pointer_mixture():
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.nll_loss(model(x), y)
@@ -143,7 +126,7 @@ class Decoder(nn.Module):
         return -torch.sum(x * torch.log(theta + EPS) + (1 - x) * empty)
 
 
-@thread(BASE + "emited/VariationalRecurrentNeuralNetwork/issues/10")
+@thread("emited/VariationalRecurrentNeuralNetwork/issues/10")
 def saturated_pixels():
     return Decoder(), (torch.randn(3, 6), torch.rand(3, 4)), lambda model, z, x: model(z, x)
 
@@ -162,7 +145,7 @@ class Sobel(nn.Module):
         return torch.sqrt(x)  # culprit: flat_image
 
 
-@thread(BASE + "chaddy1004/sobel-operator-pytorch/issues/1")
+@thread("chaddy1004/sobel-operator-pytorch/issues/1")
 def flat_image():
     sobel = Sobel()
 
@@ -191,21 +174,7 @@ class Reader(nn.Module):
         return self.out(safe_softmax(scores, padding[:, None]) @ x)
 
 
-@thread(BASE + "tracel-ai/burn/pull/4697")
+@thread("tracel-ai/burn/pull/4697")
 def masked_everywhere():
     padding = torch.tensor([[False, False, True], [True, True, True]])
     return Reader(), (torch.randn(2, 3, 6), padding), lambda model, x, p: model(x, p).square().mean()
-
-
-def inner_gradient_direction(old: Tensor, new: Tensor) -> Tensor:
-    step = new - old
-    return step / step.norm(p=2)  # culprit: sharpness_direction
-
-
-@thread(BASE + "rollovd/LookSAM/issues/1")
-def sharpness_direction():
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        features = model(x)
-        return (features + 0.05 * inner_gradient_direction(features.detach(), features)).square().mean()
-
-    return encoder(), (torch.randn(3, 6),), loss
