@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,14 +16,6 @@ from support.toys import names
 from support.watching import watch
 
 pytestmark = needs_native
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch.compiler.set_stance("default")
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):
@@ -87,15 +79,6 @@ def regional(program: Program) -> None:
         model(x()).sum().backward()
         model(x()).sum().backward()
     assert seen(w) == (of_stack(12) * 2 if program.watches else [])
-
-
-def whole(program: Program) -> None:
-    model = Stack()
-    call = program.compile(model)
-    with program.watch(model) as w:
-        call(x()).sum().backward()
-        call(x())
-    assert seen(w) == (of_stack() * 2 if program.watches else [])
 
 
 def called_by_a_function(program: Program) -> None:
@@ -175,20 +158,13 @@ def a_watch_of_another_model_begins(program: Program) -> None:
                 call(x())
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        regional,
-        whole,
-        called_by_a_function,
-        dynamic_shapes,
-        of_two_models_one_is_watched,
-        other_options,
-        a_part_after_the_whole,
-        a_watch_of_another_model_begins,
-    ],
-    ids=lambda run: run.__name__,
-)
+PROGRAMS = (
+    regional, called_by_a_function, dynamic_shapes, of_two_models_one_is_watched, other_options, a_part_after_the_whole,
+    a_watch_of_another_model_begins,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("run", PROGRAMS, ids=lambda run: run.__name__)
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_watch_costs_no_compilation(backend: str, run: Callable[[Program], None]) -> None:
     """The same program compiles as often watched as unwatched, and each watch has the frames of its batches."""

@@ -6,7 +6,6 @@ import gc
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +16,8 @@ from nanwatch.instrumentation import compiled
 from support.recorders import needs_native
 from support.toys import Scale, names
 from support.watching import watch
+
+pytestmark = needs_native
 
 
 class Model(nn.Module):
@@ -30,16 +31,6 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.relu(self.first(x)))
-
-
-pytestmark = needs_native
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def test_a_compiled_model_and_its_watch_are_freed() -> None:
