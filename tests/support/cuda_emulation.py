@@ -107,7 +107,7 @@ class Host:
         self.library = build("host.cpp")
         self.library.nanwatch_cuda_error.restype = ctypes.c_char_p
         self.library.nanwatch_cuda_workspace.restype = ctypes.c_size_t
-        for name in ("launches", "blocks", "clears", "waits"):
+        for name in ("launches", "blocks"):
             getattr(self.library, f"cuda_host_{name}").restype = ctypes.c_int64
         # One for all calls, as on a stream: each must leave it zero for the next.
         self.workspace = torch.zeros(self.library.nanwatch_cuda_workspace(), dtype=torch.uint8)

@@ -114,7 +114,7 @@ class StandIn:
     holds: bool = True  # else every operation runs at once
     stream: int = 1  # the current one, of every device
     capturing: bool = False
-    broken: bool = False
+    broken: bool = False  # every call fails, and what is queued is never done
     fail_next: int = 0  # the next observe fails with this
     waits: int = 0
     launches: list[int] = field(default_factory=list)  # how many tensors each had
@@ -134,10 +134,6 @@ class StandIn:
                 if not self._queue or self.broken:
                     return
                 self._queue.pop(0)[1]()
-
-    def break_down(self) -> None:
-        """From here on every call fails, and what is queued is never done."""
-        self.broken = True
 
     # Called by the recorder
 

@@ -34,11 +34,11 @@ struct dim3 {
   explicit dim3(unsigned n) : x(n) {}
 };
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
 enum { cudaDevAttrMultiProcessorCount = 16 };
 enum { cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeRelaxed = 2 };
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0 };
 using cudaStream_t = void*;
 
 namespace cuda_host {
@@ -53,7 +53,7 @@ struct Index {
 enum class Wait { nothing, block, warp, returned };
 
 struct State {
-  Index thread{0}, block{0}, block_dim{0}, grid_dim{0};
+  Index thread{0}, block{0};
   ucontext_t first_entry;
   // Only a fibre's start goes through ucontext, which makes a system call at every switch.
   jmp_buf scheduler, fibre[kMaxThreads];
@@ -65,9 +65,8 @@ struct State {
   void* argument = nullptr;
   int fail_next = 0;     // the next launch fails with this
   int last_error = 0;    // what cudaGetLastError gives
-  int capturing = 0;     // what cudaStreamIsCapturing says
   unsigned shuffle = 0;  // not 0: blocks run in an order drawn from this seed
-  int64_t launches = 0, blocks = 0, waits = 0, clears = 0;
+  int64_t launches = 0, blocks = 0;
 };
 
 inline State& state() {
@@ -155,8 +154,6 @@ void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<I
 
 #define threadIdx (cuda_host::state().thread)
 #define blockIdx (cuda_host::state().block)
-#define gridDim (cuda_host::state().grid_dim)
-#define blockDim (cuda_host::state().block_dim)
 
 inline void __syncthreads() {
   cuda_host::pause(cuda_host::Wait::block);
@@ -206,8 +203,6 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 grid, dim3 bloc
   if (grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 || block.x > cuda_host::kMaxThreads)
     return cudaError_t(s.last_error = cudaErrorInvalidConfiguration);
   s.blocks += grid.x;
-  s.grid_dim.x = grid.x;
-  s.block_dim.x = block.x;
   auto body = [&] { cuda_host::call(kernel, arguments, std::index_sequence_for<Parameters...>()); };
   s.argument = &body;
   s.body = [](void* argument) { (*static_cast<decltype(body)*>(argument))(); };
@@ -222,7 +217,6 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 grid, dim3 bloc
 }
 
 inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
-  ++cuda_host::state().clears;
   std::memset(p, value, bytes);
   return cudaSuccess;
 }
@@ -246,7 +240,7 @@ inline const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : "an error";
 }
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatus(cuda_host::state().capturing);
+  *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
@@ -267,6 +261,5 @@ inline cudaError_t cudaHostGetDevicePointer(void** address, void* pinned, unsign
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
-  ++cuda_host::state().waits;
   return cudaSuccess;
 }

@@ -12,17 +12,8 @@ int64_t cuda_host_launches(void) {
 int64_t cuda_host_blocks(void) {
   return std::exchange(cuda_host::state().blocks, 0);
 }
-int64_t cuda_host_clears(void) {
-  return std::exchange(cuda_host::state().clears, 0);
-}
-int64_t cuda_host_waits(void) {
-  return std::exchange(cuda_host::state().waits, 0);
-}
 void cuda_host_shuffle_blocks(unsigned seed) {
   cuda_host::state().shuffle = seed;
-}
-void cuda_host_set_capturing(int capturing) {
-  cuda_host::state().capturing = capturing;
 }
 void cuda_host_fail_next(int code) {
   cuda_host::state().fail_next = code;

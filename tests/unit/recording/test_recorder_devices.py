@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nanwatch.numerics import _extension
 from support.gradient_models import Net, Spoiling, backward_frames, loss_of
 from support.random_trees import run, tree
-from support.stand_in_device import BROKEN, StandIn, stand_in
+from support.stand_in_device import BROKEN, OLD_DRIVER, StandIn, stand_in
 from support.toys import Scale, mlp, names, text_of
 from support.watching import watch
 
@@ -113,7 +113,7 @@ def test_an_error_of_the_device_leaves_the_frames_up_to_it() -> None:
     class Asserts(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             device.run(7)  # the rows of the two layers at the front
-            device.break_down()
+            device.broken = True
             raise RuntimeError("CUDA error: device-side assert triggered")
 
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Scale(), Asserts())
@@ -127,6 +127,20 @@ def test_an_error_of_the_device_leaves_the_frames_up_to_it() -> None:
         notes = [str(r.note) for r in w.frames[2].records]
         assert notes[-1].startswith("not checked: ")
         assert f"error {BROKEN} of the stand-in" in notes[-1]
+
+
+@pytest.mark.parametrize("error", [BROKEN, OLD_DRIVER])
+def test_a_launch_that_fails_leaves_its_call_to_the_host(error: int) -> None:
+    """The device is asked again for the next call, but not where the error says that no kernel can run there."""
+    model = mlp()
+    with watch(model) as w:
+        model(X)
+    expected = text_of(w)
+    with stand_in() as device, watch(model) as w:
+        device.fail_next = error
+        model(X)
+    assert text_of(w) == expected
+    assert len(device.launches) == (0 if error == OLD_DRIVER else 3)
 
 
 def test_a_capture_is_left_alone() -> None:
