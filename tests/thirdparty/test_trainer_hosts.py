@@ -22,10 +22,12 @@ from support.paths import ROOT, SCRIPTS
 SCRIPT = SCRIPTS / "train_in_host.py"
 # The package of each host, and the module that becomes infinite.
 HOSTS = {
+    "trainer": ("transformers", "model.layers.1.mlp.act_fn"),
+    "lightning": ("lightning", "net.act"),
     "fabric": ("lightning", "act"),
     "accelerate": ("accelerate", "act"),
     "sft": ("trl", "model.layers.1.mlp.act_fn"),
-    "zero-3": ("deepspeed", "act"),
+    "zero": ("deepspeed", "act"),
 }
 # How stage 3 of ZeRO is started.
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
@@ -78,7 +80,7 @@ def test_a_trainer_is_watched_and_computes_the_same(host: str, tmp_path: Path) -
     package, module = HOSTS[host]
     if not is_installed(package):
         pytest.skip(f"{package} is not installed")
-    launch = TWO_RANKS if host == "zero-3" else []
+    launch = TWO_RANKS if host == "zero" else []
     run(tmp_path, *launch, SCRIPT, host, "unwatched.pt")
     run(tmp_path, *launch, *WATCH, SCRIPT, host, "watched.pt")
     assert equal(tmp_path / "unwatched.pt", tmp_path / "watched.pt")

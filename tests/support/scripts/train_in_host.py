@@ -41,44 +41,55 @@ class Net(nn.Module):
         return x + self.down(self.act(self.up(x)))
 
 
-def language_model() -> tuple[Any, Any, Any]:
-    """A tiny Llama, a tokenizer of 32 words, and eight texts."""
-    from datasets import Dataset
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+def llama() -> Any:
+    """A tiny Llama of 32 words."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    words = {f"w{i}": i for i in range(32)}
-    inner = Tokenizer(WordLevel(words, unk_token="w0"))
-    inner.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, unk_token="w0", pad_token="w1", eos_token="w2", bos_token="w3"
-    )
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=64, pad_token_id=1, eos_token_id=2, bos_token_id=3,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     model.model.layers[1].mlp.act_fn = Activation()
-    texts = [" ".join(f"w{(3 * i + 7 * j) % 28 + 4}" for j in range(12)) for i in range(8)]
-    return model, tokenizer, Dataset.from_dict({"text": texts, "prompt": texts})
+    return model
+
+
+def trainer() -> nn.Module:
+    """Trainer of transformers."""
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": words, "labels": words} for words in torch.randint(4, 32, (16, 12))]
+    args = TrainingArguments(
+        "out", max_steps=STEPS, per_device_train_batch_size=2, use_cpu=True, report_to=[], seed=0, save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    model = llama()
+    Trainer(model, args, train_dataset=rows).train()
+    return model
 
 
 def sft() -> nn.Module:
-    """TRL's trainer for fine-tuning."""
+    """TRL's trainer for fine-tuning, with a tokenizer of 32 words, and eight texts."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
-    model, tokenizer, data = language_model()
+    inner = Tokenizer(WordLevel({f"w{i}": i for i in range(32)}, unk_token="w0"))
+    inner.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="w0", pad_token="w1", eos_token="w2", bos_token="w3"
+    )
+    texts = [" ".join(f"w{(3 * i + 7 * j) % 28 + 4}" for j in range(12)) for i in range(8)]
     args = SFTConfig(
         "out", max_steps=STEPS, per_device_train_batch_size=2, use_cpu=True, bf16=False, report_to=[], seed=0,
         save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, max_length=16,
     )  # fmt: skip
+    model = llama()
     SFTTrainer(
-        model,
-        args,
-        train_dataset=data.remove_columns("prompt"),
-        processing_class=tokenizer,
+        model, args, train_dataset=Dataset.from_dict({"text": texts}), processing_class=tokenizer
     ).train()
     return model
 
@@ -122,6 +133,29 @@ def zero() -> nn.Module:
     raise SystemExit
 
 
+def lightning() -> nn.Module:
+    """Lightning's Trainer."""
+    import lightning as host
+
+    class Module(host.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return (self.net(batch[0]) - 1).abs().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    model, rows = Module(), torch.utils.data.TensorDataset(torch.randn(16 * STEPS, 4))
+    host.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(model, torch.utils.data.DataLoader(rows, batch_size=16))  # fmt: skip
+    return model
+
+
 def fabric() -> nn.Module:
     """Lightning Fabric."""
     from lightning.fabric import Fabric
@@ -155,5 +189,5 @@ def _train(host: Any, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> N
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    trained = {"sft": sft, "fabric": fabric, "accelerate": accelerate, "zero-3": zero}
-    torch.save(trained[HOST]().state_dict(), WEIGHTS)
+    hosts = {train.__name__: train for train in (trainer, lightning, fabric, accelerate, sft, zero)}
+    torch.save(hosts[HOST]().state_dict(), WEIGHTS)

@@ -12,12 +12,9 @@ import pytest
 
 import nanwatch
 from nanwatch import __main__ as command
-from support.paths import SCRIPTS
 from support.processes import environment, forked
 
 ENVIRONMENT = environment(OMP_NUM_THREADS="1")
-HF = ["--use_cpu", "--bf16", "--optim", "sgd", "--max_grad_norm", "0", "--max_steps", "8"]
-HF += ["--report_to", "none", "--save_strategy", "no", "--disable_tqdm", "true", "--output_dir", "out"]
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -37,24 +34,32 @@ def script(folder: Path, body: str, name: str = "script.py") -> str:
     return name
 
 
-UNMODIFIED = [
-    pytest.param("plain_loop.py", ["--lr", "3"], ["--lr", "0.01"], "Net", id="plain-fp32"),
-    pytest.param(
-        "trainer_script.py", [*HF, "--learning_rate", "1000"], [*HF, "--learning_rate", "1e-3"], "GPT2LMHeadModel",
-        id="trainer", marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        "lightning_script.py", ["1e3", "bf16-mixed"], ["0.01", "bf16-mixed"], "LitModel",
-        id="lightning", marks=pytest.mark.slow,
-    ),
-]  # fmt: skip
+# A script with a learning rate as its argument. The trainers of other packages are in thirdparty/test_trainer_hosts.py.
+FITS = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+torch.manual_seed(0)
+data, model = torch.randn(64, 4), Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+for _ in range(50):
+    loss = nn.functional.mse_loss(model(data), data.sum(1, keepdim=True))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print("trained:", f"{loss:.3f}")
+"""
 
 
-@pytest.mark.parametrize(("name", "bad", "good", "model"), UNMODIFIED)
-def test_an_unchanged_script(name, bad, good, model, tmp_path):
+def test_an_unchanged_script(tmp_path):
     """The overflow ends it with status 3, report and files; a good run has the script's own status and stdout."""
-    path = str(SCRIPTS / name)
-    done = run("--output-dir", "found", path, *bad, cwd=tmp_path)
+    name = script(tmp_path, FITS)
+    done = run("--output-dir", "found", name, "3", cwd=tmp_path)
     assert done.returncode == 3, done.stderr
     (folder,) = tmp_path.glob("found/batch-*")
     finding = nanwatch.Report.from_json((folder / "report.json").read_text()).finding
@@ -62,20 +67,15 @@ def test_an_unchanged_script(name, bad, good, model, tmp_path):
     assert (finding.label, finding.origin) == ("output", "produced")
     assert finding.operation is not None
     assert f"What:  {finding.value} first seen in `output` of {finding.module}" in done.stderr
-    assert f"of {model}: {finding.value} first seen" in done.stderr
+    assert f"of Net: {finding.value} first seen" in done.stderr
     assert "runpy" not in done.stderr
-    assert not any(line.startswith(("trained:", "done")) for line in done.stdout.splitlines())
-    assert "Detected" not in done.stdout
+    assert done.stdout == ""
     assert (folder.name, (folder / "report.txt").exists()) == (f"batch-{finding.batch}", True)
 
-    watched, plain = both(path, *good, cwd=tmp_path)
+    watched, plain = both(name, "0.01", cwd=tmp_path)
     assert watched.returncode == plain.returncode == 0, watched.stderr
-    # The Trainer prints how long it took.
-    timeless = [
-        [line for line in one.stdout.splitlines() if "runtime" not in line] for one in (watched, plain)
-    ]
-    assert timeless[0] == timeless[1]
-    assert f"of {model}: all that was read is finite" in watched.stderr
+    assert watched.stdout == plain.stdout != ""
+    assert "of Net: all that was read is finite" in watched.stderr
 
 
 def test_the_script_sees_what_it_would_see(tmp_path):
