@@ -7,7 +7,6 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -111,13 +110,6 @@ def small_heap() -> None:
     """Exempt all that is there from garbage collection: `gc.collect()` over thousands of tests took 2 s."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session")
-def folder_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all test processes of a run."""
-    base = tmp_path_factory.getbasetemp()
-    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture

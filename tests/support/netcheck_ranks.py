@@ -35,25 +35,17 @@ def run_ranks(
     world_size: int, command: Sequence[str], seconds: float
 ) -> list[subprocess.CompletedProcess[str]]:
     """Python with this command, a process a rank and no launcher; what each of them left when all had ended."""
-    ranks = [
-        subprocess.Popen(
-            [forking_python(), *command],
-            env=rank_environment(RANK=str(rank), WORLD_SIZE=str(world_size)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
+    ranks = Ranks()
     try:
-        said = [rank.communicate(timeout=seconds) for rank in ranks]
+        for rank in range(world_size):
+            ranks.start(rank, world_size, program=command)
+        return [
+            subprocess.CompletedProcess(command, process.returncode, *texts)
+            for process in ranks.started.values()
+            for texts in [process.communicate(timeout=seconds)]
+        ]
     finally:
-        for rank in ranks:
-            rank.kill()
-    return [
-        subprocess.CompletedProcess(rank.args, rank.returncode, *texts)
-        for rank, texts in zip(ranks, said, strict=True)
-    ]
+        ranks.kill()
 
 
 class Ranks:

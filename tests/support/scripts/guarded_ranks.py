@@ -1,5 +1,6 @@
-"""Save a checkpoint of DCP on two ranks, of which the second has a non-finite weight: RANK FOLDER POLICY HOW GUARDS."""
+"""Save a checkpoint of DCP on two ranks, of which the second has a non-finite weight: FOLDER POLICY HOW GUARDS."""
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -14,7 +15,7 @@ import nanwatch
 
 
 def main() -> None:
-    number, folder, policy, how, guards = int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
+    number, folder, policy, how, guards = int(os.environ["RANK"]), Path(sys.argv[1]), *sys.argv[2:]
     warnings.simplefilter("always")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=2)
     model = nn.Linear(2, 2)

@@ -1,15 +1,12 @@
 """One rank of a job in which many kinds of parallel training run one after the other, each unwatched and watched.
 
-`RANK=0 WORLD_SIZE=2 python parallel_job.py STORE SCENARIO...` prints a JSON object: for each scenario "", or the
-traceback that ended it.
+RANK=0 WORLD_SIZE=2 python parallel_job.py STORE SCENARIO...
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -23,14 +20,7 @@ from torch import Tensor, nn
 import nanwatch
 from nanwatch.report.report import Report
 from support import watching
-from support.parallel_models import (
-    NAMES,
-    Net,
-    WithStatistics,
-    mesh_of,
-    shard,
-    split,
-)
+from support.parallel_models import NAMES, Net, WithStatistics, mesh_of, shard, split
 from support.training import assert_same_bits
 
 
@@ -257,24 +247,13 @@ def pipeline() -> None:
         check(plain, watched, batches=6, names=names, has_gradients=gradients)
 
 
-# Where in the whole tensor
-
-
 def main() -> None:
     warnings.simplefilter("ignore")
     path, *wanted = sys.argv[1:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
-    errors = {}
     for name in wanted:
-        errors[name] = ""
-        try:
-            SCENARIOS[name]()
-        except Exception:
-            errors[name] = traceback.format_exc()
-            break  # the other ranks may be in a collective that this one never comes to
-    sys.stdout.write(f"{json.dumps(errors)}\n")
-    sys.stdout.flush()
+        SCENARIOS[name]()
     dist.destroy_process_group()
 
 

@@ -4,8 +4,6 @@ import copy
 import io
 import logging
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +20,8 @@ from torch import nn
 
 import nanwatch
 from support import watching
+from support.netcheck_ranks import run_ranks
 from support.paths import SCRIPTS
-from support.processes import environment
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -236,20 +234,6 @@ def test_two_guards_and_none_leave_the_functions_as_they_were(run):
     ],
 )
 def test_no_rank_writes_where_one_refuses(tmp_path, policy, how, guards, ends):
-    script = str(SCRIPTS / "guarded_ranks.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(number), str(tmp_path), policy, how, guards],
-            env=environment(OMP_NUM_THREADS="1"),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    try:
-        printed = [rank.communicate(timeout=300)[0].split() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert printed == [[end, "True"] for end in ends]
+    ranks = run_ranks(2, [str(SCRIPTS / "guarded_ranks.py"), str(tmp_path), policy, how, guards], 300)
+    assert [rank.stdout.split() for rank in ranks] == [[end, "True"] for end in ends]
     assert not (tmp_path / "model.nonfinite").exists()
