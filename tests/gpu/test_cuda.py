@@ -12,11 +12,10 @@ from torch import Tensor
 import nanwatch
 from nanwatch.numerics import _extension, _reference
 from nanwatch.numerics.formats import AbsRange
+from support.oracle import random_patterns
+from support.recorders import needs_cuda
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.skipif(_extension.C is None or not _extension.C.cuda_compiled(), reason="built without CUDA"),
-]
+pytestmark = needs_cuda
 # Functions with which a host waits for a device; cudaMemcpy without Async waits too.
 WAITS = {"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
 
@@ -24,13 +23,6 @@ WAITS = {"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize
 def same(got: Tensor, expected: Tensor) -> bool:
     """Equal element for element on the host, a nan equal to a nan."""
     return torch.allclose(got.cpu(), expected.cpu(), rtol=0, atol=0, equal_nan=True)
-
-
-def any_bits(dtype: torch.dtype, count: int) -> Tensor:
-    generator = torch.Generator().manual_seed(count)
-    high = 2 if dtype == torch.bool else 256
-    words = torch.randint(0, high, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
-    return words.view(dtype)
 
 
 def reference(xs: list[Tensor]) -> Tensor:
@@ -45,14 +37,13 @@ def reference(xs: list[Tensor]) -> Tensor:
 def test_any_bits_of_any_dtype(dtype: torch.dtype) -> None:
     """Rows made on the GPU equal the reference's rows of the same bits on the CPU, at any size and alignment."""
     for count in (0, 1, 17, 4097, 1_000_001):
-        if (
-            dtype.is_complex
-        ):  # its modulus is rounded by each device's own hypot: plain numbers, and a tolerance
+        if dtype.is_complex:
+            # Its modulus is rounded by each device's own hypot: plain numbers, and a tolerance.
             x = torch.randn(max(count, 1), dtype=torch.complex64).to(dtype)
             row = _extension.abs_range(x.cuda()).cpu()
             assert torch.allclose(row, _reference.abs_range(x), rtol=1e-6, atol=0)
             continue
-        x = any_bits(dtype, count)
+        x = random_patterns(dtype, (count,))
         on_gpu = x.cuda()
         for start in (0, 1, 3):
             assert same(_extension.abs_range(on_gpu[start:]), _reference.abs_range(x[start:]))
@@ -71,7 +62,7 @@ def test_every_pattern_of_8_and_16_bits(dtype: torch.dtype) -> None:
 def test_many_tensors_of_many_dtypes() -> None:
     """One call over more tensors than a launch takes, of mixed dtypes, keeps every row in its place."""
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.float8_e4m3fn]
-    xs = [any_bits(dtypes[i % 5], i % 300) for i in range(1200)] + [torch.tensor([3 + 4j])]
+    xs = [random_patterns(dtypes[i % 5], (i % 300,), seed=i) for i in range(1200)] + [torch.tensor([3 + 4j])]
     assert same(_extension.abs_ranges([x.cuda() for x in xs]), reference(xs))
 
 
@@ -102,7 +93,7 @@ def test_many_tensors_of_many_dtypes() -> None:
 )
 def test_views(view: Callable[[Tensor], Tensor]) -> None:
     """Views give what their copy gives."""
-    x = any_bits(torch.float32, 64 * 65).view(64, 65)
+    x = random_patterns(torch.float32, (64, 65))
     assert same(_extension.abs_range(view(x.cuda())), _reference.abs_range(view(x)))
 
 

@@ -10,16 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.numerics import _extension
 from nanwatch.report.report import NonFiniteError
 from support.processes import environment
+from support.recorders import needs_cuda
 from support.toys import Scale
 from support.watching import watch
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.skipif(_extension.C is None or not _extension.C.cuda_compiled(), reason="built without CUDA"),
-]
+pytestmark = needs_cuda
 INF = float("inf")
 
 

@@ -10,11 +10,9 @@ import nanwatch
 from nanwatch.numerics import _extension, _reference
 from support.cuda_emulation import FORMATS, same
 from support.oracle import random_finite, random_patterns
+from support.recorders import needs_cuda
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.skipif(_extension.C is None or not _extension.C.cuda_compiled(), reason="built without CUDA"),
-]
+pytestmark = needs_cuda
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=lambda dtype: str(dtype).removeprefix("torch."))

@@ -220,12 +220,6 @@ def fake_torch(package: Path, version: str, cuda: str | None = None) -> None:
     (package / "include").symlink_to(Path(torch.__file__).parent / "include")
 
 
-def with_cuda_torch(folder: Path) -> Path:
-    """Return a folder for PYTHONPATH with a torch that says that it has CUDA."""
-    fake_torch(folder / "stub" / "torch", torch.__version__, "12.9")
-    return folder / "stub"
-
-
 def test_a_build_of_several_versions_of_torch_gives_one_wheel_with_a_module_for_each(tiny):
     """No torch is asked for at build time; each module names the libraries of torch, and no OpenMP of its own."""
     for minor in ("2.1", "2.2"):
@@ -252,7 +246,8 @@ def test_an_nvcc_that_fails_costs_the_cuda_part_and_nothing_else(tiny, tmp_path)
     """The CPU part is built, the loss is loud and recorded, and FORCE_CUDA=1 makes it an error."""
     (tiny / "csrc" / "cuda" / "range_cuda.cu").touch()
     home = str(make_toolkit(tmp_path / "cuda", "exit 1"))
-    done = build_in_place(tiny, CUDA_HOME=home, PYTHONPATH=str(with_cuda_torch(tmp_path)))
+    fake_torch(tmp_path / "stub" / "torch", torch.__version__, "12.9")  # says that it has CUDA
+    done = build_in_place(tiny, CUDA_HOME=home, PYTHONPATH=str(tmp_path / "stub"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "without its CUDA part" in done.stderr
     assert "could not compile" in facts(tiny)["cuda_reason"]

@@ -21,7 +21,6 @@ BATCH, LENGTH = 2, 5
 class Architecture:
     """A way to build a model and the keyword arguments of one call."""
 
-    name: str
     build: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, Any]]
 
@@ -55,8 +54,8 @@ def _encoder_text() -> dict[str, Any]:
     return {"input_ids": _ids(), "attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.long)}
 
 
-def _image() -> dict[str, Any]:
-    return {"pixel_values": torch.randn(BATCH, 3, 8, 8)}
+def _image(size: int = 8) -> dict[str, Any]:
+    return {"pixel_values": torch.randn(BATCH, 3, size, size)}
 
 
 def _speech() -> dict[str, Any]:
@@ -94,54 +93,22 @@ _CLIP = {
     "vision_config": {**_TOWER, "image_size": 8, "patch_size": 4},
     "projection_dim": 4,
 }
+_VIT = {"image_size": 8, "patch_size": 4, "num_labels": 3}
+_RESNET = {
+    "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic", "num_labels": 3,
+}  # fmt: skip
+_MAMBA = {"hidden_size": 8, "state_size": 4, "num_hidden_layers": 2, "conv_kernel": 2, "time_step_rank": 2}
 
 ARCHITECTURES = {
-    architecture.name: architecture
-    for architecture in (
-        Architecture("t5", _model("T5", "ForConditionalGeneration", **_T5), _text),
-        Architecture("gpt2", _model("GPT2", "LMHeadModel", vocab_size=VOCABULARY, **_GPT2, **_UNTIED), _text),
-        Architecture(
-            "llama", _model("Llama", "ForCausalLM", **_LAYERS, **_TEXT, num_key_value_heads=1), _text
-        ),
-        Architecture("bert", _model("Bert", "ForSequenceClassification", **_LAYERS, **_TEXT), _encoder_text),
-        Architecture(
-            "vit",
-            _model("ViT", "ForImageClassification", **_LAYERS, image_size=8, patch_size=4, num_labels=3),
-            _image,
-        ),
-        Architecture(
-            "resnet",
-            _model(
-                "ResNet",
-                "ForImageClassification",
-                embedding_size=8,
-                hidden_sizes=[8, 16],
-                depths=[1, 2],
-                layer_type="basic",
-                num_labels=3,
-            ),
-            lambda: {"pixel_values": torch.randn(BATCH, 3, 32, 32)},
-        ),
-        Architecture(
-            "whisper",
-            _model("Whisper", "ForConditionalGeneration", vocab_size=VOCABULARY, **_WHISPER, **_UNTIED),
-            _speech,
-        ),
-        Architecture(
-            "mamba",
-            _model(
-                "Mamba",
-                "ForCausalLM",
-                vocab_size=VOCABULARY,
-                hidden_size=8,
-                state_size=4,
-                num_hidden_layers=2,
-                conv_kernel=2,
-                time_step_rank=2,
-                **_UNTIED,
-            ),
-            _text,
-        ),
-        Architecture("clip", _model("CLIP", "Model", **_CLIP), lambda: {**_encoder_text(), **_image()}),
-    )
+    "t5": Architecture(_model("T5", "ForConditionalGeneration", **_T5), _text),
+    "gpt2": Architecture(_model("GPT2", "LMHeadModel", vocab_size=VOCABULARY, **_GPT2, **_UNTIED), _text),
+    "llama": Architecture(_model("Llama", "ForCausalLM", **_LAYERS, **_TEXT, num_key_value_heads=1), _text),
+    "bert": Architecture(_model("Bert", "ForSequenceClassification", **_LAYERS, **_TEXT), _encoder_text),
+    "vit": Architecture(_model("ViT", "ForImageClassification", **_LAYERS, **_VIT), _image),
+    "resnet": Architecture(_model("ResNet", "ForImageClassification", **_RESNET), lambda: _image(32)),
+    "whisper": Architecture(
+        _model("Whisper", "ForConditionalGeneration", vocab_size=VOCABULARY, **_WHISPER, **_UNTIED), _speech
+    ),
+    "mamba": Architecture(_model("Mamba", "ForCausalLM", vocab_size=VOCABULARY, **_MAMBA, **_UNTIED), _text),
+    "clip": Architecture(_model("CLIP", "Model", **_CLIP), lambda: {**_encoder_text(), **_image()}),
 }

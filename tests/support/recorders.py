@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import nn
 
 from nanwatch.numerics import _extension
@@ -14,7 +15,10 @@ from nanwatch.session.watch import Watch
 from support.watching import watch
 
 needs_native = pytest.mark.skipif(_extension.C is None, reason="no compiled part")
-
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available() or _extension.C is None or not _extension.C.cuda_compiled(),
+    reason="torch sees no CUDA device, or nanwatch was built without CUDA",
+)
 
 RECORDERS = [pytest.param("native", marks=needs_native), "python"]
 

@@ -90,21 +90,6 @@ def snippets(page: str) -> list[Snippet]:
     return fences
 
 
-def run_command(command: str, folder: Path) -> tuple[int, str]:
-    """Return the exit status of a command, and what it wrote to stdout and stderr."""
-    done = subprocess.run(
-        ["bash", "-c", _SHELL + command],
-        cwd=folder,
-        env=environment(**_ENVIRONMENT, PYTHON_EXEC=forking_python()),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        timeout=_SECONDS,
-    )
-    return done.returncode, done.stdout
-
-
 class Page:
     """Runs the snippets of one page in a folder."""
 
@@ -122,13 +107,12 @@ class Page:
         elif snippet.kind == "console" and snippet.skipped is None:
             for command, shown in snippet.commands:
                 if not command.startswith(("make ", "pip install ")):
-                    self._command(command, shown, where)
+                    self._command(command, shown, f"{where}: $ {command}")
 
     def _python(self, snippet: Snippet, where: str) -> None:
         if snippet.body.startswith(">>>"):
             for example in doctest.DocTestParser().get_examples(snippet.body):
-                printed = self._execute(compile(example.source, where, "single"))
-                assert not difference(example.want, printed), f"{where}: {difference(example.want, printed)}"
+                check(example.want, self._execute(compile(example.source, where, "single")), where)
             return
         code = compile(snippet.body, where, "exec")
         if snippet.title is not None:
@@ -137,20 +121,34 @@ class Page:
             exec(compile(snippet.setup, where, "exec"), self._names)
             printed = self._execute(code)
             if snippet.output is not None:
-                wrong = difference(snippet.output, printed)
-                assert not wrong, f"{where}: {wrong}"
+                check(snippet.output, printed, where)
 
     def _execute(self, code: Any) -> str:
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(code, self._names)
         return out.getvalue()
 
     def _command(self, command: str, shown: str, where: str) -> None:
-        status, printed = run_command(command, self._folder)
-        wrong = difference(shown, printed) if shown else ""
-        assert not wrong, f"{where}: $ {command}\n{wrong}\n--- printed:\n{printed}"
-        assert shown or status == 0, f"{where}: $ {command} ended with {status}\n{printed}"
+        done = subprocess.run(
+            ["bash", "-c", _SHELL + command],
+            cwd=self._folder,
+            env=environment(**_ENVIRONMENT, PYTHON_EXEC=forking_python()),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=_SECONDS,
+        )
+        if shown:
+            check(shown, done.stdout, where)
+        else:
+            assert done.returncode == 0, f"{where} ended with {done.returncode}\n{done.stdout}"
+
+
+def check(shown: str, printed: str, where: str) -> None:
+    """Raise an AssertionError that says what of `shown` is not in `printed`."""
+    wrong = difference(shown, printed)
+    assert not wrong, f"{where}\n{wrong}\n--- printed:\n{printed}"
 
 
 def difference(shown: str, printed: str) -> str:
@@ -164,16 +162,13 @@ def difference(shown: str, printed: str) -> str:
     apart = [
         f"{want[0]} shown, {got} printed"
         for want, got in zip(_NUMBER.finditer(text), match.groups(), strict=True)
-        if not _agree(_value(want[0]), _value(got), is_abs_min=want.start() in minima)
+        if not _agree(want[0], got, is_abs_min=want.start() in minima)
     ]
     return "; ".join(apart)
 
 
-def _value(number: str) -> float:
-    return float(number.replace(",", ""))
-
-
-def _agree(want: float, got: float, *, is_abs_min: bool) -> bool:
+def _agree(shown: str, printed: str, *, is_abs_min: bool) -> bool:
+    want, got = (float(number.replace(",", "")) for number in (shown, printed))
     return (want == 0) == (got == 0) if is_abs_min else math.isclose(want, got, rel_tol=0.2)
 
 

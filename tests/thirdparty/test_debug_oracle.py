@@ -22,15 +22,6 @@ NAMES = list(ARCHITECTURES)
 BATCHES = 3
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    # Models this small only lose by a second thread: 23 s against 13 s, far more on a busy machine.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def transcript(
     make: Callable[[nn.Module], Any], model: nn.Module, name: str, autocast: torch.dtype | None
 ) -> tuple[str, bool]:

@@ -9,8 +9,11 @@ import math
 import os
 import pickle
 import re
+import struct
 import tempfile
+from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +23,43 @@ import nanwatch
 from nanwatch import Capsule, write_capsule
 from nanwatch.capsule.capsule import CapsuleError
 from nanwatch.instrumentation.execution_context import Autocast, RngState
-from support.capsules import Pair, bits, round_trip, same
 from support.oracle import DTYPES, random_patterns
 from support.toys import Scale, fault_of, mlp
 
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+def bits(x: Tensor) -> bytes:
+    """The bytes of the elements in C order."""
+    plain = x.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
+
+
+def same(got: Any, want: Any) -> bool:
+    """Equal to the last bit, by type too."""
+    if isinstance(want, Tensor):
+        return (
+            isinstance(got, Tensor)
+            and (got.dtype, got.shape, got.requires_grad) == (want.dtype, want.shape, want.requires_grad)
+            and bits(got) == bits(want)
+        )
+    if isinstance(want, dict):
+        return (
+            type(got) is dict and list(got) == list(want) and all(same(got[key], want[key]) for key in want)
+        )
+    if type(want) in (list, tuple):
+        pairs = zip(got, want, strict=True) if type(got) is type(want) and len(got) == len(want) else [(0, 1)]
+        return all(same(a, b) for a, b in pairs)
+    if isinstance(want, float):
+        return type(got) is float and struct.pack("d", got) == struct.pack("d", want)
+    return type(got) is type(want) and got == want
+
+
+def round_trip(*args: Any, **kwargs: Any) -> Capsule:
+    """The capsule of a call of a module without weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        return Capsule.open(write_capsule(f"{folder}/c", nn.Identity(), "block.0", args, kwargs))
 
 
 def test_arguments_come_back_bit_for_bit():
@@ -65,7 +100,7 @@ def test_the_file_is_read_without_nanwatch(tmp_path):
     document = torch.load(folder / "call.pt", weights_only=True)
     assert torch.equal(document["args"][0], torch.ones(1, 2))
     assert "input[1][1] (set)" in document["args"][1][1]["why"]
-    assert "input[2] (support.capsules.Pair)" in document["args"][2]["why"]
+    assert f"input[2] ({__name__}.Pair)" in document["args"][2]["why"]
     assert "its values do not lie in one block" in document["args"][3]["why"]
     assert document["state"].keys() == {"weight", "bias"}
     assert os.listdir(folder) == ["call.pt"]
@@ -169,9 +204,7 @@ def test_the_report_of_a_failure_names_what_its_capsule_leaves_out(tmp_path):
     with nanwatch.watch(model, output_dir=tmp_path, black_box=False), pytest.raises(nanwatch.NonFiniteError):
         model(Pair(torch.zeros(2), torch.zeros(2)))
     text = next(tmp_path.glob("batch-0/report.txt")).read_text()
-    assert (
-        "Note:  the capsule leaves out input[0] (support.capsules.Pair); its list left_out says why" in text
-    )
+    assert f"Note:  the capsule leaves out input[0] ({__name__}.Pair); its list left_out says why" in text
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,32 +16,141 @@ from torch.nn import functional as F
 
 import nanwatch
 from nanwatch.diagnosis import trials
-from nanwatch.diagnosis.cures import MAX_RUNS, code_of
-from nanwatch.diagnosis.trials import Float64
-from support.overflows import (
-    CASES,
-    HALF,
-    Attention,
-    big,
-    failed,
-    formats_of,
-    half,
-    is_finite,
-    linear,
-    outlier,
-    wrong_cures,
-)
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
+from nanwatch.diagnosis.cures import MAX_RUNS, code_of, try_formats
+from nanwatch.diagnosis.trials import Float64, Trials
+from nanwatch.report.finding import Finding, working_first
+from programs.case import Setup, follow
+from support.examined import snapshot_of
 from support.spy import Spy
 from support.toys import Does
 
+HALF = torch.float16
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_the_cures_are_true(name: str) -> None:
+
+class Attention(nn.Module):
+    """Attention with itself, its logits not scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.project(x)
+        return (q @ q.transpose(-1, -2)).softmax(-1) @ q
+
+
+def linear(value: float, size: int = 4) -> nn.Linear:
+    """A layer with all weights `value` and no bias."""
+    layer = nn.Linear(size, size, bias=False)
+    nn.init.constant_(layer.weight, value)
+    return layer
+
+
+def big(value: float) -> Tensor:
+    return torch.full((1, 3, 4), value)
+
+
+def outlier(value: float) -> Tensor:
+    """One row of `value`, the others small."""
+    x = big(1.0)
+    x[0, 0] = value
+    return x
+
+
+def failed(
+    model: nn.Module, x: Tensor, *, autocast: torch.dtype | None = None, grad: bool = False
+) -> tuple[BatchSnapshot, Finding]:
+    """Return the start of the batch and the finding of the failing call, without what a re-run may have found."""
+    around = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
+    with around, nanwatch.watch(model), torch.set_grad_enabled(grad):
+        start = snapshot_of(model, (x,), {})
+        with pytest.raises(nanwatch.NonFiniteError) as error:
+            model(x)
+    finding = error.value.report.finding
+    assert finding is not None
+    return start, replace(finding, transient=None, operands=(), cures=(), remarks=())
+
+
+def formats_of(start: BatchSnapshot, finding: Finding, model: nn.Module) -> Any:
+    """Return the cures by other formats, and the remarks on what could not be tried."""
+    tried = Trials(start, finding, model)
+    try_formats(tried)
+    return working_first(tried.cures), tuple(tried.remarks)
+
+
+def is_finite(model: nn.Module, x: Tensor, autocast: torch.dtype | None, what: str) -> bool:
+    """Return whether all of the forward is finite with the cure that `what` names, applied to a copy of the model."""
+    setup = Setup(copy.deepcopy(model), (x,), autocast=autocast)
+    assert follow(what, setup)
+    try:
+        with nanwatch.watch(setup.model), torch.no_grad():
+            setup.run()
+    except nanwatch.NonFiniteError:
+        return False
+    return True
+
+
+# For each the model, its input, the dtype of autocast or None for half weights, and the cures in their order of trial,
+# each by the start of its text and whether it works.
+CASES: dict[str, tuple[Callable[[], nn.Module], Any, torch.dtype | None, list[tuple[str, bool]]]] = {
+    "a leaf whose result does not fit, under autocast": (
+        lambda: nn.Sequential(linear(100), linear(100), Does(torch.tanh), linear(1)),
+        big(100.0),
+        HALF,
+        [("run `1` in float32", False), ("use bfloat16 in autocast", True)],
+    ),
+    "an ancestor is enough, with half weights": (
+        lambda: nn.Sequential(
+            linear(1), nn.Sequential(nn.Sequential(linear(300), Does(torch.relu)), linear(1e-4)), linear(1)
+        ).half(),
+        big(100.0).half(),
+        None,
+        [
+            ("run `1.0.0` in float32", False),
+            ("load the weights in bfloat16", True),
+            ("run `1` in float32, nanwatch.run_in_fp32(model[1])", True),
+        ],
+    ),
+    "an exponential that fits in float32": (
+        lambda: nn.Sequential(linear(1), Does(torch.exp), Does(torch.log)).half(),
+        big(5.0).half(),
+        None,
+        [("run `1` in float32", False), ("load the weights in bfloat16", True)],
+    ),
+    "an exponential that fits nowhere": (
+        lambda: nn.Sequential(linear(1), Does(torch.exp)),
+        big(100.0),
+        HALF,
+        [("run `1` in float32", False)],
+    ),
+    "half precision written into the code": (
+        lambda: nn.Sequential(linear(1), Does(lambda x: (x.half() * x.half()).float())),
+        big(500.0),
+        HALF,
+        [("run `1` in float32", False)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "x", "autocast", "expected"), CASES.values(), ids=CASES)
+def test_the_cures_are_true(
+    build: Callable[[], nn.Module], x: Tensor, autocast: torch.dtype | None, expected: list[tuple[str, bool]]
+) -> None:
     """Each cure is what it says it is when a user applies it, and the cures are those expected, in few runs."""
+    torch.manual_seed(0)
+    model = build()
+    start, finding = failed(model, x, autocast=autocast)
     with mock.patch.object(trials, "run", wraps=trials.run) as runs:
-        wrong = wrong_cures(name)
-    assert not wrong, wrong
+        cures, remarks = formats_of(start, finding, model)
     assert runs.call_count <= MAX_RUNS + 1  # one in float64
+    assert not remarks
+    expected = sorted(expected, key=lambda case: not case[1])
+    for cure, (begin, works) in zip(cures, expected, strict=True):
+        assert cure.what.startswith(begin)
+        assert cure.works is works
+        assert is_finite(model, x, autocast, cure.what) is works
+    assert not is_finite(model, x, autocast, "clamp the input of `0` to ±inf")
 
 
 def test_the_whole_model_is_tried_whatever_lies_around_the_guilty_module() -> None:
@@ -49,7 +160,7 @@ def test_the_whole_model_is_tried_whatever_lies_around_the_guilty_module() -> No
     with torch.no_grad():
         layer.weight += torch.randn(4, 4)
     around = nn.Sequential(nn.Sequential(nn.Sequential(layer)))
-    model = half(nn.Sequential(around, nn.LayerNorm(4)))
+    model = nn.Sequential(around, nn.LayerNorm(4)).half()
     start, finding = failed(model, big(100.0).half())
     cures, (remark,) = formats_of(start, finding, model)
     assert [(cure.what.partition(" in ")[0], cure.works) for cure in cures] == [
@@ -174,12 +285,12 @@ def test_a_trial_that_raises_is_a_remark() -> None:
             raise RuntimeError("float16 only\nand a second line")
         return x * x
 
-    model = half(nn.Sequential(linear(1), Does(only_half)))
+    model = nn.Sequential(linear(1), Does(only_half)).half()
     x = outlier(1000.0).half()
     start, finding = failed(model, x)
     cures, remarks = formats_of(start, replace(finding, transient=False), model)
     assert [cure.what for cure in cures] == ["clamp the output of `1` to ±65504"]
-    assert is_finite(model, (x,), {}, None, cures[0].what)
+    assert is_finite(model, x, None, cures[0].what)
     assert remarks
     assert all(remark.endswith("RuntimeError: float16 only") for remark in remarks)
 
@@ -195,7 +306,7 @@ def test_ctrl_c_passes_and_leaves_nothing() -> None:
             raise KeyboardInterrupt
         return x * x / x
 
-    model = half(nn.Sequential(linear(1), Does(square)))
+    model = nn.Sequential(linear(1), Does(square)).half()
     start, finding = failed(model, big(1000.0).half())
     before, most = dicts_of(model), len(calls.values) + 1
     with pytest.raises(KeyboardInterrupt):

@@ -7,6 +7,7 @@ import random
 import struct
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import nanwatch
-from support.gguf import gguf_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -45,11 +45,17 @@ def write(kind, folder):
     elif kind == "dcp":
         dcp.save(dict(TENSORS), checkpoint_id=path)
     elif kind == "gguf":
-        values = TENSORS["layers.0.weight"].numpy().tobytes()
         q8 = b"".join(struct.pack("<e32b", 0.5 + i, *range(-16, 16)) for i in range(4))
-        half = TENSORS["layers.1.weight"].view(torch.int16).numpy().tobytes()
-        entries = [("w", (10, 6), 0, values), ("q8", (64, 2), 8, q8), ("b", (10, 6), 30, half)]
-        path.write_bytes(gguf_bytes(entries))
+        half = TENSORS["layers.1.weight"].view(torch.uint8).numpy()
+        writer, types = gguf.GGUFWriter(path, "llama"), gguf.GGMLQuantizationType
+        writer.add_array("tokens", ["a", "bc"])
+        writer.add_tensor("w", TENSORS["layers.0.weight"].numpy())
+        writer.add_tensor("q8", np.frombuffer(q8, np.uint8).reshape(2, -1), raw_dtype=types.Q8_0)
+        writer.add_tensor("b", half, raw_dtype=types.BF16)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
         scales = torch.tensor([[0.5], [1.5], [2.5], [3.5]])
         expected = {
             "w": TENSORS["layers.0.weight"],
