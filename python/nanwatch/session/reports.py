@@ -364,30 +364,26 @@ class Reports:
         `maker` is the module that was called with finite values: no other's arguments are looked at then, as a call
         adds to some of them, such as a key-value cache.
         """
-        if (model := self.model()) is not None:
-            with suppressing("the calls around a non-finite one could not be read"):
-                return self._read_inward(batch, calls[::-1], _recorded_names(model), maker)
-        return None
-
-    def _read_inward(
-        self, batch: int, calls: Sequence[LeftCall], names: Mapping[int, str], maker: str | None
-    ) -> tuple[Frame, str | None] | None:
-        settings, caller = self.options.recorder_settings(weights=False, buffers=False), None
-        roles = [part[:-1] for part in ("weights", "buffers") if part in self.options.read]
-        for call in calls:
-            name = call.module.name if isinstance(call.module, Function) else names.get(id(call.module))
-            if name is None:
-                continue
-            if self.options.observes(name):
-                allowed = self.options.excuses(name, call.module)
-                values = [value for value in state_of(call.module) if value[0] in roles]
-                if maker in (None, name):
-                    values += call_values(settings, *call, objects=True)
-                records = [observe(x, label, role, allowed, wanted=settings) for role, label, x in values]
-                frame = Frame(batch, name, type(call.module).__name__, tuple(records))
-                if frame.fault is not None:
-                    return frame, caller
-            caller = name
+        if (model := self.model()) is None:
+            return None
+        with suppressing("the calls around a non-finite one could not be read"):
+            names, caller = _recorded_names(model), None
+            settings = self.options.recorder_settings(weights=False, buffers=False)
+            roles = [part[:-1] for part in ("weights", "buffers") if part in self.options.read]
+            for call in reversed(calls):
+                name = call.module.name if isinstance(call.module, Function) else names.get(id(call.module))
+                if name is None:
+                    continue
+                if self.options.observes(name):
+                    allowed = self.options.excuses(name, call.module)
+                    values = [value for value in state_of(call.module) if value[0] in roles]
+                    if maker in (None, name):
+                        values += call_values(settings, *call, objects=True)
+                    records = [observe(x, label, role, allowed, wanted=settings) for role, label, x in values]
+                    frame = Frame(batch, name, type(call.module).__name__, tuple(records))
+                    if frame.fault is not None:
+                        return frame, caller
+                caller = name
         return None
 
 
