@@ -5,7 +5,7 @@
 #include <utility>
 
 // Outside the target region: what these define has external linkage and is shared with baseline code.
-#include "cpu/range_kernels.h"
+#include "cpu/range_cpu.h"
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,bmi,bmi2,f16c,popcnt"))), apply_to = function)

@@ -6,7 +6,7 @@
 #include <utility>
 
 // Outside the target region: what these define has external linkage and is shared with baseline code.
-#include "cpu/range_kernels.h"
+#include "cpu/range_cpu.h"
 
 // GCC 12 reports the undefined pass-through operand of its own AVX-512 intrinsics (its bug 105593).
 #pragma GCC diagnostic ignored "-Wuninitialized"

@@ -3,7 +3,7 @@
 // linker must never pick one file's copy for another's.
 #pragma once
 
-#include "cpu/range_kernels.h"
+#include "cpu/range_cpu.h"
 
 namespace nanwatch {
 namespace {

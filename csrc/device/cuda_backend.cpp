@@ -32,7 +32,7 @@ int on_device(int device, const Work& work) {
 
 int device_of(const void* tensor) {
   const auto& x = *static_cast<const at::Tensor*>(tensor);
-  return is_plain_cuda(x) ? int(x.device().index()) : -1;
+  return x.defined() && x.is_cuda() && has_only(x, kPlainCudaKeys) ? int(x.device().index()) : -1;
 }
 
 int stream_of(int device, void** stream, int* capturing) {

@@ -88,7 +88,8 @@ struct PendingRow {
   bool poll() {
     if (state != State::pending) return state != State::unsent;
     if (__atomic_load_n(&slot->stamp, __ATOMIC_ACQUIRE) != stamp) return false;
-    range = range_of_row(slot->values);
+    const double* const row = slot->values;
+    range = {row[column::abs_min], row[column::abs_max], row[column::isfinite] != 0};
     if (slot->examined != 0) [[unlikely]] {
       columns.assign(slot->values, slot->values + kDeviceColumns);
       if (layout != nullptr) layout->apply(columns.data());

@@ -4,7 +4,7 @@
 // the graph and die with it; they hold no tensor, and pass gradients on unchanged. At a leaf, which outlives graphs,
 // there is one hook for all calls. A gradient of plain memory is read without the interpreter lock; one on a device is
 // sent to be read, in stream order, and nobody waits. The gradients of one backward become frames when it is over and
-// its rows have come (gradient_frames.cpp).
+// its rows have come.
 #pragma once
 
 #include <ATen/core/Tensor.h>

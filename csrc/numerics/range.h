@@ -21,11 +21,6 @@ struct RangeRow {
   }
 };
 
-// The range in the first columns of a row.
-inline RangeRow range_of_row(const double* row) {
-  return {row[column::abs_min], row[column::abs_max], row[column::isfinite] != 0};
-}
-
 template <Format F>
 struct Range {
   using Word = typename Codes<F>::Word;

@@ -19,7 +19,7 @@ at::Tensor abs_range(const at::Tensor& x) {
   const std::optional<View> view = readable(x, "abs_range");
   if (!view.has_value()) return reference("nanwatch::abs_range", x);
   at::Tensor row = at::empty({kRangeColumns}, at::kDouble);
-  range_cpu(*view, row.mutable_data_ptr<double>());
+  range_cpu(*view).write(row.mutable_data_ptr<double>());
   return row;
 }
 
@@ -30,7 +30,7 @@ at::Tensor abs_ranges(at::TensorList xs) {
   double* row = rows.mutable_data_ptr<double>();
   for (const at::Tensor& x : xs) {
     if (const std::optional<View> view = readable(x, "abs_ranges")) {
-      range_cpu(*view, row);
+      range_cpu(*view).write(row);
     } else {
       const at::Tensor values = reference("nanwatch::abs_range", x);
       std::copy_n(values.const_data_ptr<double>(), kRangeColumns, row);

@@ -8,6 +8,7 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <array>
 #include <optional>
 #include <vector>
 
@@ -16,14 +17,18 @@
 namespace nanwatch {
 
 // Not every dtype has a format: complex numbers go by their modulus, and what is packed below a byte is not read.
+// A table, because the cases of a switch lie on a line of the CPU's cache each.
 inline std::optional<Format> format_of(at::ScalarType type) {
-  switch (type) {
-#define NANWATCH_CASE(name, number, scalar_type, ...) \
-  case at::ScalarType::scalar_type: return Format::name;
-    NANWATCH_FORMATS(NANWATCH_CASE)
-#undef NANWATCH_CASE
-    default: return std::nullopt;
-  }
+#define NANWATCH_NUMBER(name, number, scalar_type, ...) numbers[size_t(at::ScalarType::scalar_type)] = number;
+  static constexpr auto table = [] {
+    std::array<int8_t, size_t(at::ScalarType::NumOptions)> numbers{};
+    numbers.fill(-1);
+    NANWATCH_FORMATS(NANWATCH_NUMBER)
+    return numbers;
+  }();
+#undef NANWATCH_NUMBER
+  const int8_t number = size_t(type) < table.size() ? table[size_t(type)] : int8_t(-1);
+  return number < 0 ? std::nullopt : std::optional<Format>(Format(number));
 }
 
 // Fills `view`; false where the storage does not hold the elements that sizes and strides name. A storage resized to
@@ -68,11 +73,6 @@ inline const c10::DispatchKeySet kPlainCudaKeys({c10::DispatchKey::CUDA, c10::Di
 
 inline bool has_only(const at::Tensor& x, c10::DispatchKeySet keys) {
   return (x.key_set().raw_repr() & ~keys.raw_repr()) == 0;
-}
-
-// Returns whether it is a plain strided CUDA tensor.
-inline bool is_plain_cuda(const at::Tensor& x) {
-  return x.defined() && x.is_cuda() && has_only(x, kPlainCudaKeys);
 }
 
 // Fills `view` for a plain strided CPU tensor; false for all else, which goes through the dispatcher. Active dispatch

@@ -39,15 +39,16 @@ CallObserver::~CallObserver() {
 // Fills in how a tensor is read; false where only Python reads it.
 bool CallObserver::is_readable(Source* source, Role role) {
   if (has_pythons_ && options_.is_pythons(role, source->batch)) return false;
-  const auto is_on_device = [&] {
-    return THPVariable_CheckExact(source->object) &&
-           find_device(source->x, &source->frame->pending, &source->view, &source->stream_slot);
-  };
-  if (devices_first_ && is_on_device()) [[unlikely]]
+  if (devices_first_ && find_device(source)) [[unlikely]]
     return true;
   if (plain_view(source->object, &source->view)) [[likely]]
     return source->view.dims <= 255;
-  return !devices_first_ && is_on_device();
+  return !devices_first_ && find_device(source);
+}
+
+[[gnu::noinline]] bool CallObserver::find_device(Source* source) {
+  return THPVariable_CheckExact(source->object) &&
+         find_device(source->x, &source->frame->pending, &source->view, &source->stream_slot);
 }
 
 // Fills in how a device reads the tensor; false for what is on no device, and where none can be asked.

@@ -219,6 +219,7 @@ class CallObserver {
   template <typename Make>
   bool fill_once(const Node& node, OpenFrame* frame, const Make& make);
   bool is_readable(Source* source, Role role);
+  bool find_device(Source* source);
   bool find_device(const at::Tensor& x, PendingRows* pending, View* view, PendingRows::StreamSlot* stream_slot);
   bool resolve_record(const Node& node, const PendingRow& pending, const OpenFrame& frame, RecordData* record);
   void note(Labels::Id label, Role role, NoteKind kind, OpenFrame* frame) {

@@ -199,7 +199,8 @@ class CallRecorder {
     // Ids of calls under way, by their nodes, of those in which a call has left hooks for gradients.
     std::unordered_map<int32_t, int64_t> call_ids = {};
     OpenFrame frame = {};
-    box::Slot* slot = nullptr;  // in the black box, for the batch under way
+    std::vector<GradientCandidate> candidates = {};  // of the call that is observed
+    box::Slot* slot = nullptr;                       // in the black box, for the batch under way
   };
   struct Threads;
   class Recording;

@@ -8,7 +8,6 @@ namespace {
 
 // The limits of python/nanwatch/recording/walk.py; the tests hold the two walks against each other.
 constexpr int64_t kMaxLeaves = 4096;
-constexpr int kMaxDepth = 32;
 constexpr Py_ssize_t kMaxScalars = 64;
 
 bool is_scalar(PyObject* value) {
@@ -114,7 +113,6 @@ struct CallObserver::Walk {
   int64_t leaves = 0;
   bool ended = false;  // by the limit
   int depth = 0;
-  PyObject* inside[kMaxDepth];  // not set beyond `depth`
 
   Walk(CallObserver& observer, const Node& its_node, OpenFrame* its_frame, Role its_role, Memory its_memory,
        const ModuleCall& its_call)
@@ -131,7 +129,7 @@ struct CallObserver::Walk {
     return false;
   }
 
-  bool value(PyObject* object, Labels::Id label) {
+  [[gnu::noinline]] bool value(PyObject* object, Labels::Id label) {
     if (!is_tensor(object)) return no_tensor(object, label);
     ++leaves;
     return self.tensor(object, label, role, node, memory, nullptr, frame);
@@ -213,7 +211,7 @@ struct CallObserver::Walk {
     py::list given(py::reinterpret_borrow<py::object>(call.args));
     if (call.kwargs != nullptr) given += py::reinterpret_borrow<py::dict>(call.kwargs).attr("values")();
     py::tuple around(depth);
-    for (int i = 0; i < depth; ++i) around[size_t(i)] = reinterpret_cast<uintptr_t>(inside[i]);
+    for (int i = 0; i < depth; ++i) around[size_t(i)] = reinterpret_cast<uintptr_t>(frame->inside[i]);
     const py::object pairs = py::reinterpret_steal<py::object>(
         PyObject_CallFunction(self.helpers_.leaves.ptr(), "OOOOOL", object, text.ptr(),
                               role == Role::output ? Py_True : Py_False, given.ptr(), around.ptr(), leaves));
@@ -233,8 +231,9 @@ struct CallObserver::Walk {
 
   // False, with a record that says why, where the walk goes no deeper.
   bool enter(PyObject* object, Labels::Id label) {
+    PyObject** const inside = frame->inside;
     if (std::find(inside, inside + depth, object) != inside + depth) return unwalked(label, "contains itself");
-    if (depth >= kMaxDepth) return unwalked(label, "nested deeper than 32");
+    if (depth >= OpenFrame::kMaxDepth) return unwalked(label, "nested deeper than 32");
     inside[depth++] = object;
     return true;
   }
@@ -301,8 +300,8 @@ bool CallObserver::records(Node& node, const ModuleCall& call, OpenFrame* frame)
     const Memory memory = call.is_outermost ? Memory::none : Memory::activation;
     Walk walk(*this, node, frame, Role::output, memory, call);
     if (!walk.value(call.output, Labels::kOutput)) return false;
-    for (size_t i = 0; frame->added != nullptr && i < frame->added->size(); ++i)
-      if (!walk.value((*frame->added)[i].tensor.ptr(), (*frame->added)[i].label)) return false;
+    for (const AddedOutput& added : frame->added)
+      if (!walk.value(added.tensor.ptr(), added.label)) return false;
   }
   return true;
 }

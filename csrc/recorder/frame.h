@@ -10,6 +10,7 @@
 #include <limits>
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -190,7 +191,11 @@ struct OpenFrame : FrameData {
   int32_t caller = -1;                                   // the node that made the call; of a frame that waits
   bool reads_all = false;                                // nothing is taken on trust
   std::vector<GradientCandidate>* candidates = nullptr;  // if gradients are asked for
-  const std::vector<AddedOutput>* added = nullptr;
+  std::span<const AddedOutput> added = {};
+  // The containers that the walk is in, not set beyond its depth. Not in the walk: that makes the stack of each call so
+  // large that its instructions are longer.
+  static constexpr int kMaxDepth = 32;
+  PyObject* inside[kMaxDepth];
 
   OpenFrame() = default;
   OpenFrame(OpenFrame&& other) noexcept { swap(other); }
@@ -199,7 +204,7 @@ struct OpenFrame : FrameData {
   void clear() {
     start_over();
     candidates = nullptr;
-    added = nullptr;
+    added = {};
     reads_all = false;
   }
 

@@ -83,7 +83,8 @@ struct Content {
   int32_t epoch = -1;  // how often weights had been declared changed by then; below 0 there is nothing
 
   Content() = default;
-  Content(const at::Tensor& x, int32_t at_epoch)
+  // One copy of the code, because several places on the way of a call need it.
+  [[gnu::noinline]] Content(const at::Tensor& x, int32_t at_epoch)
       : storage(storage_of(x)),
         counter(counter_of(x)),
         part(part_of(x)),
