@@ -138,9 +138,8 @@ def masked_labels(module_type: type[nn.Module]) -> frozenset[str]:
         named = named[:1]
     else:
         named = [(i, name) for i, name in named if any(word in name for word in _MASK_WORDS)]
-    labels = frozenset(label for i, name in named for label in (f"input[{i}]", f"input[{name}]"))
-    _labels[module_type] = labels
-    return labels
+    labels = (label for i, name in named for label in (f"input[{i}]", f"input[{name}]"))
+    return _labels.setdefault(module_type, frozenset(labels))
 
 
 def excuse(

@@ -190,15 +190,16 @@ _spelled = cache(readable.dtype_name)  # making the name takes as long as readin
 def _form(x: Tensor) -> tuple[tuple[int, ...] | None, str]:
     """Return shape and dtype as far as the tensor tells them. Any attribute of a subclass may raise."""
     shape, dtype = None, ""
-    with suppressing("a tensor's dtype raised"):
+    with suppressing("a tensor's dtype or shape raised"):
         dtype = _spelled(x.dtype)
-    with suppressing("a tensor's shape raised"):
         # A size that is known only as a symbol, or a nested tensor's ragged one, is no number.
         shape = tuple(int(size) for size in x.shape)
     return shape, dtype
 
 
 def _examine(x: Tensor, record: Record, allow_inf: bool | Excuses, counts: bool) -> Record:
+    if record.isfinite and record.abs_min != 0 and not counts:
+        return record
     # The range already says what matters. The counts are an extra.
     with suppressing("the elements of a tensor could not be counted"):
         if record.isfinite is False or (record.abs_min == 0 and may_be_finite_mask(x, record)):
