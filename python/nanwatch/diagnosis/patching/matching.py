@@ -31,7 +31,7 @@ _MODULES = {
 class Operation(NamedTuple):
     """An operation in the source, however it is spelt: the object that has a method is the first of `args`."""
 
-    name: str
+    name: str  # "" for a function or module of the program, such as a local `criterion`
     args: tuple[ast.expr, ...]
     keywords: Mapping[str, ast.expr] = {}
 
@@ -161,7 +161,7 @@ def operation_of(node: ast.AST, site: Site | None = None) -> Operation | None:
             orders, args = [args[1]], (args[0], *args[2:])
         if any(site.constant(x) != 2 and getattr(x, "value", 0) not in ("fro", None) for x in orders):
             return None
-    return Operation(name, args, keywords) if name and args else None
+    return Operation(name, args, keywords) if args else None
 
 
 def match(site: Site, pattern: str, node: ast.AST) -> Binding | None:
@@ -183,7 +183,10 @@ def _match(site: Site, pattern: ast.expr, node: ast.AST, binding: Binding) -> Bi
     assert wanted is not None
     if wanted.name == "W" and isinstance(node, ast.Call):
         seen = seen._replace(letters={**seen.letters, "W": node})
-        operation = Operation("W", tuple(node.args), {x.arg or "**": x.value for x in node.keywords})
+        given = [
+            x for x in node.keywords if getattr(x.value, "value", "") is not None
+        ]  # a mask of None is none
+        operation = Operation("W", tuple(node.args), {x.arg or "**": x.value for x in given})
     if operation is None:
         return None
     if wanted.name == operation.name:
@@ -220,7 +223,8 @@ def _arguments(site: Site, wanted: Operation, operation: Operation, binding: Bin
     pairs = list(zip(patterns, args, strict=False))
     args = args[len(patterns) :]
     for name, pattern in wanted.keywords.items():
-        key = next((x for x in keywords if x == name or x.endswith(f"_{name}")), None)
+        # Of several masks the last one: `key_padding_mask` mostly stands behind `attn_mask`.
+        key = next((x for x in reversed(keywords) if x == name or x.endswith(f"_{name}")), None)
         if key is None and not (args and patterns):
             return None
         pairs.append((pattern, args.pop(0) if key is None else keywords.pop(key)))

@@ -179,8 +179,7 @@ class Proposer:
         return [Proposal(edits, node, words)]
 
     def _holds(self, condition: str, binding: Binding) -> bool:
-        kind, _, operations = condition.partition("in ")
-        kind = kind.strip()
+        kind, _, operations = (text.strip() for text in condition.partition("in "))
         if operations and self._operation.removesuffix("_forward") not in operations.split():
             return False
         if kind in ("", "bound"):
@@ -236,11 +235,10 @@ class Proposer:
             if where is not None and operation is not None and operands:
                 condition, first, second = (where.letters[letter] for letter in "CAB")
                 forms = {first: "torch.where(C, X, 1.0)", second: "torch.where(C, 1.0, X)"}
-                operand = operands[-1 if operation.name == "div" else 0]
-                binding = Binding({"C": condition, "X": operand})
+                binding = Binding({"C": condition, "X": operands[-1 if operation.name == "div" else 0]})
                 words = "give the branch that `where` does not take a safe operand"
                 if inner in forms:
-                    yield from self._written(node, operand, forms[inner], binding, words)
+                    yield from self._written(node, binding.letters["X"], forms[inner], binding, words)
                 return
             inner = above
 
@@ -267,8 +265,8 @@ class Proposer:
             # A mask of the wrong sign is found in a softmax.
             numbers = [lowest] * (value < 0 or "softmax" in self._operation) + [lowest[1:]] * (value > 0)
             for number in numbers:
-                edit = Edit(self._site.file.span(node), number)
-                yield Proposal((edit,), node, "write a finite number for the infinity")
+                edits = (Edit(self._site.file.span(node), number),)
+                yield Proposal(edits, node, "write a finite number for the infinity")
 
 
 class Program(NamedTuple):

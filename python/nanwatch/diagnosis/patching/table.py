@@ -32,8 +32,7 @@ SPELLINGS = (
 ALIASES = {
     "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "negative": "neg", "arccos": "acos",
     "arcsin": "asin", "arctanh": "atanh", "arccosh": "acosh", "clip": "clamp", "float_power": "pow", "absolute": "abs",
-    "vector_norm": "norm", "mm": "matmul", "bmm": "matmul",
-    "diagonal": "diag", "axis": "dim", "keepdims": "keepdim",
+    "vector_norm": "norm", "mm": "matmul", "bmm": "matmul", "diagonal": "diag", "axis": "dim", "keepdims": "keepdim",
 }  # fmt: skip
 
 # Forms that compute the same and do not overflow, cancel, or divide 0 by 0. The first that applies is tried first.
@@ -174,7 +173,6 @@ _GUARDS: tuple[tuple[str, str, str, str, str], ...] = (
     ("eigh(X)", "X", "X + torch.diag(torch.linspace(0, 1e-4, X.shape[-1]).to(X))", "", "move equal eigenvalues apart, whose gradient is infinite"),
     ("svd(X, ...)", "X", "X + torch.eye(*X.shape[-2:]).to(X) * torch.linspace(0, 1e-4, X.shape[-1]).to(X)", "", "move equal singular values apart, whose gradient is infinite"),
 )  # fmt: skip
-# The rows with one pattern each.
 STABLE = tuple((pattern, form) for patterns, form in _STABLE for pattern in patterns.split(" | "))
 GUARDS = tuple((pattern, *row[1:]) for row in _GUARDS for pattern in row[0].split(" | "))
 # Options of modules that end a failure, each with the least value that does.

@@ -120,17 +120,11 @@ def shifted(x: Tensor) -> Tensor:
     return torch.log(1 + (x - 4))
 
 
-OUTSIDE = [
-    (squashed, "-2.96"),
-    (angle, "9.01"),
-    (hyperbolic, "-1.25"),
-    (deviation, "-0.9"),
-    (fractional, "-0.9"),
-    (shifted, "-2.9"),
-]
+OUTSIDE = squashed, angle, hyperbolic, deviation, fractional, shifted
+OPERANDS = "-2.96", "9.01", "-1.25", "-0.9", "-0.9", "-2.9"
 
 
-@pytest.mark.parametrize(("function", "operand"), OUTSIDE)
+@pytest.mark.parametrize(("function", "operand"), [*zip(OUTSIDE, OPERANDS, strict=True)])
 def test_a_guard_far_outside_the_domain_is_no_cure(
     function: Callable[[Tensor], Tensor], operand: str
 ) -> None:
@@ -284,6 +278,22 @@ def test_whole_words_say_that_a_value_counts() -> None:
     """A zero of anything else is no empty batch: 1 in its place would be another number."""
     assert all(map(says_count, ["num_tokens", "nValid", "mask.sum()", "(labels != -100).sum()", "lens"]))
     assert not any(map(says_count, ["numerator", "discount", "resized", "x.std(0)"]))
+
+
+def labelled(criterion: nn.Module, x: Tensor, labels: Tensor) -> Any:
+    return criterion(x, labels)
+
+
+def padded(attend: nn.Module, x: Tensor, pad: Tensor) -> Any:
+    return attend(x, x, x, key_padding_mask=pad, attn_mask=None)
+
+
+def test_a_call_of_a_local_name_is_changed_at_its_labels_and_at_the_mask_that_is_one() -> None:
+    model = Does(labelled, nn.CrossEntropyLoss()), Does(padded, nn.MultiheadAttention(2, 1, batch_first=True))
+    (line,) = new_lines(works(failed(model[0], torch.ones(2, 3), torch.tensor([-100, -100]))))
+    assert line == "return criterion(x, labels) if (labels != -100).any() else x.sum() * 0.0"
+    (line,) = new_lines(works(failed(model[1], torch.ones(1, 3, 2), torch.ones(1, 3, dtype=torch.bool))))
+    assert "key_padding_mask=pad & ~pad.all(-1, keepdim=True), attn_mask=None" in line
 
 
 def tenth(x: Tensor) -> Tensor:

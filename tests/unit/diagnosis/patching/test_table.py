@@ -47,15 +47,8 @@ class Spelt(ast.NodeTransformer):
             if node.func.id == "norm" and node.keywords:
                 node.args.append(ast.Constant(2))
             rest = _REST.get(node.func.id, "-1")
-            node.args = [
-                extra
-                for x in node.args
-                for extra in (
-                    ast.parse(f"({rest},)", mode="eval").body.elts  # type: ignore[attr-defined]
-                    if isinstance(x, ast.Constant) and x.value is ...
-                    else [x]
-                )
-            ]
+            extra = ast.parse(f"({rest},)", mode="eval").body.elts  # type: ignore[attr-defined]
+            node.args = [y for x in node.args for y in (extra if getattr(x, "value", 0) is ... else [x])]
             node.func = ast.parse(f"{_ELSEWHERE.get(node.func.id, 'torch')}.{node.func.id}", mode="eval").body
         return self.generic_visit(node)
 
@@ -89,10 +82,8 @@ def site_of(pattern: str, folder: Path) -> tuple[Site, ast.expr, str]:
 def operands(pattern: str, dtype: torch.dtype) -> dict[str, Any]:
     """Return healthy operands, inside the domain of all functions."""
     torch.manual_seed(0)
-    shape = (3, 3)
-    names = ["x", "y", "a", "b", "t", "q", "m", "c"]
-    values = {name: torch.rand(shape, dtype=torch.float64) * 0.8 + 0.1 for name in names}
-    values["m"] = (torch.rand(shape) > 0.2).double() + 0.0
+    values = {name: torch.rand(3, 3, dtype=torch.float64) * 0.8 + 0.1 for name in "xyabtqmc"}
+    values["m"] = (torch.rand(3, 3) > 0.2).double()
     values["m"][:, 0] = 1
     if "acosh" in pattern:
         values["x"] = values["x"] + 1.5
@@ -107,10 +98,7 @@ def operands(pattern: str, dtype: torch.dtype) -> dict[str, Any]:
     if "dot(" in pattern:
         values["a"], values["b"] = values["a"][0], values["b"][0]
     given: dict[str, Any] = {
-        name: x.to(dtype)
-        if not x.is_complex()
-        else x.to(torch.complex64 if dtype == torch.float32 else x.dtype)
-        for name, x in values.items()
+        name: x.to(dtype.to_complex() if x.is_complex() else dtype) for name, x in values.items()
     }
     if "nll_loss(log" in pattern:
         given["y"] = torch.tensor([0, 1, 2])
