@@ -18,7 +18,7 @@ import nanwatch
 from nanwatch.diagnosis import trials
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.cures import MAX_RUNS, code_of, try_formats
-from nanwatch.diagnosis.trials import Float64, Trials
+from nanwatch.diagnosis.trials import Draws, Float64, Trials, compared
 from nanwatch.report.finding import Finding, working_first
 from programs.case import Setup, follow
 from support.examined import snapshot_of
@@ -325,6 +325,7 @@ def test_ctrl_c_passes_and_leaves_nothing() -> None:
         lambda x: nn.init.trunc_normal_(torch.empty_like(x)),
         lambda x: torch.multinomial(x.softmax(-1), 2),
         lambda x: F.dropout(torch.ones_like(x)),
+        lambda x: torch.native_dropout(x, 0.5, True)[0],  # dropout on a GPU
     ],
 )
 def test_float64_draws_the_random_numbers_of_the_batch(draw: Callable[[Tensor], Tensor]) -> None:
@@ -332,7 +333,13 @@ def test_float64_draws_the_random_numbers_of_the_batch(draw: Callable[[Tensor], 
     torch.manual_seed(0)
     expected = draw(x)
     torch.manual_seed(0)
-    with Float64():
+    with Float64(), Draws():
         wide = draw(x)
     assert wide.dtype == (torch.float64 if expected.is_floating_point() else expected.dtype)
     torch.testing.assert_close(wide, expected.to(wide.dtype), atol=1e-6, rtol=1e-6)
+
+
+def test_a_result_in_8_bits_may_differ_by_their_rounding() -> None:
+    exact = torch.randn(64, dtype=torch.float64)
+    assert compared([exact.to(torch.float8_e4m3fn)], [exact])[0]
+    assert not compared([(1.1 * exact).to(torch.float8_e4m3fn)], [exact])[0]
