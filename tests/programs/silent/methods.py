@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import prune
+from torch.nn.utils import clip_grad_norm_, prune
 from torch.utils.checkpoint import checkpoint
 
-from .kit import SGD, Adam, AdamW, Layers, Watching, batches, cross_entropy, mse, train, unusual
+from .kit import SGD, Adam, AdamW, Layers, Watching, batches, cross_entropy, mse, train, unusual, validate
 
 normalize, one_hot = nn.functional.normalize, nn.functional.one_hot
 
@@ -70,6 +70,19 @@ def soft_prompt(watch: Watching) -> None:
 
     with watch(model):
         train(model, Adam([model.prompt], lr=1e-2), call)
+
+
+@unusual
+def fine_tuning_with_resting_norms(watch: Watching) -> None:
+    model = Layers(norm=nn.BatchNorm1d(16), drop=0.1)
+    model.norm.requires_grad_(False)
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    with watch(model):
+        for _ in range(3):
+            model.train()
+            model.norm.eval()
+            train(model, optimizer, steps=4)
+            validate(model.eval())
 
 
 @unusual
@@ -173,6 +186,19 @@ def meta_learning_of_second_order(watch: Watching) -> None:
 
 
 @unusual
+def reptile(watch: Watching) -> None:
+    model = mlp(8, 16, 4)
+    with watch(model):
+        for _ in range(4):
+            before = copy.deepcopy(model.state_dict())
+            train(model, SGD(model.parameters(), lr=0.05), steps=4)
+            after = model.state_dict()
+            model.load_state_dict(
+                {name: before[name] + 0.3 * (after[name] - before[name]) for name in before}
+            )
+
+
+@unusual
 def evolution_strategy(watch: Watching) -> None:
     model = mlp(8, 4)
     optimizer = Adam(model.parameters(), lr=1e-2)
@@ -219,6 +245,19 @@ def optimizer_inside_the_backward(watch: Watching) -> None:
     with watch(model):
         for _, x, y in batches():
             mse(model(x), y).backward()
+
+
+@unusual
+def counted_over_ragged_micro_batches(watch: Watching) -> None:
+    model = Layers(drop=0.1)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    with watch(model):
+        for _, x, y in batches():
+            optimizer.zero_grad()
+            for rows, target in zip(x.split([9, 4, 3]), y.split([9, 4, 3]), strict=True):
+                (mse(model(rows), target, reduction="sum") / y.numel()).backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
 
 
 @unusual

@@ -19,6 +19,23 @@ ONES, ZEROS = torch.ones(16, 1), torch.zeros(16, 1)
 
 
 @unusual
+def adversaries_of_the_tutorial(watch: Watching) -> None:
+    generator, critic = mlp(8, 16, 4), mlp(4, 16, 1)
+    of_generator = Adam(generator.parameters(), lr=2e-4, betas=(0.5, 0.999))
+    of_critic = Adam(critic.parameters(), lr=2e-4, betas=(0.5, 0.999))
+    with watch(nn.ModuleDict({"generator": generator, "critic": critic})):
+        for _, x, real in batches():
+            critic.zero_grad()
+            logits_loss(critic(real), ONES).backward()
+            made = generator(x)
+            logits_loss(critic(made.detach()), ZEROS).backward()
+            of_critic.step()
+            generator.zero_grad()
+            logits_loss(critic(made), ONES).backward()
+            of_generator.step()
+
+
+@unusual
 def critic_frozen_in_the_other_turn(watch: Watching) -> None:
     there, back, critic = mlp(8, 16, 4), mlp(4, 16, 8), mlp(4, 16, 1)
     of_makers = Adam([*there.parameters(), *back.parameters()], lr=2e-4)
@@ -127,6 +144,24 @@ def soft_actor_and_critics(watch: Watching) -> None:
             follow(targets, critics)
 
 
+@unusual
+def value_network_with_a_late_copy(watch: Watching) -> None:
+    policy = mlp(8, 16, 4)
+    target, optimizer = copy.deepcopy(policy), AdamW(policy.parameters(), lr=1e-3, amsgrad=True)
+    with watch(nn.ModuleDict({"policy": policy, "target": target})):
+        for step, x, y in batches():
+            with torch.no_grad():
+                action = torch.cat([policy(row[None]).argmax(1) for row in x])
+                goal = y[:, 0] + 0.9 * target(x.roll(1, 0)).max(1).values
+            value = policy(x).gather(1, action[:, None])[:, 0]
+            optimizer.zero_grad()
+            nn.functional.smooth_l1_loss(value, goal).backward()
+            torch.nn.utils.clip_grad_value_(policy.parameters(), 100)
+            optimizer.step()
+            if step % 5 == 4:
+                target.load_state_dict(policy.state_dict())
+
+
 # Several views.
 
 
@@ -189,6 +224,15 @@ def large_contrast_in_two_passes(watch: Watching) -> None:
 
 
 @unusual
+def triplets_of_one_encoder(watch: Watching) -> None:
+    model, triplet = mlp(8, 16, 4), nn.TripletMarginLoss(margin=0.2)
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    with watch(model):
+        for step, x, _ in batches():
+            update(optimizer, triplet(model(x), model(x + 0.05), model(x.roll(1, 0) * (1 + step % 3))))
+
+
+@unusual
 def centers_with_a_rate_of_their_own(watch: Watching) -> None:
     model, centers = Layers(), nn.Parameter(torch.randn(4, 16))
     model.register_parameter("centers", centers)
@@ -206,6 +250,18 @@ def centers_with_a_rate_of_their_own(watch: Watching) -> None:
 
 
 @unusual
+def losses_weighted_by_their_uncertainty(watch: Watching) -> None:
+    model = Layers()
+    model.register_parameter("log_variances", nn.Parameter(torch.zeros(2)))
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    with watch(model):
+        for _, x, y in batches():
+            output = model(x)
+            losses = torch.stack([mse(output[:, :2], y[:, :2]), mse(output[:, 2:], y[:, 2:])])
+            update(optimizer, (losses * (-model.log_variances).exp() + model.log_variances).sum())
+
+
+@unusual
 def reversed_gradient_of_a_domain(watch: Watching) -> None:
     body, labels, domains = mlp(8, 16, 8), nn.Linear(8, 4), nn.Linear(8, 2)
     model = nn.ModuleDict({"body": body, "labels": labels, "domains": domains})
@@ -216,6 +272,81 @@ def reversed_gradient_of_a_domain(watch: Watching) -> None:
             flipped = (1 + share) * features.detach() - share * features
             domain = cross_entropy(domains(flipped), (torch.arange(16) >= 8).long())
             update(optimizer, mse(labels(features[:8]), y[:8]) + domain)
+
+
+# Distributions.
+
+
+class Coupling(nn.Module):
+    def __init__(self, flip: bool) -> None:
+        super().__init__()
+        self.net, self.flip = mlp(4, 16, 8), flip
+        nn.init.zeros_(self.net[-1].weight)
+        nn.init.zeros_(self.net[-1].bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        kept, moved = x.chunk(2, 1)[:: -1 if self.flip else 1]
+        scale, shift = self.net(kept).chunk(2, 1)
+        moved = moved * torch.tanh(scale).exp() + shift
+        return torch.cat([moved, kept] if self.flip else [kept, moved], 1), torch.tanh(scale).sum(1)
+
+
+@unusual
+def normalizing_flow(watch: Watching) -> None:
+    model = nn.ModuleList(Coupling(bool(number % 2)) for number in range(4))
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    with watch(model):
+        for _, x, _ in batches():
+            volume = torch.zeros(16)
+            for layer in model:
+                x, change = layer(x)
+                volume = volume + change
+            update(optimizer, (0.5 * x.square().sum(1) - volume).mean())
+
+
+@unusual
+def variational_with_a_warm_up(watch: Watching) -> None:
+    encoder, decoder = nn.Linear(8, 8), mlp(4, 8, 8)
+    model = nn.ModuleDict({"encoder": encoder, "decoder": decoder})
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    with watch(model):
+        for step, x, _ in batches():
+            mean, log_variance = encoder(x).chunk(2, 1)
+            output = decoder(mean + (0.5 * log_variance).exp() * torch.randn_like(mean))
+            divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
+            update(optimizer, mse(output, x) + min(1.0, step / 6) * divergence)
+
+
+@unusual
+def diffusion_with_averaged_weights(watch: Watching) -> None:
+    model = nn.Sequential(nn.Linear(9, 32), nn.SiLU(), nn.Dropout(0.1), nn.Linear(32, 8))
+    averaged = copy.deepcopy(model).eval().requires_grad_(False)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    with watch(nn.ModuleDict({"model": model, "averaged": averaged})):
+        for step, x, _ in batches():
+            time, noise = torch.rand(16, 1), torch.randn_like(x)
+            noisy = time.cos() * x + time.sin() * noise
+            optimizer.zero_grad()
+            mse(model(torch.cat([noisy, time], 1)), noise).backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            follow(averaged, model, 0.1)
+            if step % 4 == 3:
+                sample = torch.randn(4, 8)
+                with torch.no_grad():
+                    for time in torch.linspace(1, 0, 5):
+                        sample = sample - 0.2 * averaged(torch.cat([sample, time.expand(4, 1)], 1))
+
+
+@unusual
+def ensemble_in_a_loop(watch: Watching) -> None:
+    members = nn.ModuleList(Layers(drop=0.1) for _ in range(3))
+    optimizers = [AdamW(member.parameters(), lr=1e-3) for member in members]
+    with watch(members):
+        for _ in range(2):
+            for member, optimizer in zip(members, optimizers, strict=True):
+                train(member.train(), optimizer, steps=5)
+                validate(member.eval())
 
 
 @unusual
