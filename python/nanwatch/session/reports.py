@@ -37,7 +37,7 @@ from ..instrumentation.wrapped_names import (
 )
 from ..recording.events import Event, Recorder
 from ..recording.observe import call_values, observe, parameter_mesh, state_of, state_tensors
-from ..recording.walk import call_leaves
+from ..recording.walk import Leaf, call_leaves
 from ..records.record import Frame, Record
 from ..report.finding import Finding, OriginKind, find, finding_of, with_earlier
 from ..report.report import Report, report_of
@@ -273,15 +273,13 @@ class Reports:
             frames.append(nonfinite)
         num_frames = self.recorder.frames_of_batch(batch)
         num_more = len(more)
-        is_received = nonfinite.fault is None or nonfinite.fault.role == "input"
-        maker = None if is_received else nonfinite.name
-        if (outer := self._first_nonfinite(batch, calls, maker)) is not None:
+        if (outer := self._first_nonfinite(batch, calls, nonfinite)) is not None:
             earlier, caller = outer
             num_more += earlier.name != nonfinite.name
             frames = with_earlier(frames, earlier)
         # No data loader made what a call inside the model got, or what was written to since.
         written = self._starts.written()
-        leaves = [] if self._is_inside(calls) else list(call_leaves(args, kwargs or {}))
+        leaves = [] if self._is_inside(calls) else _arguments(args, kwargs or {}, nonfinite.fault)
         given = [observe(x, label, "input") for label, x in leaves if id(x) not in written]
         current = [frame for frame in frames if frame.batch == batch]
         num_frames = None if num_frames is None else num_frames + num_more
@@ -356,14 +354,14 @@ class Reports:
         return any(unwrapped(call.module) is root for stack in stacks for call in open_calls(stack))
 
     def _first_nonfinite(
-        self, batch: int, calls: Sequence[LeftCall], maker: str | None = None
+        self, batch: int, calls: Sequence[LeftCall], nonfinite: Frame | None = None
     ) -> tuple[Frame, str | None] | None:
         """Return the frame of the outermost of these calls that holds a non-finite value, and the name of its caller.
 
         Weights of modules that cannot be called belong to the module that holds them. The calls come innermost first.
-        `maker` is the module that was called with finite values: no other's arguments are looked at then, as a call
-        adds to some of them, such as a key-value cache.
+        Where the call of the `nonfinite` frame was given finite values, the arguments of others are not looked at.
         """
+        fault = None if nonfinite is None else nonfinite.fault
         if (model := self.model()) is None:
             return None
         with suppressing("the calls around a non-finite one could not be read"):
@@ -377,8 +375,10 @@ class Reports:
                 if self.options.observes(name):
                     allowed = self.options.excuses(name, call.module)
                     values = [value for value in state_of(call.module) if value[0] in roles]
-                    if maker in (None, name):
-                        values += call_values(settings, *call, objects=True)
+                    if nonfinite is None or fault is None or fault.role == "input" or name == nonfinite.name:
+                        labels = {label for label, _ in _arguments(call.args, call.kwargs, fault)}
+                        read = call_values(settings, *call, objects=True)
+                        values += [x for x in read if x[0] != "input" or x[1] in labels]
                     records = [observe(x, label, role, allowed, wanted=settings) for role, label, x in values]
                     frame = Frame(batch, name, type(call.module).__name__, tuple(records))
                     if frame.fault is not None:
@@ -389,3 +389,25 @@ class Reports:
 
 def _recorded_names(model: nn.Module) -> dict[int, str]:
     return {id(named.module): named.name for named in named_modules(model) if is_recorded(named.module)}
+
+
+def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], fault: Record | None) -> list[Leaf]:
+    """Return the leaves of a call's arguments; of those in objects only the ones like the value that was received.
+
+    A model adds to objects: a bad value in a key-value cache may come from the batch itself.
+    """
+    leaves = call_leaves(args, kwargs)
+    if fault is None or fault.role != "input":
+        return leaves
+    plain = {label for label, _ in call_leaves(args, kwargs, objects=False)}
+    return [
+        (label, x) for label, x in leaves if label in plain or _is_like(observe(x, label, "input"), fault)
+    ]
+
+
+def _is_like(record: Record, fault: Record) -> bool:
+    """Return whether both have the same shape, and as many nans and infinities."""
+    a, b = record.health, fault.health
+    if a is None or b is None or record.shape != fault.shape:
+        return False
+    return (a.num_nan, a.num_posinf, a.num_neginf) == (b.num_nan, b.num_posinf, b.num_neginf)

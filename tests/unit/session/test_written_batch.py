@@ -65,11 +65,12 @@ class Keys:
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.keys = nn.Linear(4, 4)
+        self.keys, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = 1.0
 
     def forward(self, x: Tensor, cache: Keys) -> Tensor:
-        cache.layers.append(self.keys(x))
-        return x + cache.layers[-1]
+        cache.layers.append(self.keys(x).repeat(2, 1))
+        return self.out(x + cache.layers[-1][:2] / self.scale)
 
 
 class Decoder(nn.Module):
@@ -84,12 +85,17 @@ class Decoder(nn.Module):
 
 
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
-def test_what_a_cache_took_in_is_no_data(recorder: str) -> None:
-    """At the end of a batch the cache that was passed in holds what a bad weight has made."""
+@pytest.mark.parametrize("origin", ["weight", "received"])
+def test_what_a_cache_took_in_is_no_data(origin: str, recorder: str) -> None:
+    """At the end of a batch the cache that was passed in holds what the batch has made."""
     model = Decoder()
     with torch.no_grad():
-        model.layers[1].keys.weight[0, 0] = torch.inf
+        if origin == "weight":
+            model.layers[1].keys.weight[0, 0] = torch.inf
+        else:
+            model.layers[1].scale = 0.0
         with watched(model, recorder), pytest.raises(NonFiniteError) as error:
             model(torch.ones(2, 4), Keys())
     finding = finding_of(error)
-    assert (finding.module, finding.label, finding.origin) == ("layers.1.keys", "weight", "weight")
+    place = ("layers.1.keys", "weight") if origin == "weight" else ("layers.1.out", "input[0]")
+    assert (finding.module, finding.label, finding.origin) == (*place, origin)
