@@ -120,7 +120,8 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(is_archive, tm
 
 def test_the_metadata_of_dcp_runs_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for content in (pickle.dumps(Evil()), b"\x80\x04\x8c\x05torch\x8c\x0aos.system\x00\x93."):
+    absent = b"\x80\x04\x8c\x0ctorch.absent\x8c\x01x\x93."
+    for content in (pickle.dumps(Evil()), b"\x80\x04\x8c\x05torch\x8c\x0aos.system\x00\x93.", absent):
         (tmp_path / ".metadata").write_bytes(content)
         (problem,) = nanwatch.scan(tmp_path).problems
         assert problem.is_fault
