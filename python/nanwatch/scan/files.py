@@ -248,14 +248,9 @@ class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return operator.getitem  # Python 3.11.0 to 3.11.3 pickle a member of an enum by its name
-        is_imported = (
-            module in sys.modules
-        )  # as all modules of DCP's records are: a damaged name imports nothing
-        if (
-            is_imported
-            and module.partition(".")[0] in ("torch", "pathlib", "collections")
-            and name.isidentifier()
-        ):
+        # All modules of DCP's records are imported, and a damaged name imports none.
+        is_known = module in sys.modules and module.partition(".")[0] in ("torch", "pathlib", "collections")
+        if is_known and name.isidentifier():
             value = super().find_class(module, name)
             is_record = isinstance(value, type) and value.__module__.startswith(_RECORDS)
             if is_record or isinstance(value, torch.dtype | torch.layout) or value in _PLAIN:
