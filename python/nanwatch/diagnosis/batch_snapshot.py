@@ -115,7 +115,8 @@ class BatchSnapshot:
     """The outermost call of a batch, or a call in it, as it was about to be made: `module(*args, **kwargs)`.
 
     `versions` are those of its tensors, `buffers` the values of the model's small buffers. `seconds`: those that a
-    second run may take. `name` is that of the module in the model, where it is known.
+    second run may take. `name` is that of the module in the model, where it is known. `draws` are the operations that
+    draw random numbers, with their formats, as far as runs of it have come.
     """
 
     module: nn.Module
@@ -129,6 +130,7 @@ class BatchSnapshot:
     buffers: BufferValues = field(default_factory=dict)
     seconds: float = LEAST_SECONDS
     name: str = ""
+    draws: list[tuple[str, torch.dtype]] = field(default_factory=list)
 
     @classmethod
     def of(cls, start: Start) -> BatchSnapshot | None:

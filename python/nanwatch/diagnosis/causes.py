@@ -92,9 +92,8 @@ def causes(
     for i, x in [(i, x) for i, x in enumerate(operands) if not x.numel()][:1]:
         unknown = f"operand[{i}] is empty, of shape {list(x.shape)}"
         batches = ((name, y) for name, y in (arguments[0] if calls else ()) if not y.numel())
-        yield next(
-            (f"the batch is empty: `{name}` has shape {list(y.shape)}" for name, y in batches), unknown
-        )
+        words = (f"the batch is empty: `{name}` has shape {list(y.shape)}" for name, y in batches)
+        yield next(words, unknown)
     if operation.base.startswith("nll_loss"):
         labels, ignored = named.get("target"), named.get("ignore_index", -100)
         if isinstance(labels, Tensor) and labels.numel() and bool((labels == ignored).all()):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..instrumentation.slot import wrap_calls
 from ..precision.casting import NARROW, autocast_kinds
@@ -51,6 +52,15 @@ class ObservedCall(NamedTuple):
     name: str
     records: tuple[Record, ...]
     autocast: torch.dtype | None
+
+
+# A tensor of 512 MiB in float64.
+_MOST_ELEMENTS = 1 << 26
+# Operations that do nothing but draw random numbers.
+_DRAWS = {
+    "rand", "rand_like", "randn", "randn_like", "normal", "normal_", "uniform_", "exponential_", "log_normal_",
+    "cauchy_", "geometric_", "bernoulli", "bernoulli_", "multinomial", "poisson", "native_dropout",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -107,6 +117,60 @@ class Experiment:
         return step
 
 
+def cast_to(to: torch.dtype, x: Any) -> Any:
+    """Return a tensor or a dtype of floating-point or complex numbers in the given format, and all else as it is."""
+    kind = x.dtype if isinstance(x, Tensor) else x
+    if not isinstance(kind, torch.dtype) or not (kind.is_floating_point or kind.is_complex):
+        return x
+    new = to.to_complex() if kind.is_complex else to
+    if isinstance(x, torch.dtype):
+        return new
+    if kind != new and x.numel() > _MOST_ELEMENTS:
+        raise MemoryError(f"a tensor of {x.numel():,} elements")
+    return x.to(new)
+
+
+class Draws(TorchDispatchMode):
+    """Draws random numbers in the formats in which the batch drew them, as a generator gives others in another format.
+
+    Under it a trial in bfloat16 and the run in float64 drop out the elements that the batch did, also on a GPU.
+    `formats` are those of the batch's draws, in order. The first run that comes to a draw adds its own.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, formats: list[tuple[str, torch.dtype]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._formats, self._number = formats, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, in the format of the batch if it draws random numbers."""
+        kwargs = kwargs or {}
+        base = func._schema.name.partition("::")[2] if hasattr(func, "_schema") else ""
+        if base not in _DRAWS:
+            return func(*args, **kwargs)
+        kinds = [x.dtype for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        kinds = [kind for kind in kinds if kind.is_floating_point or kind.is_complex]
+        kind = kwargs.get("dtype") or next(iter(kinds), torch.get_default_dtype())
+        # Half precision has the numbers of float32, rounded. Only the dropout of a GPU has others.
+        is_dropout = base == "native_dropout"
+        own = kind if is_dropout else torch.promote_types(kind.to_real(), torch.float32)
+        if self._number == len(self._formats):
+            self._formats.append((base, own))
+        name, drawn = self._formats[self._number]
+        self._number += 1
+        if name != base or drawn == own:
+            return func(*args, **kwargs)
+        if is_dropout:
+            _, mask = func(torch.ones_like(args[0], dtype=drawn), *args[1:])
+            scale = 1 if args[1] == 1 or args[2] is False else 1 / (1 - args[1])
+            return args[0] * mask * scale, mask
+        operands, options = _pytree.tree_map(partial(cast_to, drawn), (args, kwargs))
+        result = func(*operands, **options)
+        target = args[0] if base.endswith("_") else kwargs.get("out")
+        return _pytree.tree_map(partial(cast_to, kind), result) if target is None else target.copy_(result)
+
+
 def run(
     snapshot: BatchSnapshot,
     names: Mapping[nn.Module, str],
@@ -136,15 +200,13 @@ def run(
         if open_calls and open_calls[-1] is call:
             open_calls.pop()
         allowed = allows(call.name, call.module)
-        values = [
-            (x, observe(x, label, "input", allowed)) for label, x in call_leaves(call.args, call.kwargs)
-        ]
-        values += [(x, observe(x, label, "output", allowed)) for label, x in leaves(output, "output")]
+        inputs, outputs = call_leaves(call.args, call.kwargs), leaves(output, "output")
+        values = [(x, observe(x, label, "input", allowed)) for label, x in inputs]
+        values += [(x, observe(x, label, "output", allowed)) for label, x in outputs]
         experiment.calls.append(ObservedCall(call.name, tuple(record for _, record in values), autocast))
         for x, record in values:
-            is_sought = (
-                record.is_fault and isinstance(x, Tensor) and (not seeks or seeks(call.module, record))
-            )
+            is_bad = record.is_fault and isinstance(x, Tensor)
+            is_sought = is_bad and (seeks is None or seeks(call.module, record))
             if is_sought and provenance is not None and provenance.active:
                 # A receiver that nobody called was called by the batch.
                 experiment.fault = experiment.fault or (x, call, open_calls[-1] if open_calls else call)
@@ -173,7 +235,7 @@ def run(
     try:
         again = _with_leaves(snapshot) if snapshot.grad else snapshot
         graph = torch.enable_grad() if snapshot.grad else nullcontext()
-        with again.again() as call, graph, provenance or nullcontext():
+        with again.again() as call, graph, Draws(snapshot.draws), provenance or nullcontext():
             with wrap_calls((*names, *snapshot.module.modules()), seen):
                 output = call()
             results = [x for _, x in leaves(output, "output") if isinstance(x, Tensor)]

@@ -119,9 +119,8 @@ def operands_of(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, 
         observe(x, f"operand[{i}]", "input", wanted=_COUNTS[x.dtype.is_floating_point])
         for i, x in enumerate(tensors)
     ]
-    return Operands(
-        tensors, records, numbers, operation.base in _LOGARITHMS and all(map(_is_choice, tensors))
-    )
+    is_zero_one = operation.base in _LOGARITHMS and all(map(_is_choice, tensors))
+    return Operands(tensors, records, numbers, is_zero_one)
 
 
 def _is_choice(x: Tensor) -> bool:

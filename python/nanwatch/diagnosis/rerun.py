@@ -132,7 +132,7 @@ class _Rerun:
                 # The outputs have the samples, also where an attribute holds what the model was called with.
                 with suppress(Refused):
                     module = start.module.from_outputs() or start.module
-                    start = replace(start, module=module, kwargs=module.inputs)
+                    start = replace(start, module=module, kwargs=module.inputs, draws=[])
         incident.remark(f"found by running {where} again")
         self._find_samples(start, diagnosis, size)
 

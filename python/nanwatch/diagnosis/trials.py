@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..instrumentation.wrapped_names import module_names
 from ..numerics._reference import _to_arithmetic
 from ..precision.casting import cast
 from ..report.finding import Cure, Finding
 from .batch_snapshot import BatchSnapshot
-from .experiment import Allows, Experiment, MakeCall, make_call, nothing_allowed, run
+from .experiment import Allows, Experiment, MakeCall, cast_to, make_call, nothing_allowed, run
 
 # A working change moves the results by at most 1 % of their norm. More would make another model.
 _MOST_CHANGE = 0.01
@@ -29,27 +28,10 @@ MOST_BY_GUARD = 3e-3
 # A bound in float32 is no less right because float64 goes on to 1e+51.
 _LARGEST = torch.finfo(torch.float32).max
 _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
-# A tensor of 512 MiB in float64.
-_MOST_ELEMENTS = 1 << 26
 _NOTHING = (torch.empty(0),) * 3
 _FAILS = "as it is, it fails in float64 too"
 # Methods of a tensor that make it narrower.
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})
-# Operations that do nothing but draw random numbers.
-_DRAWS = frozenset(
-    {
-        "rand",
-        "rand_like",
-        "randn",
-        "randn_like",
-        "normal",
-        "normal_",
-        "uniform_",
-        "exponential_",
-        "log_normal_",
-    }
-    | {"cauchy_", "geometric_", "bernoulli", "bernoulli_", "multinomial", "poisson", "native_dropout"}
-)
 Hold = Callable[[], AbstractContextManager[Any]]
 
 
@@ -85,7 +67,7 @@ class Trials:
     ) -> Experiment:
         """Run the batch under a change, forward and backward, with the options of `experiment.run`."""
         self.runs += 1
-        with hold(), Draws():  # type: ignore[no-untyped-call]
+        with hold():
             return run(snapshot or self.snapshot, self.names, make, self.allows, **options)
 
     def is_finite(self, experiment: Experiment) -> bool:
@@ -105,7 +87,7 @@ class Trials:
             with loaded(module, torch.float64), Float64():
                 return make_call(module, args, kwargs)
 
-        with around(), Draws():  # type: ignore[no-untyped-call]
+        with around():
             experiment = run(snapshot, self.names, make, self.allows)
         if experiment.error is not None and self.snapshot.grad and not backward:
             # The batch may take gradients itself, as a gradient penalty does.
@@ -205,20 +187,7 @@ def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def _cast(to: torch.dtype, x: Any) -> Any:
-    """Return a tensor or a dtype of floating-point or complex numbers in the given format, and all else as it is."""
-    kind = x.dtype if isinstance(x, Tensor) else x
-    if not isinstance(kind, torch.dtype) or not (kind.is_floating_point or kind.is_complex):
-        return x
-    new = to.to_complex() if kind.is_complex else to
-    if isinstance(x, torch.dtype):
-        return new
-    if kind != new and x.numel() > _MOST_ELEMENTS:
-        raise MemoryError(f"a tensor of {x.numel():,} elements")
-    return x.to(new)
-
-
-_wide = partial(_cast, torch.float64)
+_wide = partial(_pytree.tree_map, partial(cast_to, torch.float64), is_leaf=lambda x: type(x) is torch.Size)
 
 
 class Float64(TorchFunctionMode):
@@ -231,29 +200,5 @@ class Float64(TorchFunctionMode):
             return _wide(func(*args))
         if name in _CASTS:
             return args[0].to(torch.float64)
-        wide, options = _pytree.tree_map(_wide, (args, kwargs or {}))
-        return _pytree.tree_map(_wide, func(*wide, **options))
-
-
-class Draws(TorchDispatchMode):
-    """Draws all random numbers in float32 and casts them, as a generator gives others in another format.
-
-    Under it a trial in bfloat16 and the run in float64 drop out the same elements, also on a GPU.
-    """
-
-    supports_higher_order_operators = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, in float32 if it draws random numbers."""
-        kwargs = kwargs or {}
-        base = func._schema.name.partition("::")[2] if hasattr(func, "_schema") else ""
-        operand = args[0] if args and isinstance(args[0], Tensor) else None
-        kind = kwargs.get("dtype") or (torch.get_default_dtype() if operand is None else operand.dtype)
-        if base not in _DRAWS or not kind.is_floating_point or kind == torch.float32:
-            return func(*args, **kwargs)
-        if base == "native_dropout":
-            factors, mask = func(torch.ones_like(args[0], dtype=torch.float32), *args[1:])
-            return (args[0] * factors).to(kind), mask
-        operands, options = _pytree.tree_map(partial(_cast, torch.float32), (args, kwargs))
-        drawn = _pytree.tree_map(partial(_cast, kind), func(*operands, **options))
-        return args[0].copy_(drawn) if base.endswith("_") else drawn
+        wide, options = _wide((args, kwargs or {}))
+        return _wide(func(*wide, **options))

@@ -18,7 +18,8 @@ import nanwatch
 from nanwatch.diagnosis import trials
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.cures import MAX_RUNS, code_of, try_formats
-from nanwatch.diagnosis.trials import Draws, Float64, Trials, compared
+from nanwatch.diagnosis.experiment import Draws
+from nanwatch.diagnosis.trials import Float64, Trials, compared
 from nanwatch.report.finding import Finding, working_first
 from programs.case import Setup, follow
 from support.examined import snapshot_of
@@ -26,18 +27,6 @@ from support.spy import Spy
 from support.toys import Does
 
 HALF = torch.float16
-
-
-class Attention(nn.Module):
-    """Attention with itself, its logits not scaled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.project(x)
-        return (q @ q.transpose(-1, -2)).softmax(-1) @ q
 
 
 def linear(value: float, size: int = 4) -> nn.Linear:
@@ -49,13 +38,6 @@ def linear(value: float, size: int = 4) -> nn.Linear:
 
 def big(value: float) -> Tensor:
     return torch.full((1, 3, 4), value)
-
-
-def outlier(value: float) -> Tensor:
-    """One row of `value`, the others small."""
-    x = big(1.0)
-    x[0, 0] = value
-    return x
 
 
 def failed(
@@ -206,15 +188,13 @@ def test_a_cure_whose_gradients_overflow_does_not_help() -> None:
         assert all(bool(p.grad.isfinite().all()) for p in model.parameters()) == is_right
 
 
-def unbound(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
-    """Stack in the backward what comes to `unbind`: autocast refuses that for bfloat16 inside a float16 block."""
-    result: Tensor = b(torch.cat(a(x).view(-1, 2, 4).unbind(1), -1))
-    return result
-
-
 def test_the_backward_of_a_trial_runs_behind_autocast() -> None:
-    """As that of the user does: the best cure is the same with gradients as without."""
+    """As that of the user does: the best cure is the same with gradients as without.
+
+    The backward of `unbind` stacks, which autocast refuses for bfloat16 inside a float16 block.
+    """
     torch.manual_seed(0)
+    unbound = lambda a, b, x: b(torch.cat(a(x).view(-1, 2, 4).unbind(1), -1))  # noqa: E731
     model, x = Does(unbound, nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
     with torch.no_grad():
         model.parts[1].weight.mul_(1e5)  # type: ignore[operator]
@@ -237,9 +217,9 @@ class Stateful(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
         self.drop = nn.Dropout(0.5)
-        self.attention = Attention()
+        self.attention = Does(lambda project, x: (project(x) @ project(x).mT).softmax(-1), nn.Linear(4, 4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.drop.training = not self.drop.training
         y = self.drop(self.norm(x)) * 0 + x
         return self.attention(y[None])
@@ -286,7 +266,7 @@ def test_a_trial_that_raises_is_a_remark() -> None:
         return x * x
 
     model = nn.Sequential(linear(1), Does(only_half)).half()
-    x = outlier(1000.0).half()
+    x = big(1000.0).half()
     start, finding = failed(model, x)
     cures, remarks = formats_of(start, replace(finding, transient=False), model)
     assert [cure.what for cure in cures] == ["clamp the output of `1` to ±65504"]
@@ -326,17 +306,37 @@ def test_ctrl_c_passes_and_leaves_nothing() -> None:
         lambda x: torch.multinomial(x.softmax(-1), 2),
         lambda x: F.dropout(torch.ones_like(x)),
         lambda x: torch.native_dropout(x, 0.5, True)[0],  # dropout on a GPU
+        lambda x: torch.normal(0.0, x.abs()),
+        lambda x: torch.randn(4, 5, dtype=x.dtype.to_complex()),
+        lambda x: torch.distributions.Exponential(x.exp()).rsample(),
+        lambda x: torch.rand(4, 5, out=x.clone()),
     ],
 )
 def test_float64_draws_the_random_numbers_of_the_batch(draw: Callable[[Tensor], Tensor]) -> None:
-    x = torch.linspace(-1, 1, 12).view(3, 4)
+    x, formats = torch.linspace(-1, 1, 20).view(4, 5), list[Any]()
     torch.manual_seed(0)
-    expected = draw(x)
+    with Draws(formats):
+        expected = draw(x)
     torch.manual_seed(0)
-    with Float64(), Draws():
+    with Float64(), Draws(formats):
         wide = draw(x)
-    assert wide.dtype == (torch.float64 if expected.is_floating_point() else expected.dtype)
+    is_whole = not (expected.is_floating_point() or expected.is_complex())
+    assert wide.dtype == (expected.dtype if is_whole else torch.promote_types(expected.dtype, torch.float64))
     torch.testing.assert_close(wide, expected.to(wide.dtype), atol=1e-6, rtol=1e-6)
+
+
+def test_a_draw_into_a_tensor_fills_it() -> None:
+    x = torch.zeros(64, dtype=torch.float64)
+    with Draws([("normal", torch.float32)]):
+        assert torch.normal(0.0, x + 1, out=x).count_nonzero() == 64
+
+
+def test_a_batch_in_float64_is_tried_with_its_own_random_numbers() -> None:
+    """Of this seed it takes the root of -0.93, and float32 that of 1.55."""
+    torch.manual_seed(19)
+    model, x = Does(lambda x: torch.sqrt(torch.randn_like(x)[0, 0]) + x), torch.ones(8, 8).double()
+    with nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError, match=r"float64 too has -0\.931"):
+        model(x)
 
 
 def test_a_result_in_8_bits_may_differ_by_their_rounding() -> None:

@@ -81,9 +81,8 @@ class Site:
 
     def constant(self, node: ast.AST) -> Any:
         """Return the module or number that a node stands for, by the globals of the function; else None."""
-        names = {x: None if x in self._bound else self.globals.get(x) for x in all_names(node)} | {
-            "float": float
-        }
+        names = {x: None if x in self._bound else self.globals.get(x) for x in all_names(node)}
+        names["float"] = float
         calls = [ast.unparse(part.func) for part in ast.walk(node) if isinstance(part, ast.Call)]
         is_known = all(isinstance(value, int | float | ModuleType | type) for value in names.values())
         if not is_known or not all(map(_NUMBER_CALL.fullmatch, calls)):
@@ -143,9 +142,8 @@ def operation_of(node: ast.AST, site: Site | None = None) -> Operation | None:
     if site is not None and isinstance(node.func, ast.Attribute):
         owner = node.func.value
         # `self.softmax(x)` calls a module.
-        if getattr(owner, "id", "") not in ("self", "cls") and not isinstance(
-            site.constant(owner), ModuleType
-        ):
+        is_self = getattr(owner, "id", "") in ("self", "cls")
+        if not is_self and not isinstance(site.constant(owner), ModuleType):
             args = (owner, *args)
     elif site is not None:
         function = site.globals.get(name)
@@ -183,10 +181,9 @@ def _match(site: Site, pattern: ast.expr, node: ast.AST, binding: Binding) -> Bi
     assert wanted is not None
     if wanted.name == "W" and isinstance(node, ast.Call):
         seen = seen._replace(letters={**seen.letters, "W": node})
-        given = [
-            x for x in node.keywords if getattr(x.value, "value", "") is not None
-        ]  # a mask of None is none
-        operation = Operation("W", tuple(node.args), {x.arg or "**": x.value for x in given})
+        # A mask of None is none.
+        given = {x.arg or "**": x.value for x in node.keywords if getattr(x.value, "value", "") is not None}
+        operation = Operation("W", tuple(node.args), given)
     if operation is None:
         return None
     if wanted.name == operation.name:

@@ -194,14 +194,11 @@ class Proposer:
         most = 1 if kind == "fraction" else math.inf
         if not tensors or any(x.is_complex() or bool(((x < 0) | (x > most)).any()) for x in tensors):
             return False
+        if kind != "count" or any(bool((x != x.round()).any()) for x in tensors):
+            return kind != "count"
         made = self._site.defined(operand)
-        return kind != "count" or (
-            all(bool((x == x.round()).all()) for x in tensors)
-            and (
-                not any(x.is_floating_point() for x in tensors)
-                or any(says_count(ast.unparse(x)) for x in (operand, made, self._site.defined(made)))
-            )
-        )
+        texts = map(ast.unparse, (operand, made, self._site.defined(made)))
+        return not any(x.is_floating_point() for x in tensors) or any(map(says_count, texts))
 
     def tensors(self, node: ast.AST) -> list[Tensor]:
         """Return the tensors that an expression is in float64."""
@@ -345,9 +342,8 @@ class Rounds:
                 return
         if self._tried:
             names = ", ".join(dict.fromkeys(self._tried))
-            remarks.append(
-                f"these changes of the source were tried, and none was enough: {names}{self._too_far}"
-            )
+            words = "these changes of the source were tried, and none was enough"
+            remarks.append(f"{words}: {names}{self._too_far}")
 
     def _round(
         self, program: Program, site: Site, step: Step, is_backward: bool
@@ -365,9 +361,8 @@ class Rounds:
             probe = Probe()
             try:
                 trial = program.edited(site, proposal)
-                experiment = self._trials.run(
-                    partial(trial.running, probe, site.target, [changed]), follows=True
-                )
+                hold = partial(trial.running, probe, site.target, [changed])
+                experiment = self._trials.run(hold, follows=True)
             except (SyntaxError, ValueError):
                 continue
             self._tried.append(f"`{edits[-1].text}`")

@@ -255,9 +255,8 @@ def find_target(place: Expression) -> Target | str:
         return "the line belongs to no function that could be exchanged"
     code = functions[0].__code__
     if code not in _compiled(file.tree, file, code, code.co_firstlineno):
-        return (
-            f"{place.filename} is not what runs: it was edited since it was imported, or rewritten on import"
-        )
+        words = "is not what runs: it was edited since it was imported, or rewritten on import"
+        return f"{place.filename} {words}"
     node = node_of(file, code)
     if node is None:
         return f"several functions begin on line {code.co_firstlineno}, and which of them failed is not known"
@@ -271,9 +270,8 @@ def _functions_with(code: CodeType, filename: str) -> list[FunctionType]:
     members += [value for kind in members if isinstance(kind, type) for value in vars(kind).values()]
     # The garbage collector does not know objects after gc.freeze(): a module and its classes name most of these.
     known = {id(x): x for x in (*members, *instances_of(FunctionType)) if type(x) is FunctionType}
-    functions = [
-        x for x in known.values() if x.__code__.co_filename == filename and code in _codes(x.__code__)
-    ]
+    of_file = [x for x in known.values() if x.__code__.co_filename == filename]
+    functions = [x for x in of_file if code in _codes(x.__code__)]
     innermost = max((x.__code__ for x in functions), key=lambda x: x.co_firstlineno, default=None)
     return [x for x in functions if x.__code__ is innermost]
 

@@ -70,6 +70,7 @@ _STABLE = (
     # Logarithms of products and of special functions
     ("log(det(X)) | log(abs(det(X))) | logdet(X)", "torch.linalg.slogdet(X)[1]"),
     ("log(prod(X, ...))", "torch.log(X).sum(...)"),
+    ("log(cumprod(X, ...))", "torch.log(X).cumsum(...)"),
     ("log(ndtr(X)) | log(0.5 * (1 + erf(X / 1.4142135623730951)))", "torch.special.log_ndtr(X)"),
     # Quotients of exponentials
     ("exp(X) / sum(exp(X), dim=D, keepdim=True) | exp(X) / unsqueeze(sum(exp(X), dim=D), ...)", "torch.softmax(X, dim=D)"),
@@ -82,6 +83,7 @@ _STABLE = (
     ("(exp(X) - exp(-X)) / (exp(X) + exp(-X))", "torch.tanh(X)"),
     ("expm1(X) / (exp(X) + 1)", "torch.tanh(0.5 * X)"),
     ("exp(A) / exp(B)", "torch.exp(A - B)"),
+    ("exp(A) * exp(B)", "torch.exp(A + B)"),
     ("A / exp(X)", "A * torch.exp(-X)"),
     # Norms, distances, variances
     ("X / norm(X, dim=D, keepdim=True) | X / unsqueeze(norm(X, dim=D), ...) | X / sqrt(sum(square(X), dim=D, keepdim=True))", "F.normalize(X, dim=D)"),
