@@ -190,13 +190,14 @@ class _Run:
             left = error
             if not isinstance(error, SystemExit):
                 _show(error)
-                sys.excepthook = lambda *_: None
         if threading.excepthook is hook:
             threading.excepthook = before
         if os.getpid() == process:  # else a forked child has come to the script's end
             self._finish(has_failed)
         status = (os.getpid() == process and self._status) or (FAILED if has_failed else 0)
         if left is not None and status == 0:
+            if not isinstance(left, SystemExit):  # it was shown
+                sys.excepthook = lambda *_: None
             raise left
         return status
 
@@ -222,8 +223,7 @@ class _Run:
         try:
             self._watches.append((name, start_watch(model, self._options, must_match=must_match)))
         except (TypeError, ValueError, OSError) as error:
-            # TypeError: a ScriptModule, which the user has not named
-            if isinstance(error, TypeError) or not must_match:
+            if isinstance(error, TypeError) or not must_match:  # a ScriptModule, which the user has not named
                 return _tell(f"{name} is not watched: {error}")
             parts = ", ".join([part for part, _ in model.named_children()][:8])
             modules = f", whose modules are {parts}" if parts else ""

@@ -63,7 +63,6 @@ def test_an_unchanged_script(tmp_path):
     assert done.returncode == 3, done.stderr
     (folder,) = tmp_path.glob("found/batch-*")
     finding = nanwatch.Report.from_json((folder / "report.json").read_text()).finding
-    assert finding is not None
     assert (finding.label, finding.origin) == ("output", "produced")
     assert finding.operation is not None
     assert f"What:  {finding.value} first seen in `output` of {finding.module}" in done.stderr
@@ -192,9 +191,8 @@ def test_nothing_to_watch_is_said(tmp_path, capsys, monkeypatch):
 
 def test_a_teacher_and_its_student_are_watched(tmp_path, capsys):
     """Each by itself, trained or not. A pattern for the student is no mistake where the teacher comes first."""
-    body = (
-        "net.eval().requires_grad_(False)\nstudent = nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Linear(2, 2))\n"
-    )
+    body = "net.eval().requires_grad_(False)\n"
+    body += "student = nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Linear(2, 2))\n"
     body += "for _ in range(2): student(net(x)).sum().backward()\n"
     line = "nanwatch run: 2 batches of Sequential: all that was read is finite"
     assert in_process(tmp_path, body) == 0
@@ -227,15 +225,10 @@ def test_options_reach_the_watch(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("mend", "expected"),
     [
-        pytest.param(
-            "opt.zero_grad()",
-            "skipped steps, as gradients were not finite: 3, the last: nan",
-            id="skipped",
-        ),
-        pytest.param(
+        ("opt.zero_grad()", "skipped steps, as gradients were not finite: 3, the last: nan"),
+        (
             "[p.grad.nan_to_num_() for p in net.parameters()]\n    opt.step()",
             "non-finite backwards whose steps took finite gradients: 3;",
-            id="mended",
         ),
     ],
 )
@@ -299,10 +292,7 @@ def test_what_matches_nothing_ends_the_run_at_the_first_call(tmp_path, capsys, o
         ("import nanwatch\nown = nanwatch.watch(net)\nnet(x)\n", "that the script watches itself"),
         ("torch.jit.trace(net, x)(x)\n", "3 batches of Sequential: all that was read is finite"),
         ("torch.jit.script(net)(x)\n", "RecursiveScriptModule is not watched: "),
-        (
-            "nets = [nn.Linear(2, 2) for _ in range(33)]\nfor one in nets: one(x)\n",
-            "32 models were found; those",
-        ),
+        ("nets = [nn.Linear(2, 2) for _ in range(33)]\nfor net in nets: net(x)\n", "32 models were found;"),
     ],
 )
 def test_the_closing_lines_are_true(tmp_path, capsys, body, expected):
@@ -318,7 +308,6 @@ def test_the_closing_lines_are_true(tmp_path, capsys, body, expected):
         "import threading\none = threading.Thread(target=net, args=(x,))\none.start()\none.join()\n",
         "sys.excepthook = lambda *_: sys.exit(7)\nnet(x)\n",
     ],
-    ids=["wrapped", "thread", "hook that exits"],
 )
 def test_an_error_that_nobody_caught_is_status_3(tmp_path, capsys, body, monkeypatch):
     """Wrapped in another one, in a thread, or shown by a hook of the script's own."""
@@ -327,6 +316,14 @@ def test_an_error_that_nobody_caught_is_status_3(tmp_path, capsys, body, monkeyp
     assert in_process(tmp_path, "net[0].weight.data.fill_(3e38)\n" + body) == 3
     assert "What:  inf first seen in `output` of 0 (Linear)" in capsys.readouterr().err
     assert threading.excepthook is threading.__excepthook__
+
+
+def test_what_the_end_of_a_watch_raises_is_shown_after_ctrl_c_too(tmp_path, capsys, monkeypatch):
+    """Weights that the last step broke."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    body = "opt = torch.optim.SGD(net.parameters(), 1e30)\n(net(x) * 1e30).sum().backward()\nopt.step()\n"
+    assert in_process(tmp_path, body + "raise KeyboardInterrupt\n") == 3
+    assert "\nKeyboardInterrupt\nnanwatch.report.report.NonFiniteError: " in capsys.readouterr().err
 
 
 def test_a_script_that_changes_its_folder(tmp_path, monkeypatch):
