@@ -208,14 +208,14 @@ class ReplicaWatch:
         is_job = torch.distributed.is_available() and torch.distributed.is_initialized()
         weights = self._replicas.weights() if is_job else {}
         if not weights:
+            why = "neither DistributedDataParallel nor a replicated DTensor says which ranks hold the same"
+            if not is_job:
+                why = "torch.distributed is not initialized in this process"
+            elif rank_and_world_size()[1] == 1:
+                why = "this job has one rank"
             if not self._has_warned:
-                self._has_warned = True
-                alone = "torch.distributed is not initialized in this process"
-                unknown = (
-                    "neither DistributedDataParallel nor a replicated DTensor says which ranks hold the same"
-                )
-                why = unknown if is_job else alone
                 warn_user(f"nanwatch compares no replicas so far, as {why}", may_raise=False)
+            self._has_warned = True
             return
         if self._comparison is None or (self._comparison.is_over and self._comparison.error is None):
             self._comparison = Exchange("replicas", judge, self._timeout)

@@ -63,10 +63,13 @@ def test_placements_say_who_holds_the_same_shard(rank_two_of_four: None) -> None
     assert ranks_of(model) == {name: ranks for name, (_, ranks) in places.items() if ranks}
 
 
-def test_a_watch_outside_a_job_says_so_once_and_lets_go(
-    recwarn: pytest.WarningsRecorder,
+@pytest.mark.parametrize("reason", ["torch.distributed is not initialized", "this job has one rank"])
+def test_a_watch_without_other_ranks_says_so_once_and_lets_go(
+    reason: str, recwarn: pytest.WarningsRecorder, request: pytest.FixtureRequest
 ) -> None:
     """Nothing is compared, and the model may go."""
+    if "one rank" in reason:
+        request.getfixturevalue("one_process_mesh")
     model = torch.nn.Linear(2, 2)
     told: list[ReplicaDifference] = []
     watch = ReplicaWatch(model, 1, 5.0, told.append)
@@ -77,7 +80,7 @@ def test_a_watch_outside_a_job_says_so_once_and_lets_go(
         optimizer.step()
     watch.remove()
     (warned,) = recwarn
-    assert "compares no replicas so far, as torch.distributed is not initialized" in str(warned.message)
+    assert f"compares no replicas so far, as {reason}" in str(warned.message)
     assert told == []
     gone = weakref.ref(model)
     del model, optimizer
