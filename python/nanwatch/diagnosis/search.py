@@ -66,8 +66,8 @@ def enrich(finding: Finding, diagnosis: Diagnosis) -> Finding:
         finding = replace(finding, origin="received", source_module=made_in)
     if (step := diagnosis.step) is not None:
         place = finding.place if step.place is None else step.place.at
-        operands = step.operands or finding.operands
-        finding = replace(finding, operation=step.operation, place=place, operands=operands, made=step.made)
+        operation, operands = step.operation, step.operands
+        finding = replace(finding, operation=operation, place=place, operands=operands, made=step.made)
     return replace(
         finding,
         transient=diagnosis.transient,
