@@ -51,7 +51,7 @@ class Backward:
     """Gradients that came in one run of the autograd engine."""
 
     end: weakref.ref[Any]  # the callback at its end, which is gone if an exception has ended it
-    # The third are place, tensor and version of the gradient, which may come to several calls one after the other.
+    # The third item is the gradient's place, tensor and version. One gradient may come to several calls in turn.
     arrivals: list[tuple[Call, Part, object, Record]] = field(default_factory=list)
     weights: set[object] = field(default_factory=set)
 

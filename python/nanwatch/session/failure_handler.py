@@ -55,7 +55,6 @@ class FailureHandler:
         self._reports, self.starts, self._monitor, self._sinks = reports, starts, monitor, sinks
         self._options, self._recorder = options, recorder = reports.options, reports.recorder
         self._action = options.on_nonfinite
-        self.steps = OptimizerSteps(reports, self, sinks.on_skipped_step)
         # The first incident of the latest run of non-finite batches. A finite batch ends the run.
         self._first: Incident | None = None
         self.is_run_open = False
@@ -78,6 +77,7 @@ class FailureHandler:
                 recorder.watch_name(vars(torch.distributed.distributed_c10d), "_pg_map")  # of process groups
         self._batch_ends = recorder.subscribe(Event.BATCH_END)
         self._batch_ends.active = False
+        self.steps = OptimizerSteps(reports, self, sinks.on_skipped_step)  # last, as other threads call it
 
     # A batch begins
 

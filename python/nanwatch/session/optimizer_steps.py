@@ -230,7 +230,7 @@ class OptimizerSteps:
     def _due(self, optimizer: Optimizer, takes_ours: bool, *, is_nonfinite: bool) -> Incident | None:
         """Return the incident that a step of `optimizer` is about to take; None lets it pass.
 
-        `takes_ours`: it takes gradients of the model. `is_nonfinite`: one of all that it takes is not finite.
+        `takes_ours`: the step takes gradients of the model. `is_nonfinite`: one of its gradients is not finite.
         """
         if (deferred := self._deferred) is None:
             # The steps of another optimizer, as of a GAN's other part, end no run.
@@ -253,8 +253,8 @@ class OptimizerSteps:
             self.num_untaken = count = self.num_untaken + 1
             if count.bit_count() == 1:
                 so_far = f" ({count:,} such backwards so far)" if count > 1 else ""
-                what = "the gradients that the optimizer's step takes are finite: nothing was stopped"
-                warn_user(f"{text.summary(deferred.incident.finding)}; {what}{so_far}")
+                verdict = "the gradients that the optimizer's step takes are finite: nothing was stopped"
+                warn_user(f"{text.summary(deferred.incident.finding)}; {verdict}{so_far}")
         return None
 
     # The GradScaler
@@ -304,7 +304,7 @@ class OptimizerSteps:
         return takes
 
     def _steps_given(self, stepping: Optimizer) -> bool:
-        """Return whether it is the optimizer in the options, or inside it: Accelerate's wrapper calls no hooks."""
+        """Return whether `stepping` is the optimizer in the options, or in it: Accelerate's calls no hooks."""
         given = self._options.optimizer
         return given is not None and stepping.param_groups is given.param_groups
 

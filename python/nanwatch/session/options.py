@@ -305,7 +305,7 @@ def _option(default: Any, kind: Callable[[str, Any], Any], text: str, metavar: s
 
 
 def _setting(default: Any, variable: str, kind: Callable[[str, str], Any]) -> Any:
-    """Declare what one program in a hundred changes, by a variable of the environment."""
+    """Declare a setting that a variable of the environment changes, in one program of a hundred."""
     return field(default=default, metadata={"kind": kind, "variable": variable})
 
 

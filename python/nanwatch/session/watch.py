@@ -65,7 +65,7 @@ class Watch:
         self, model: nn.Module, options: Options, *, events: EventDispatch | None = None, **settings: bool
     ) -> None:
         self._options, self._model = options, weakref.ref(model)
-        # What sees the model: a recorder, whose events the EventDispatch hands to the parts below.
+        # The recorder, whose events the EventDispatch hands to the parts below
         # Frames of chosen batches come one by one. All others are fetched from a recorder that holds enough.
         fetches = options.trace is not None and not options.trace_batches
         ring = max(options.max_frames, ring_size(model)) if fetches else options.max_frames
@@ -74,7 +74,7 @@ class Watch:
         events.watch = self
         recorder = make_recorder(options.recorder_settings(ring, **settings), events)
         self._recorder: Recorder = recorder
-        # What is written and told.
+        # Trace and sinks
         self._tracer: Tracer | None = None
         if options.trace is not None:
             path, size = Path(options.trace.path), ring if fetches else 0
@@ -82,7 +82,7 @@ class Watch:
         notes = [] if self._tracer is None else [TraceNotes(self._tracer, options.trace_batches)]
         targets = [sink_for(target) for target in options.sinks]
         self._sinks = sinks = SinkStream(recorder, targets, [*notes, Warnings()], every=options.every)
-        # What acts on a failure.
+        # Failures
         self._monitor = Monitor(recorder, model, every=options.every, forecasts=options.forecast)
         reference = ModelRef(model)
         starts = Starts(reference, recorder, options)
@@ -91,7 +91,7 @@ class Watch:
         self._steps = self._failures.steps
         self._batch_ends = recorder.subscribe(Event.BATCH_END)
         self._batch_ends.active = sinks.takes_batches or self._tracer is not None or options.spikes
-        # What looks for other faults.
+        # Detectors of other faults
         if options.spikes:
             write: Callable[[SpikeReport], SpikeReport] | None = None
             if (folder := options.output_dir) is not None:
