@@ -136,12 +136,9 @@ class ProvenanceMode(TorchDispatchMode):
     ) -> None:
         """Fill in where the step's values in the `bad` tensors come from, and what is so of its operands."""
         step.operands = tuple(given.records)
-        writers = {
-            i: self._writes.find(x)
-            for i, (x, record) in enumerate(zip(given.tensors, given.records, strict=True))
-            if record.isfinite is False
-        }
-        guilty = _guilty(operation, given, list(writers), bad)
+        suspects = [i for i, record in enumerate(given.records) if record.isfinite is False]
+        writers = {i: self._writes.find(given.tensors[i]) for i in suspects}
+        guilty = _guilty(operation, given, suspects, bad)
         sources = [writer for i in guilty for writer in writers[i]]
         strangers = [i for i in guilty if not writers[i] and given.records[i].note != _MASK]
         is_live = any(not source.meant for source in sources)
