@@ -169,13 +169,10 @@ def _guarded(reader: Callable[[Path], Entries], path: Path) -> Entries:
 
 def _regions(path: Path) -> tuple[range, ...]:
     """Return the addresses at which this process has mapped the file."""
-    name, regions = os.path.realpath(path), []
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
-        for line in maps:
-            addresses, *_, mapped = line.rstrip("\n").split(maxsplit=5)
-            if mapped == name:
-                regions.append(range(*(int(address, 16) for address in addresses.split("-"))))
-    return tuple(regions)
+    name, maps = os.path.realpath(path), Path("/proc/self/maps")
+    lines = maps.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+    rows = [line.split(maxsplit=5) for line in lines]
+    return tuple(range(*map(partial(int, base=16), row[0].split("-"))) for row in rows if row[5:] == [name])
 
 
 # The formats.

@@ -210,9 +210,8 @@ def test_options_reach_the_watch(tmp_path, capsys):
     """Options of `watch` do under `run` what they do there; the closing line names the trace."""
     body = "for _ in range(5): net(x)\n"
     trace = tmp_path / "run.parquet"
-    assert (
-        in_process(tmp_path, body, "--trace", str(trace), "--read", "inputs,outputs", "--modules", "0") == 0
-    )
+    options = "--read", "inputs,outputs", "--modules", "0"
+    assert in_process(tmp_path, body, "--trace", str(trace), *options) == 0
     frames = nanwatch.Trace.open(trace).frames(4)
     assert [(frame.name, [record.role for record in frame.records]) for frame in frames] == [
         ("0", ["input", "output"])
