@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from nanwatch.audit.rules import update_of
-from nanwatch.audit.window import sample_after, sample_step
+from nanwatch.audit.window import Window, sample_after, sample_step
 
 
 @pytest.mark.parametrize(
@@ -42,3 +44,21 @@ def test_the_update_of_a_bfloat16_weight_is_that_of_float64(kind: Any, options: 
             assert update is not None
             meant = (before[name] - x.detach()).flatten()
             torch.testing.assert_close(update, meant, rtol=0.02, atol=0.01 * options["lr"])
+    # As a hook of the optimizer changes a gradient after it was sampled.
+    next(model.parameters()).grad.mul_(2)
+    sample_after(weights.values(), {})
+    assert [weight.gradient is None for weight in weights.values()] == [True, False]
+
+
+def test_a_backward_inside_a_backward_is_no_arrival_of_its_own() -> None:
+    """Only the first of a scaled loss has a sample of its gradient."""
+    model = nn.Linear(2, 2)
+    recorder: Any = SimpleNamespace(subscribe=lambda _: SimpleNamespace(active=False), latest_batch=0)
+    window = Window(recorder, model)
+    window.renew(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        x = torch.ones(1, 2, requires_grad=True)
+        (checkpoint(model, x, use_reentrant=True).sum() * 3).backward()
+    arrivals = [(x.was_full, x.gradient is None) for x in window.arrivals["", "weight"]]
+    window.remove()
+    assert arrivals == [(False, False), (True, True)]

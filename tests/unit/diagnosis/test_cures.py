@@ -342,3 +342,24 @@ def test_a_result_in_8_bits_may_differ_by_their_rounding() -> None:
     exact = torch.randn(64, dtype=torch.float64)
     assert compared([exact.to(torch.float8_e4m3fn)], [exact])[0]
     assert not compared([(1.1 * exact).to(torch.float8_e4m3fn)], [exact])[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "exact", "is_close", "words"),
+    [
+        ([[0.002]], [[0.0]], True, "moves the result by 2.0e-03"),  # by a guard
+        ([[0.005]], [[0.0]], False, "the result is 0.005 away"),
+        ([[1.0, torch.inf]], [[1.0, 1e51]], True, "agrees with float64"),  # past the end of float32
+        ([[torch.nan]], [[1.0]], False, "the result is inf away"),
+        ([[1.0, 2.0]], [[[1.0, 2.0]]], True, "not compared"),
+        ([[1.0], [1.0]], [[torch.nan], [1.0]], True, "as it is, it fails in float64 too"),
+        ([[1.0], [1.0], [0.002]], [[torch.nan], [1.0], [0.0]], True, "moves the result by 2.0e-03"),
+    ],
+)
+def test_results_are_compared_where_float64_is_finite(
+    values: list[Any], exact: list[Any], is_close: bool, words: str
+) -> None:
+    wide = [torch.tensor(x, dtype=torch.float64) for x in exact]
+    result, effect = compared([torch.tensor(x) for x in values], wide)
+    assert (result, effect.startswith(words)) == (is_close, True), effect
+    assert trials._moved([torch.ones(2)], [torch.ones(3)]) == (0.0, "")

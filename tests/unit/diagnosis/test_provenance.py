@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from nanwatch.diagnosis.operation import WriteLog
 from support.examined import culprit, exponential, look
@@ -42,6 +44,21 @@ def column_by_column(x: Tensor) -> Tensor:
 def made_of_python(x: Tensor) -> Tensor:
     factor = torch.tensor(NAN)  # culprit
     return x * factor
+
+
+class Passes(TorchFunctionMode):
+    """A mode of the user's, a method of which runs the operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(func, *args, **(kwargs or {}))
+
+    def call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+
+def under_a_mode(x: Tensor) -> Tensor:
+    with Passes():
+        return torch.log(-x)  # culprit
 
 
 def masked_row(x: Tensor) -> Tensor:
@@ -122,6 +139,7 @@ KNOWN: dict[Callable[[Tensor], Tensor], str] = {
     in_place: "aten.mul_.Tensor",
     column_by_column: "aten.log.default",
     made_of_python: "aten.lift_fresh.default",
+    under_a_mode: "aten.log.default",
     masked_row: "aten._softmax.default",
     behind_a_mask: "aten.exp.default",
     to_the_sign_of_a_mask: "aten.mul.Tensor",

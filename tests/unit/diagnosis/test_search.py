@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from nanwatch.diagnosis.experiment import run
 from nanwatch.diagnosis.search import Diagnosis, enrich, find_operation
+from nanwatch.instrumentation.wrapped_names import module_names
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
 from support.examined import culprit, exponential, look, snapshot_of
@@ -41,6 +44,16 @@ def test_zeros_and_subnormals_of_the_operands_are_counted() -> None:
     counts = [(x.health.num_zero, x.health.num_subnormal) for x in seen.step.operands if x.health]
     assert counts == [(0, 0), (2, 1)]
     assert "2 zero, 1 subnormal)" in Report((), enrich(finding, seen), 0).to_text()
+
+
+def test_an_operation_of_torch_alone_has_no_place_and_the_index_is_of_the_first_run() -> None:
+    linear = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(linear.weight, 1e30)
+    with torch.inference_mode():  # whose tensors have no version
+        finding, seen = look(linear, torch.tensor([[1.0], [1e30]]))
+    assert (seen.step.operation, seen.step.place) == ("aten.linear.default", None)
+    assert finding.index == seen.index == (1, 0)
+    assert enrich(finding, replace(seen, index=(0, 0))).index == (1, 0)
 
 
 def test_an_operand_that_was_nan_before_has_no_cure() -> None:
@@ -136,8 +149,9 @@ def test_the_operation_that_spreads_bad_data(function: Callable[[Tensor], Tensor
 
     The backward of what squashes it makes nan of it, and is not run.
     """
-    finding, seen = look(Does(function), torch.tensor([1.0, INF]))
-    assert (finding.origin, str(seen.step.place)) == ("data", culprit(function))
+    for value in (INF, NAN) if function is multiplied else (INF,):
+        finding, seen = look(Does(function), torch.tensor([1.0, value]))
+        assert (finding.origin, str(seen.step.place)) == ("data", culprit(function))
 
 
 def test_the_tensor_inside_a_quantized_weight_is_named() -> None:
@@ -226,6 +240,18 @@ def test_an_output_that_a_users_hook_refused() -> None:
         model(torch.ones(2))
     seen = find_operation(start, w.report().finding, model=model)
     assert (str(seen.step.place), seen.transient) == (culprit(exponential), False)
+    calls = [[record.label for record in call.records] for call in run(start, module_names(model)).calls]
+    assert calls == [["input[0]", "output"], ["input[0]"]]
+
+
+def test_the_failure_of_a_run_is_the_first_and_has_the_call_around_it() -> None:
+    """That is the root's, also behind a call of a module without a name. A second failure follows."""
+    model = Does(lambda part, x: (part(torch.log(-part(x))), torch.exp(x * 100)), nn.Identity())
+    seen = run(snapshot_of(model, (torch.ones(2),), {}), {model: "root"}, follows=True)
+    assert [call.name for call in seen.calls] == ["?", "?", "root"]
+    assert seen.failure is not None
+    assert seen.failure.call is not None
+    assert (seen.failure.operation, seen.failure.call.name) == ("aten.log.default", "root")
 
 
 def test_an_input_that_the_call_itself_wrote() -> None:

@@ -12,7 +12,8 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import nanwatch
-from nanwatch.recording.observe import observe, parameter_mesh
+from nanwatch.recording.events import Settings
+from nanwatch.recording.observe import completed_record, observe, parameter_mesh, sketch_bytes, take_sketch
 from nanwatch.records.record import Note
 from nanwatch.report.report import Report
 from support.recorders import WITH_DEVICE, watched
@@ -50,6 +51,29 @@ def test_nothing_is_read_while_a_cuda_graph_is_captured(monkeypatch: pytest.Monk
         assert row[2:8] == ((2, 3), "float32", None, None, None, None)
         assert note in str(row.note)
         assert observe(torch.tensor([2.0]), "input", "input")[4:7] == (2.0, 2.0, True)
+    assert observe(torch.ones(2, device="meta"), "", "input").note == Note(
+        "not_checked", "meta tensor, no data"
+    )
+
+
+def test_a_record_has_what_is_wanted_and_a_sketch_only_of_outputs_that_are_due() -> None:
+    x, wanted = torch.tensor([2.0, 1e-40]), Settings(counts=True, sketches=2)
+    due, between, given = (
+        observe(x, "", role, batch=batch, wanted=wanted)
+        for role, batch in (("output", 2), ("output", 3), ("input", 2))
+    )
+    assert [row.health and row.health.num_subnormal for row in (due, between, given)] == [1, 1, 1]
+    assert [sketch_bytes(row) > 0 for row in (due, between, given)] == [True, False, False]
+    assert take_sketch(due)
+    assert take_sketch(due) is None
+    assert observe(mask_of(torch.finfo(torch.float32).min), "", "input").health is None
+
+
+def test_an_infinite_number_that_a_device_has_read_is_no_mask() -> None:
+    """Its row has the sign of a mask, and no dimension."""
+    row = [INF, INF, 0.0, INF, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, -1.0]
+    expected = observe(torch.tensor(-INF), "", "input")
+    assert completed_record("", "input", (), "float32", row, False) == expected
 
 
 class Asks(TorchFunctionMode):

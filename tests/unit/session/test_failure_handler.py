@@ -209,6 +209,12 @@ def test_an_assertion_is_told_what_it_was_given(model: nn.Module, x: float, foun
     assert len(notes_of(error)) == 1
 
 
+def test_a_weight_that_is_not_read_is_no_finding() -> None:
+    model = Asserting(INF)
+    with watch(model, read="inputs outputs"):
+        assert notes_of(raised_by(model, torch.ones(1))) == []
+
+
 @pytest.mark.parametrize("error", [Refused("mine"), KeyboardInterrupt()])
 def test_an_exception_without_a_fault_is_left_alone(error: BaseException) -> None:
     """Nothing is noted, nothing found, and the watch knows how its latest batch ended."""

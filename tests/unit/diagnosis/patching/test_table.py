@@ -19,6 +19,7 @@ from nanwatch.diagnosis.patching.matching import Site, match, written
 from nanwatch.diagnosis.patching.rounds import Proposer
 from nanwatch.diagnosis.patching.source import find_target
 from nanwatch.diagnosis.patching.table import GUARDS, STABLE, numbers_of
+from nanwatch.recording.observe import observe
 
 # Where the functions of a pattern lie, if not in torch.
 _ELSEWHERE = {"ndtr": "torch.special", "poisson_nll_loss": "F", "ctc_loss": "F", "eigh": "torch.linalg",
@@ -140,6 +141,15 @@ def test_a_letter_stands_for_one_expression(tmp_path: Path) -> None:
     site, node, _ = site_of("exp(A) / sum(exp(B))", tmp_path)
     assert match(site, "exp(A) / sum(exp(B))", node) is not None
     assert match(site, "exp(X) / sum(exp(X))", node) is None
+
+
+def test_each_change_is_proposed_once(tmp_path: Path) -> None:
+    """Also where the operand of the operation that failed was made by another one of its kind."""
+    site, _, _ = site_of("log(log(X))", tmp_path)
+    given = observe(torch.tensor(-math.inf), "", "input")
+    step = Step(0, "aten.log.default", operands=(given,), place=Expression(site.file.name, 6))
+    edits = [proposal.edits for proposal in Proposer(site, step, lambda _: {}).proposals()]
+    assert len(set(edits)) == len(edits) > 1
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[2]} {row[3]}")
