@@ -89,7 +89,7 @@ class _Rerun:
     def examine_batch(self, snapshot: BatchSnapshot) -> None:
         """Run the forward of the batch again to find the operation, cures and samples."""
         incident, finding = self._incident, self._incident.finding
-        diagnosis = find_operation(snapshot, finding, model=self._model)
+        diagnosis = find_operation(snapshot, finding, model=self._model, allows=self._allows)
         self.call = diagnosis.call
         self._learn(diagnosis)
         if diagnosis.holder is not None:

@@ -101,7 +101,7 @@ def find_operation(
             return Diagnosis(remarks=(f"no re-run was made: {reason}",))
         if called is None:
             return Diagnosis(remarks=(f"the model has no module {finding.module!r} any more",))
-        return _of_forward(snapshot, finding, called.module, model)
+        return _of_forward(snapshot, finding, called.module, model, allows)
     except Exception as error:
         return Diagnosis(remarks=(f"the finding could not be examined: {spell(error)}",))
 
@@ -146,18 +146,19 @@ def _holds_nan(record: Record) -> bool:
 # A value that the re-run makes again.
 
 
-def _of_forward(snapshot: BatchSnapshot, finding: Finding, suspect: nn.Module, model: nn.Module) -> Diagnosis:
+def _of_forward(
+    snapshot: BatchSnapshot, finding: Finding, suspect: nn.Module, model: nn.Module, allows: Allows
+) -> Diagnosis:
     """Find what made the value of the finding in a call of the suspect, whose output or input it is."""
     names = {suspect: finding.module, **module_names(model)}
 
     def is_sought(module: nn.Module, record: Record) -> bool:
-        # Where infinities are allowed, earlier calls may have had some.
-        is_value = "nan" not in finding.value or _holds_nan(record)
-        return module is suspect and record.label == finding.label and is_value
+        # Infinities do, where the batch had nans: a product in fewer threads adds up in another order.
+        return module is suspect and record.label == finding.label
 
     # Without a graph it needs less memory. Where that raises, the forward may ask for one, as for a tensor's hook.
     for grad in (False, True) if snapshot.grad else (False,):
-        experiment = run(replace(snapshot, grad=grad), names, follows=True, seeks=is_sought)
+        experiment = run(replace(snapshot, grad=grad), names, allows=allows, follows=True, seeks=is_sought)
         if experiment.fault is not None:
             return _diagnosis(finding, names, experiment)
         if experiment.error is None:
