@@ -155,7 +155,7 @@ struct CallObserver::Walk {
   }
 
   [[gnu::noinline]] bool sequence(PyObject* object, Labels::Id label) {
-    // Of a list, which may change while Python code reads one of its items.
+    // A list may change while Python code reads one of its items.
     const auto size = [object] { return PySequence_Fast_GET_SIZE(object); };
     bool only_scalars = size() > kMaxScalars;
     for (Py_ssize_t i = 0; only_scalars && i < size(); ++i)

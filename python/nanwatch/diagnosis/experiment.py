@@ -154,12 +154,12 @@ class Draws(TorchDispatchMode):
         kind = kwargs.get("dtype") or next(iter(kinds), torch.get_default_dtype())
         # Half precision has the numbers of float32, rounded. Only the dropout of a GPU has others.
         is_dropout = base == "native_dropout"
-        own = kind if is_dropout else torch.promote_types(kind.to_real(), torch.float32)
+        source = kind if is_dropout else torch.promote_types(kind.to_real(), torch.float32)
         if self._number == len(self._formats):
-            self._formats.append((base, own))
+            self._formats.append((base, source))
         name, drawn = self._formats[self._number]
         self._number += 1
-        if name != base or drawn == own:
+        if name != base or drawn == source:
             return func(*args, **kwargs)
         if is_dropout:
             _, mask = func(torch.ones_like(args[0], dtype=drawn), *args[1:])

@@ -153,7 +153,7 @@ def _of_forward(
     names = {suspect: finding.module, **module_names(model)}
 
     def is_sought(module: nn.Module, record: Record) -> bool:
-        # Infinities do, where the batch had nans: a product in fewer threads adds up in another order.
+        # An infinity counts where the batch had a nan: with fewer threads a product adds up in another order.
         return module is suspect and record.label == finding.label
 
     # Without a graph it needs less memory. Where that raises, the forward may ask for one, as for a tensor's hook.

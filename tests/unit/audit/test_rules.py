@@ -44,7 +44,7 @@ def test_the_update_of_a_bfloat16_weight_is_that_of_float64(kind: Any, options: 
             assert update is not None
             meant = (before[name] - x.detach()).flatten()
             torch.testing.assert_close(update, meant, rtol=0.02, atol=0.01 * options["lr"])
-    # As a hook of the optimizer changes a gradient after it was sampled.
+    # A hook of the optimizer changes a gradient after it was sampled.
     next(model.parameters()).grad.mul_(2)
     sample_after(weights.values(), {})
     assert [weight.gradient is None for weight in weights.values()] == [True, False]
