@@ -16,6 +16,7 @@ import argparse
 import copy
 import ctypes
 import random
+import re
 import statistics
 import subprocess
 import tempfile
@@ -192,13 +193,19 @@ def rounds(steps: dict[str, Step], slow: set[str], count: int) -> dict[str, list
 
 
 def profiled(step: Step) -> Row:
-    """Count how often the host waits for the device in a step; sum the seconds of our kernels."""
+    """Count the host's waits and its calls of CUDA in a step; sum their seconds, and those of our kernels."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step()
     kernels = [event for event in profile.events() if "range_kernel" in event.name]
     seconds = sum(event.time_range.elapsed_us() for event in kernels) * 1e-6
-    return {"waits": sum(event.name in WAITS for event in profile.events()), "kernel_s": seconds}
+    host: dict[str, list[float]] = {}  # a call of the CUDA runtime or driver: how often, seconds in all
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CPU and re.match("cu(da)?[A-Z]", event.name):
+            calls = host.setdefault(event.name, [0, 0.0])
+            calls[0] += 1
+            calls[1] += event.time_range.elapsed_us() * 1e-6
+    return {"waits": sum(host[name][0] for name in WAITS & set(host)), "kernel_s": seconds, "host": host}
 
 
 def llama(rehearse: bool, layers: int = 16, width: int = 2048, inner: int = 8192) -> nn.Module:

@@ -2,7 +2,7 @@
 # What only a GPU can show, in two parts of at most 240 s each, the build included.
 #
 #   benchmarks/gpu_day.sh right     build, then tests/gpu, and memcheck beside them over its small tests
-#   benchmarks/gpu_day.sh cost      build if need be, then benchmarks/bench_gpu.py
+#   benchmarks/gpu_day.sh cost      build if need be, then benchmarks/bench_gpu.py and bench_host.py
 #   benchmarks/gpu_day.sh --plan    print the commands with their limits in seconds, and run nothing
 #
 #   RESULTS=folder     where logs and JSON go (default: build/gpu)
@@ -24,10 +24,11 @@ BUILD="$PYTHON setup.py build_ext --inplace"
 TESTS="$PYTEST -n 6 --dist worksteal tests/gpu --durations=8"
 MEMCHECK="$SANITIZE $PYTEST tests/gpu/test_cuda_small.py"
 COST="$PYTHON benchmarks/bench_gpu.py --json $RESULTS/gpu.json"
+HOST="$PYTHON benchmarks/bench_host.py --tokens 150 --json $RESULTS/host.json"
 
 case "${1:-}" in
   --plan)
-    printf '%s\n' "right 110 $BUILD" "right 130 $TESTS" "right 130 $MEMCHECK" "cost 110 $BUILD" "cost 130 $COST"
+    printf '%s\n' "right 110 $BUILD" "right 130 $TESTS" "right 130 $MEMCHECK" "cost 110 $BUILD" "cost 130 $COST" "cost 40 $HOST"
     exit 0 ;;
   right | cost) ;;
   *) echo "usage: benchmarks/gpu_day.sh right | cost | --plan" >&2; exit 2 ;;
@@ -58,6 +59,7 @@ if [ "$1" = right ]; then
   run tests $((235 - SECONDS)) "$TESTS" || failed=1
   wait $! || failed=1
 else
-  run cost $((235 - SECONDS)) "$COST" || failed=1
+  run cost $((200 - SECONDS)) "$COST" || failed=1
+  run host $((238 - SECONDS)) "$HOST" || failed=1
 fi
 exit $failed
