@@ -1,4 +1,4 @@
-"""Training in the ways that torch makes parallel, with real ranks: bit-equal, no collective more, the user's names."""
+"""Training in the ways that torch makes parallel, with real ranks: bit-equal, and stopped on all ranks at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ pytestmark = [
 _SECONDS = 480  # on a machine that does ten other things; alone two cores take one
 
 
-@pytest.mark.parametrize(("size", "scenarios"), [(2, ["ddp", "pipeline", "fsdp2_written"]), (4, ["both"])])
+@pytest.mark.parametrize(
+    ("size", "scenarios"), [(2, ["ddp", "pipeline", "fsdp2_written", "steps"]), (4, ["both"])]
+)
 def test_a_parallel_job_is_watched(size: int, scenarios: list[str], tmp_path: Path) -> None:
     """Each rank plays the scenarios one after the other. The asserts are in the script."""
     command = [str(SCRIPTS / "parallel_job.py"), str(tmp_path / "store"), *scenarios]

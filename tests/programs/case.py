@@ -38,6 +38,11 @@ def summed(output: Tensor) -> Tensor:
     return output.float().sum()
 
 
+def loss_by(criterion: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the objective that a criterion makes of the model's output and the rest of the batch."""
+    return lambda model, x, *rest: criterion(model(x), *rest)
+
+
 def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3)
 

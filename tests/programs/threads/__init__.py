@@ -16,6 +16,13 @@ def encoder(inputs: int = 6, outputs: int = 4, gain: float = 1.0) -> nn.Sequenti
     return net
 
 
+def identity(size: int) -> nn.Linear:
+    """Return a layer that hands its input on until it is trained."""
+    net = nn.Linear(size, size, bias=False)
+    nn.init.eye_(net.weight)
+    return net
+
+
 def zero_head(inputs: int = 6, outputs: int = 4) -> nn.Sequential:
     """Return a small network whose last layer is initialised with zeros, so that it gives zeros."""
     net = encoder(inputs, outputs, gain=0.0)

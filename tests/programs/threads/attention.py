@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from programs.case import thread
+from programs.case import loss_by, thread
 from programs.threads import encoder
 
 
@@ -26,25 +24,6 @@ class SigmoidAttention(nn.Module):
 @thread("qitianwu/DIFFormer/issues/3")
 def sigmoid_attention():
     return SigmoidAttention(), (torch.randn(2, 5, 8) * 0.1,), lambda model, x: model(x).pow(2).mean()
-
-
-class BiasedAttention(nn.Module):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        scores = q @ k.mT / math.sqrt(q.shape[-1]) + bias
-        weights = torch.softmax(scores, dim=-1)  # culprit: padded_nodes
-        return self.out(weights @ v)
-
-
-@thread("microsoft/Graphormer/issues/141")
-def padded_nodes():
-    bias = torch.zeros(2, 4, 4)
-    bias[1, 3] = float("-inf")
-    return BiasedAttention(), (torch.randn(2, 4, 8), bias), lambda model, x, b: model(x, b).pow(2).mean()
 
 
 class QueryDecoder(nn.Module):
@@ -125,7 +104,5 @@ def empty_sentence():
         def forward(self, tokens: Tensor) -> Tensor:
             return self.head(self.pool(self.embed(tokens), tokens != 0))
 
-    def loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(model(tokens), labels)
-
-    return Classifier(), (torch.tensor([[1, 2, 0], [0, 0, 0]]), torch.tensor([0, 1])), loss
+    tokens = torch.tensor([[1, 2, 0], [0, 0, 0]])
+    return Classifier(), (tokens, torch.tensor([0, 1])), loss_by(F.cross_entropy)

@@ -1,4 +1,4 @@
-"""Counts, scales, correlations and angles of a batch, images without edges, and clips of one frame."""
+"""Counts, scales, correlations and angles of a batch, and clips of one frame."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from programs.case import thread
-from programs.threads import encoder
+from programs.case import loss_by, thread
+from programs.threads import encoder, identity
 
 
 class TripletMargin(nn.Module):
@@ -24,13 +24,8 @@ class TripletMargin(nn.Module):
 
 @thread("KevinMusgrave/pytorch-metric-learning/issues/107")
 def satisfied_triplets():
-    criterion = TripletMargin()
-
-    def loss(model, a, p, n):
-        return criterion(model(a), model(p), model(n))
-
-    a = torch.randn(4, 6)
-    return encoder(gain=20.0), (a, a + 1e-3, -a), loss
+    criterion, a = TripletMargin(), torch.randn(4, 6)
+    return encoder(gain=20.0), (a, a + 1e-3, -a), lambda model, *batch: criterion(*map(model, batch))
 
 
 def improved_contrastive(queries: Tensor, docs: Tensor, temperature: float = 0.01) -> Tensor:
@@ -73,10 +68,8 @@ def quaternion_exp_to_log(quaternion: Tensor, eps: float = 1.0e-8) -> Tensor:
 
 @thread("kornia/kornia/issues/4007")
 def quaternion_log():
-    net = nn.Linear(4, 4, bias=False)
-    nn.init.eye_(net.weight)
-    q = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.8, 0.6, 0.0, 0.0]])
-    return net, (q, torch.ones(2, 3)), lambda model, x, y: F.mse_loss(quaternion_exp_to_log(model(x)), y)
+    batch = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.8, 0.6, 0.0, 0.0]]), torch.ones(2, 3)
+    return identity(4), batch, lambda model, x, y: F.mse_loss(quaternion_exp_to_log(model(x)), y)
 
 
 class BitLinear(nn.Linear):
@@ -107,7 +100,7 @@ def pearson_loss(predictions: Tensor, labels: Tensor) -> Tensor:
 def constant_labels():
     labels = torch.randn(3, 4)
     labels[2] = 0.5
-    return encoder(), (torch.randn(3, 6), labels), lambda model, x, y: pearson_loss(model(x), y)
+    return encoder(), (torch.randn(3, 6), labels), loss_by(pearson_loss)
 
 
 class FocalTversky(nn.Module):
@@ -130,11 +123,8 @@ class FocalTversky(nn.Module):
 
 @thread("shruti-jadon/Semantic-Segmentation-Loss-Functions/issues/2")
 def perfect_mask():
-    criterion = FocalTversky()
-    net = nn.Linear(4, 4, bias=False)
-    nn.init.eye_(net.weight)
-    masks = (torch.rand(3, 4) > 0.5).float()
-    return net, (masks * 400 - 200, masks), lambda model, x, y: criterion(torch.sigmoid(model(x)), y)
+    criterion, masks = FocalTversky(), (torch.rand(3, 4) > 0.5).float()
+    return identity(4), (masks * 400 - 200, masks), lambda model, x, y: criterion(torch.sigmoid(model(x)), y)
 
 
 class BatchNorm(nn.Module):
@@ -156,27 +146,6 @@ def batch_of_one():
     return model, (torch.randn(1, 6),), lambda model, x: (model(x) - 0.5).pow(2).mean()
 
 
-class EdgeLoss(nn.Module):
-    """Adds the mean over the pixels at edges."""
-
-    def forward(self, logits: Tensor, target: Tensor, edges: Tensor) -> Tensor:
-        losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
-        at_edges = losses * edges
-        at_edges = at_edges[edges == 1]
-        return losses.mean() + 0.5 * at_edges.mean()  # culprit: image_without_edges
-
-
-@thread("Deci-AI/super-gradients/issues/912")
-def image_without_edges():
-    criterion, target = EdgeLoss(), torch.ones(4, 4)
-
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        dilated = F.max_pool2d(target[None, None], 3, 1, 1)[0, 0]
-        return criterion(model(x), target, dilated - target)
-
-    return encoder(), (torch.randn(4, 6),), loss
-
-
 class StatsPool(nn.Module):
     def forward(self, sequences: Tensor) -> Tensor:
         mean = sequences.mean(dim=-1)
@@ -187,4 +156,4 @@ class StatsPool(nn.Module):
 @thread("pyannote/pyannote-audio/issues/1861")
 def clip_of_one_frame():
     model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.LeakyReLU(), StatsPool(), nn.Linear(8, 2))
-    return model, (torch.randn(2, 3, 3), torch.tensor([0, 1])), lambda m, x, y: F.cross_entropy(m(x), y)
+    return model, (torch.randn(2, 3, 3), torch.tensor([0, 1])), loss_by(F.cross_entropy)

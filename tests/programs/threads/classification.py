@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from programs.case import thread
+from programs.case import loss_by, thread
 from programs.threads import encoder, zero_head
 
 
@@ -37,12 +37,8 @@ class FocalLoss(nn.Module):
 
 @thread("NVIDIA/apex/issues/358")
 def focal_clamped():
-    criterion = FocalLoss()
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return criterion(torch.sigmoid(model(x)), y)
-
-    return encoder(gain=90.0), (torch.randn(4, 6), torch.ones(4, 4)), loss
+    criterion, batch = FocalLoss(), (torch.randn(4, 6), torch.ones(4, 4))
+    return encoder(gain=90.0), batch, lambda model, x, y: criterion(torch.sigmoid(model(x)), y)
 
 
 class Pointer(nn.Module):
@@ -61,10 +57,8 @@ class Pointer(nn.Module):
 
 @thread("yym6472/ms_pointer_network/issues/1")
 def pointer_network():
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.nll_loss(model(x), y) + model(x).pow(2).mean()
-
-    return Pointer(), (torch.randn(3, 6), torch.tensor([0, 1, 2])), loss
+    batch = torch.randn(3, 6), torch.tensor([0, 1, 2])
+    return Pointer(), batch, lambda model, x, y: F.nll_loss(model(x), y) + model(x).pow(2).mean()
 
 
 @thread("Zhen-Dong/Magic-Me/issues/14")
@@ -91,18 +85,6 @@ def detector_without_targets():
     return encoder(), (torch.randn(5, 6), torch.zeros(5, dtype=torch.long)), loss
 
 
-@thread("unslothai/unsloth-zoo/pull/1286")
-def truncated_completions():
-    def loss(model: nn.Module, x: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        log_probs = F.log_softmax(model(x), -1)[..., 0]
-        ratio = torch.exp(log_probs - log_probs.detach())
-        per_token = -ratio * advantages.unsqueeze(1)
-        normalizer = mask.sum() / 2
-        return (per_token * mask).sum() / normalizer  # culprit: truncated_completions
-
-    return encoder(), (torch.randn(2, 3, 6), torch.randn(2), torch.zeros(2, 3)), loss
-
-
 class AspectLoss(nn.Module):
     def forward(self, pred: Tensor, target: Tensor) -> Tensor:
         w, h = pred[:, 2], pred[:, 3]
@@ -112,12 +94,7 @@ class AspectLoss(nn.Module):
 
 @thread("Megvii-BaseDetection/YOLOX/issues/1565")
 def aspect_ratio():
-    criterion = AspectLoss()
-
-    def loss(model: nn.Module, x: Tensor, boxes: Tensor) -> Tensor:
-        return criterion(model(x), boxes)
-
-    return zero_head(), (torch.randn(2, 6), torch.rand(2, 4) + 0.5), loss
+    return zero_head(), (torch.randn(2, 6), torch.rand(2, 4) + 0.5), loss_by(AspectLoss())
 
 
 @thread("MakazhanAlpamys/Soup/issues/719")

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from programs.case import thread
-from programs.threads import encoder, zero_head
+from programs.case import loss_by, thread
+from programs.threads import encoder, identity, zero_head
 
 
 def eigenvalue_angle(matrix: Tensor) -> Tensor:
@@ -29,10 +29,7 @@ class Tensors(nn.Module):
 
 @thread("banctilrobitaille/torch-vectorized/issues/7")
 def symmetric_eigenvalues():
-    def loss(model: nn.Module) -> Tensor:
-        return eigenvalue_angle(model()).sum()
-
-    return Tensors(), (), loss
+    return Tensors(), (), lambda model: eigenvalue_angle(model()).sum()
 
 
 class HardTriplets(nn.Module):
@@ -52,12 +49,7 @@ class HardTriplets(nn.Module):
 
 @thread("AsuradaYuci/understand_videobased_reid/issues/6")
 def hard_triplets():
-    criterion = HardTriplets()
-    return (
-        encoder(),
-        (torch.randn(4, 6), torch.tensor([0, 0, 1, 1])),
-        lambda model, x, y: criterion(model(x), y),
-    )
+    return encoder(), (torch.randn(4, 6), torch.tensor([0, 0, 1, 1])), loss_by(HardTriplets())
 
 
 @thread("pytorch/pytorch/issues/4320")
@@ -118,11 +110,7 @@ def blank_image():
 
     images = torch.rand(3, 1, 4, 4)
     images[1] = 0.5
-    return (
-        nn.Conv2d(1, 2, 3),
-        (images,),
-        lambda model, x: model(normalize(x)).pow(2).mean(),
-    )
+    return nn.Conv2d(1, 2, 3), (images,), lambda model, x: model(normalize(x)).pow(2).mean()
 
 
 @thread("mihaidusmanu/d2-net/issues/78")
@@ -147,13 +135,9 @@ def contact_direction(points: Tensor, origin: Tensor) -> Tensor:
 
 @thread("otaheri/GrabNet/issues/2")
 def contact():
-    def loss(model: nn.Module, x: Tensor, origin: Tensor) -> Tensor:
-        return (1 - contact_direction(model(x), origin)[:, 0]).mean()
-
-    net = nn.Linear(3, 3, bias=False)
-    nn.init.eye_(net.weight)
     origin = torch.tensor([1.0, 2.0, 3.0])
-    return net, (torch.stack([origin, origin + 1]), origin), loss
+    batch = torch.stack([origin, origin + 1]), origin
+    return identity(3), batch, lambda model, x, o: (1 - contact_direction(model(x), o)[:, 0]).mean()
 
 
 class Distances(nn.Module):
@@ -232,8 +216,5 @@ def procrustes():
         u, _, vh = torch.linalg.svd(source.mT @ target)  # culprit: procrustes
         return source @ (u @ vh)
 
-    net = nn.Linear(3, 3, bias=False)
-    nn.init.eye_(net.weight)
-    points = torch.eye(3)
-    weight = torch.randn(3, 3)
+    net, points, weight = identity(3), torch.eye(3), torch.randn(3, 3)
     return net, (points, 2 * points, weight), lambda model, x, y, w: (align(model(x), y) * w).sum()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from programs.case import thread
+from programs.case import loss_by, thread
 from programs.threads import encoder, zero_head
 
 
@@ -27,9 +27,8 @@ def poisson_counts():
         def forward(self, rate: Tensor, counts: Tensor) -> Tensor:
             return (rate - counts * torch.log(rate)).mean()  # culprit: poisson_counts
 
-    criterion = PoissonLoss()
     counts = torch.tensor([[0.0, 1.0, 2.0, 0.0]]).expand(3, 4).clone()
-    return zero_head(), (torch.randn(3, 6), counts), lambda model, x, y: criterion(model(x), y)
+    return zero_head(), (torch.randn(3, 6), counts), loss_by(PoissonLoss())
 
 
 class Club(nn.Module):
@@ -98,19 +97,6 @@ def squashed_policy():
         return (0.2 * log_probs - action.sum(1, keepdim=True)).mean()
 
     return GaussianPolicy(), (torch.randn(4, 6) * 5,), loss
-
-
-@thread("ray-project/ray/issues/14878")
-def unsquashed_action():
-    def atanh(x: Tensor) -> Tensor:
-        return 0.5 * (torch.log(1 + x) - torch.log(1 - x))  # culprit: unsquashed_action
-
-    def loss(model: nn.Module, state: Tensor, action: Tensor) -> Tensor:
-        mean = model(state)
-        policy = torch.distributions.Normal(mean, 1.0, validate_args=False)
-        return -policy.log_prob(atanh(torch.tanh(mean * 9) * 0.5 + action * 0.5)).mean()
-
-    return encoder(outputs=2, gain=300.0), (torch.randn(4, 6), torch.ones(4, 2)), loss
 
 
 @thread("huggingface/trl/pull/6550")
@@ -212,10 +198,8 @@ def gene_counts():
         def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
             return self.mu(z), self.theta(z)
 
-    def loss(model: nn.Module, z: Tensor, counts: Tensor) -> Tensor:
-        return -negative_binomial(*model(z), counts).mean()
-
-    return Decoder(), (torch.randn(3, 6), torch.randint(0, 3, (3, 4)).float()), loss
+    batch = torch.randn(3, 6), torch.randint(0, 3, (3, 4)).float()
+    return Decoder(), batch, lambda model, z, counts: -negative_binomial(*model(z), counts).mean()
 
 
 @thread("speechbrain/speechbrain/issues/181")
@@ -224,14 +208,9 @@ def compressed_spectrum():
         spectrum = torch.stft(wave, 16, window=torch.ones(16, dtype=wave.dtype), return_complex=True)
         return torch.view_as_real(spectrum).pow(2).sum(-1).pow(power)  # culprit: compressed_spectrum
 
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.l1_loss(compress(model(x)), compress(y))
-
-    return (
-        nn.Linear(64, 64, bias=False),
-        (torch.stack([torch.randn(64), torch.zeros(64)]), torch.randn(2, 64)),
-        loss,
-    )
+    net, waves = nn.Linear(64, 64, bias=False), torch.stack([torch.randn(64), torch.zeros(64)])
+    batch = waves, torch.randn(2, 64)
+    return net, batch, lambda model, x, y: F.l1_loss(compress(model(x)), compress(y))
 
 
 @thread("csteinmetz1/auraloss/issues/25")
@@ -244,7 +223,7 @@ def silent_target():
 
     target = torch.randn(3, 8)
     target[1] = 0
-    return nn.Linear(8, 8), (torch.randn(3, 8), target), lambda model, x, y: si_sdr(model(x), y)
+    return nn.Linear(8, 8), (torch.randn(3, 8), target), loss_by(si_sdr)
 
 
 @thread("ENSTA-U2IS-AI/LDU/issues/7")

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from programs.case import thread
+from programs.case import loss_by, thread
 from programs.threads import encoder, zero_head
 
 
@@ -60,11 +60,7 @@ def binary_focal_loss(logits: Tensor, target: Tensor, alpha=0.25, gamma=0.5, eps
 @thread("kornia/kornia/issues/918")
 def fractional_focus():
     target = torch.tensor([[0.0, 1.0, 0.0, 1.0]]).expand(3, 4)
-    return (
-        encoder(gain=900.0),
-        (torch.randn(3, 6), target),
-        lambda model, x, y: binary_focal_loss(model(x), y),
-    )
+    return encoder(gain=900.0), (torch.randn(3, 6), target), loss_by(binary_focal_loss)
 
 
 def normalize_tensor(in_feat: Tensor, eps: float = 1e-10) -> Tensor:
@@ -104,10 +100,7 @@ class PointerGenerator(nn.Module):
 
 @thread("pytorch/pytorch/issues/1620")
 def pointer_mixture():
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.nll_loss(model(x), y)
-
-    return PointerGenerator(), (torch.randn(8, 6), torch.arange(8) % 4), loss
+    return PointerGenerator(), (torch.randn(8, 6), torch.arange(8) % 4), loss_by(F.nll_loss)
 
 
 EPS = torch.finfo(torch.float32).eps
@@ -129,33 +122,6 @@ class Decoder(nn.Module):
 @thread("emited/VariationalRecurrentNeuralNetwork/issues/10")
 def saturated_pixels():
     return Decoder(), (torch.randn(3, 6), torch.rand(3, 4)), lambda model, z, x: model(z, x)
-
-
-class Sobel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter = nn.Conv2d(1, 2, 3, bias=False)
-        across = torch.tensor([[1.0, 0, -1], [2, 0, -2], [1, 0, -1]])
-        self.filter.weight = nn.Parameter(torch.stack([across, across.T])[:, None], requires_grad=False)
-
-    def forward(self, image: Tensor) -> Tensor:
-        x = self.filter(image)
-        x = torch.mul(x, x)
-        x = torch.sum(x, dim=1, keepdim=True)
-        return torch.sqrt(x)  # culprit: flat_image
-
-
-@thread("chaddy1004/sobel-operator-pytorch/issues/1")
-def flat_image():
-    sobel = Sobel()
-
-    def loss(model: nn.Module, x: Tensor, edges: Tensor) -> Tensor:
-        return F.l1_loss(sobel(model(x)), edges)
-
-    model = nn.Conv2d(1, 1, 3, padding=1)
-    nn.init.zeros_(model.weight)
-    image = torch.rand(2, 1, 8, 8)
-    return nn.Sequential(model, nn.Sigmoid()), (image, torch.rand(2, 1, 6, 6)), loss
 
 
 def safe_softmax(scores: Tensor, mask: Tensor) -> Tensor:

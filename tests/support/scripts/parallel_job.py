@@ -10,12 +10,22 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.parallel import DistributedDataParallel
 
 import nanwatch
 from nanwatch.report.report import Report
@@ -92,9 +102,7 @@ def check(
     assert watch.batch == batches - 1
     assert watch.counters.get("stale_hits", 0) == 0
     assert report.finding is None
-    assert {record.isfinite for f in report.frames for record in f.records if record.role == "output"} == {
-        True
-    }
+    assert all(record.isfinite for f in report.frames for record in f.records if record.role == "output")
     assert sorted({frame.name for frame in report.frames}) == names
     backward_names = {frame.name for frame in report.frames if frame.phase == "backward"}
     assert sorted(backward_names) == (names if has_gradients else [])
@@ -143,11 +151,7 @@ def scenario(function: Callable[[], None]) -> Callable[[], None]:
 def ddp() -> None:
     """It has no mesh of its own."""
     names = sorted([*(f"net.{part}" if part else "net" for part in NAMES), "norm", ""])
-    compare(WithStatistics, nn.parallel.DistributedDataParallel, [], names=names)
-
-
-def sharded(model: nn.Module, **options: Any) -> nn.Module:
-    return shard(model, model.blocks, mesh_of("dp"), **options)
+    compare(WithStatistics, DistributedDataParallel, [], names=names)
 
 
 @scenario
@@ -156,18 +160,10 @@ def fsdp2_written() -> None:
 
     FSDP gathers into the same storage past the version counter: the next batch reads what is there.
     """
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_model_state_dict,
-        set_model_state_dict,
-    )
-
     torch.manual_seed(0)
-    model = sharded(Net())
-    with (
-        watching.watch(model, max_frames=1000, on_nonfinite="record", verify_hits=True) as watch,
-        torch.no_grad(),
-    ):
+    net = Net()
+    model = shard(net, net.blocks, mesh_of("dp"))
+    with start_watch(model) as watch, torch.no_grad():
         model(data(0))
         for factor in (2.0, 4.0):
             model.reshard()
@@ -175,9 +171,9 @@ def fsdp2_written() -> None:
                 for x in model.parameters():
                     x.to_local().mul_(2.0)
             else:
-                whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-                whole = {name: 2.0 * x for name, x in whole.items()}
-                set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
+                options = StateDictOptions(full_state_dict=True)
+                whole = {name: 2.0 * x for name, x in get_model_state_dict(model, options=options).items()}
+                set_model_state_dict(model, whole, options=options)
             model(data(0))
         for name in ("blocks.0.up", "head"):
             records = [record for frame in watch.frames if frame.name == name for record in frame.records]
@@ -209,14 +205,11 @@ def pipeline() -> None:
     The call on memory that was never written, here filled with nan, by which a stage learns its shapes is no batch.
     """
     number = dist.get_rank()
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     def run(when: str, **options: Any) -> Trained:
         torch.manual_seed(0)
         net = Net()
-        part: nn.Module = (
-            nn.Sequential(net.blocks[0]) if number == 0 else nn.Sequential(net.blocks[1], net.head)
-        )
+        part = nn.Sequential(net.blocks[0]) if number == 0 else nn.Sequential(net.blocks[1], net.head)
         watch = start_watch(part, **options) if when == "before" else None
         stage = PipelineStage(part, number, 2, torch.device("cpu"))
         schedule = Schedule1F1B(
@@ -245,6 +238,72 @@ def pipeline() -> None:
         watched = run(when, gradients=gradients)
         # two microbatches a step
         check(plain, watched, batches=6, names=names, has_gradients=gradients)
+
+
+class Layers(nn.Module):
+    """Two layers, and one that no call uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def shared(way: str) -> nn.Module:
+    torch.manual_seed(0)
+    net = Layers()
+    if way in ("fsdp2", "one shard"):
+        return shard(net, (), mesh_of("dp"))
+    if way != "unused":
+        net.unused = nn.Identity()
+    model = DistributedDataParallel(net, find_unused_parameters=way == "unused", static_graph=way == "static")
+    if way == "hook":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return model
+
+
+def stopped_by(way: str) -> tuple[str, int]:
+    """Return the error of the third step, in which rank 1 has a bad gradient, and the rank that it names."""
+    model, is_one_shard = shared(way), way == "one shard"
+    if way == "zero":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=0.1)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def backward(mask: Tensor) -> None:
+        ((model(torch.randn(3, 4)).square().mean(-1) * mask).sum() / mask.sum()).backward()
+
+    with nanwatch.watch(model, gradients=True, rerun=False):
+        for step in range(3):
+            is_bad = step == 2 and dist.get_rank() == 1
+            optimizer.zero_grad()
+            with model.no_sync() if way == "no_sync" else nullcontext():
+                backward(torch.full((3,), float(not is_bad or is_one_shard)))
+            if way == "no_sync":
+                backward(torch.ones(3))
+            if is_one_shard and is_bad:
+                next(model.parameters()).grad.to_local()[0, 0] = torch.inf
+            before = [local(x) for x in model.parameters()]
+            try:
+                optimizer.step()
+            except nanwatch.NonFiniteError as error:
+                assert step == 2
+                assert_same_bits(before, [local(x) for x in model.parameters()])
+                return type(error).__name__, error.origin.rank
+    return "no error", -1
+
+
+@scenario
+def steps() -> None:
+    """No rank takes a step in which another has made a gradient non-finite, and each names that rank.
+
+    DistributedDataParallel in its forms, ZeRO-1 and FSDP2 give each rank the nan. Only one shard's inf has to be told.
+    """
+    for way in ("plain", "unused", "static", "hook", "no_sync", "zero", "fsdp2", "one shard"):
+        is_told = way == "one shard" and dist.get_rank() == 0
+        assert stopped_by(way) == ("PeerNonFiniteError" if is_told else "NonFiniteError", 1), way
 
 
 def main() -> None:
