@@ -168,10 +168,6 @@ finally:
 def test_after_a_device_assertion_the_frames_are_there() -> None:
     """Rows written before the error can be read after it, though no device memory can."""
     done = subprocess.run(
-        [sys.executable, "-c", ASSERTION],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=300,
+        [sys.executable, "-c", ASSERTION], capture_output=True, text=True, env=environment(), timeout=300
     )
     assert done.stdout.splitlines()[:2] == ["0 [True, True, True, True]", "1 [True, True]"], done.stderr

@@ -26,10 +26,7 @@ SLOW = {
     "unchanged-script.md",
 }
 NATIVE = {"blackbox.md", "job-hangs.md"}  # the compiled recorder writes the black box
-NEEDS = {
-    "t5-overflow.md": ("transformers", "safetensors"),
-    "two-runs.md": ("pyarrow", "pandas", "jinja2"),
-}
+NEEDS = {"t5-overflow.md": ("transformers", "safetensors"), "two-runs.md": ("pyarrow", "pandas", "jinja2")}
 
 
 @pytest.fixture

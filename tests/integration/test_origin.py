@@ -7,9 +7,7 @@ import os
 import pytest
 from judge_origin import judge
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="a re-run in the process takes longer"),
-]
+pytestmark = [pytest.mark.skipif(not hasattr(os, "fork"), reason="a re-run in the process takes longer")]
 
 
 def test_the_origin_is_named() -> None:

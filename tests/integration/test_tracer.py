@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import signal
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -15,10 +18,10 @@ from nanwatch.records.record import Frame
 from nanwatch.trace import tracer
 from nanwatch.trace.trace_file import Trace
 from support.architectures import built, inputs_of
+from support.processes import until
 from support.toys import Scale, mlp
 from support.watching import watch
-
-pytest.importorskip("pyarrow")
+from support.written_traces import batches
 
 
 def traced(path: Path) -> list[Frame]:
@@ -127,3 +130,40 @@ def test_ranks_write_traces_of_their_own(tmp_path: Path, monkeypatch: pytest.Mon
         model(torch.ones(2, 3))
     assert w.trace_path == tmp_path / "run-rank3.parquet"
     assert Trace.open(tmp_path / "run-rank3.parquet").rank == 3
+
+
+RUN = """
+import sys, time, torch
+from torch import nn
+import nanwatch
+model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+watch = nanwatch.watch(model, trace=sys.argv[1])
+for batch in range(1_000_000):
+    model(torch.ones(2, 3))
+    if batch == 99:
+        print("go", flush=True)
+    time.sleep(0.001)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_what_was_written(tmp_path: Path) -> None:
+    """After a SIGKILL in the middle of a run the path is a folder that pyarrow reads: whole calls, in order."""
+    path = tmp_path / "run.parquet"
+    command = [sys.executable, "-c", RUN, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "go\n"
+            first = path / "part-00000.parquet"
+            until(first.exists)
+            before = first.stat().st_mtime_ns
+            until(lambda: first.stat().st_mtime_ns != before)  # and so at least once over itself
+        finally:
+            process.send_signal(signal.SIGKILL)
+    numbers = batches(path)
+    assert numbers == sorted(numbers)
+    assert set(numbers) == set(range(max(numbers) + 1))
+    assert max(numbers) >= 50
+    frames = Trace.open(path).frames(50)
+    assert [frame.name for frame in frames] == ["0", "1", ""]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanwatch.numerics import _reference
 from support import cuda_emulation
-from support.cuda_emulation import FORMATS, Host, same
+from support.cuda_emulation import FORMATS, Host, reference, same
 from support.oracle import random_finite, random_patterns
 from support.stand_in_device import may_be_mask
 
@@ -32,10 +32,6 @@ def host() -> Iterator[Host]:
     emulation = cuda_emulation.host()
     yield emulation
     emulation.shuffle_blocks(0)
-
-
-def reference(xs: list[Tensor]) -> Tensor:
-    return torch.stack([_reference.abs_range(x) for x in xs])
 
 
 @dtypes

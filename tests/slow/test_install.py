@@ -16,9 +16,7 @@ import torch
 
 from support.paths import ROOT
 
-pytestmark = [
-    pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree"),
-]
+pytestmark = [pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree")]
 
 # Not the real source: it takes a minute, `make` compiles it anyway, and these tests are about what goes around it.
 TINY_MODULE = """

@@ -23,6 +23,7 @@ from transformers import Trainer, TrainingArguments  # noqa: E402
 from nanwatch.integrations.transformers import HEADROOM, PLACE, NanWatchCallback  # noqa: E402
 from support.architectures import ARCHITECTURES  # noqa: E402
 from support.first_fault import LeastHeadroom, first_fault  # noqa: E402
+from support.processes import environment, forked  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -207,3 +208,47 @@ def test_the_least_headroom_of_each_interval_is_logged(tmp_path):
     names = {name for name, _ in model.named_modules()}
     assert all(entry[PLACE].split()[0] in names | {"the"} for entry in entries)
     json.loads(json.dumps(trainer.state.log_history))
+
+
+# The name in Trainer's module: swapped, swapped back, and when.
+
+
+def test_patching_twice_and_undoing():
+    """To patch twice is to patch once; undone, Trainer has its own class; debug_utils always has."""
+    trainer_module, theirs = transformers.trainer, transformers.debug_utils.DebugUnderflowOverflow
+    assert trainer_module.DebugUnderflowOverflow is theirs
+    for _ in range(2):
+        debug.patch_transformers()
+        assert issubclass(trainer_module.DebugUnderflowOverflow, nanwatch.DebugUnderflowOverflow)
+        assert transformers.debug_utils.DebugUnderflowOverflow is theirs
+    for _ in range(2):
+        debug.unpatch_transformers()
+        assert trainer_module.DebugUnderflowOverflow is theirs
+
+
+FRESH = """
+import sys, {imports}
+before = "transformers.trainer" in sys.modules
+import transformers.trainer as trainer
+print(before, trainer.DebugUnderflowOverflow.__module__)
+from nanwatch.integrations import debug; debug.unpatch_transformers()
+print(trainer.DebugUnderflowOverflow.__module__)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("imports", "switch", "expected"),
+    [
+        ("nanwatch", "", "transformers.debug_utils"),
+        ("nanwatch", "0", "transformers.debug_utils"),
+        ("nanwatch", "1", "nanwatch.integrations.debug"),
+        ("nanwatch.integrations.transformers", "", "transformers.debug_utils"),
+    ],
+)
+def test_the_ways_to_patch_in_a_fresh_process(imports, switch, expected):
+    """The import of nanwatch patches nothing; the switch does, before Trainer is there."""
+    changed = environment(OMP_NUM_THREADS="1", NANWATCH_TRANSFORMERS=switch)
+    done = forked("-c", FRESH.format(imports=imports), env=changed, imported=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == [f"False {expected}", "transformers.debug_utils"]

@@ -92,10 +92,7 @@ class MomentNorm(nn.Module):
 
 
 @failure(
-    "a layer norm by hand squares its input in float16",
-    module="norm",
-    operations="mul",
-    format_cause=True,
+    "a layer norm by hand squares its input in float16", module="norm", operations="mul", format_cause=True
 )
 def layer_norm_square() -> Setup:
     model = sequence(proj=nn.Linear(16, 64), norm=MomentNorm())

@@ -25,12 +25,7 @@ class Autoencoder(nn.Module):
         return self.decoder(torch.relu(h))
 
 
-@failure(
-    "a checkpoint with a nan in a weight",
-    module="decoder",
-    label="weight",
-    origin="weight",
-)
+@failure("a checkpoint with a nan in a weight", module="decoder", label="weight", origin="weight")
 def poisoned_checkpoint() -> Setup:
     state = Autoencoder().state_dict()
     state["decoder.weight"][5, 2] = float("nan")  # as a run that diverged saved it

@@ -19,23 +19,6 @@ ONES, ZEROS = torch.ones(16, 1), torch.zeros(16, 1)
 
 
 @unusual
-def adversaries_of_the_tutorial(watch: Watching) -> None:
-    generator, critic = mlp(8, 16, 4), mlp(4, 16, 1)
-    of_generator = Adam(generator.parameters(), lr=2e-4, betas=(0.5, 0.999))
-    of_critic = Adam(critic.parameters(), lr=2e-4, betas=(0.5, 0.999))
-    with watch(nn.ModuleDict({"generator": generator, "critic": critic})):
-        for _, x, real in batches():
-            critic.zero_grad()
-            logits_loss(critic(real), ONES).backward()
-            made = generator(x)
-            logits_loss(critic(made.detach()), ZEROS).backward()
-            of_critic.step()
-            generator.zero_grad()
-            logits_loss(critic(made), ONES).backward()
-            of_generator.step()
-
-
-@unusual
 def critic_frozen_in_the_other_turn(watch: Watching) -> None:
     there, back, critic = mlp(8, 16, 4), mlp(4, 16, 8), mlp(4, 16, 1)
     of_makers = Adam([*there.parameters(), *back.parameters()], lr=2e-4)
@@ -224,15 +207,6 @@ def large_contrast_in_two_passes(watch: Watching) -> None:
 
 
 @unusual
-def triplets_of_one_encoder(watch: Watching) -> None:
-    model, triplet = mlp(8, 16, 4), nn.TripletMarginLoss(margin=0.2)
-    optimizer = Adam(model.parameters(), lr=1e-3)
-    with watch(model):
-        for step, x, _ in batches():
-            update(optimizer, triplet(model(x), model(x + 0.05), model(x.roll(1, 0) * (1 + step % 3))))
-
-
-@unusual
 def centers_with_a_rate_of_their_own(watch: Watching) -> None:
     model, centers = Layers(), nn.Parameter(torch.randn(4, 16))
     model.register_parameter("centers", centers)
@@ -247,18 +221,6 @@ def centers_with_a_rate_of_their_own(watch: Watching) -> None:
             of_model.step()
             centers.grad.data *= 1 / 0.01
             of_centers.step()
-
-
-@unusual
-def losses_weighted_by_their_uncertainty(watch: Watching) -> None:
-    model = Layers()
-    model.register_parameter("log_variances", nn.Parameter(torch.zeros(2)))
-    optimizer = Adam(model.parameters(), lr=1e-3)
-    with watch(model):
-        for _, x, y in batches():
-            output = model(x)
-            losses = torch.stack([mse(output[:, :2], y[:, :2]), mse(output[:, 2:], y[:, 2:])])
-            update(optimizer, (losses * (-model.log_variances).exp() + model.log_variances).sum())
 
 
 @unusual

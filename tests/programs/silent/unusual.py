@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
@@ -57,27 +55,6 @@ def domains_in_turn(watch: Watching) -> None:
 
 
 @unusual
-def entropy_temperature(watch: Watching) -> None:
-    agent = nn.ModuleDict({"actor": nn.Linear(8, 4), "critic": nn.Linear(12, 1)})
-    agent.register_parameter("log_alpha", nn.Parameter(torch.tensor(0.0)))
-    optimizers = [Adam(part.parameters(), 1e-3) for part in (agent["critic"], agent["actor"])]
-    optimizers.append(Adam([agent.log_alpha], 1e-3))
-    with watch(agent):
-        for _, x, y in batches():
-            for turn, optimizer in enumerate(optimizers):
-                action = torch.tanh(agent["actor"](x)) if turn else y
-                value, entropy = agent["critic"](torch.cat([x, action], 1)), -action.square().mean()
-                loss = mse(value, y.sum(1, keepdim=True)) if turn == 0 else -value.mean()
-                if turn == 1:
-                    loss = loss - agent.log_alpha.exp().detach() * entropy
-                elif turn == 2:
-                    loss = (agent.log_alpha * (entropy + 0.5).detach()).sum()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-
-
-@unusual
 def resting_last_layer(watch: Watching) -> None:
     model = Layers()
 
@@ -126,23 +103,6 @@ def pooler_of_a_token_tagger(watch: Watching) -> None:
     model = Tagger()
     with watch(model):
         train(model, AdamW(model.parameters(), lr=1e-3), lambda x: model(x.view(4, 4, 8)).view(16, 4))
-
-
-@unusual
-def locked_image_tower(watch: Watching) -> None:
-    model = nn.ModuleDict({"image": Layers(norm=nn.BatchNorm1d(16)).requires_grad_(False), "text": Layers()})
-    model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
-    optimizer = AdamW(model.parameters(), lr=1e-3)
-    with watch(model):
-        for _, x, _ in batches():
-            model.train()
-            model["image"].eval()
-            with torch.no_grad():
-                image = model["image"](x)
-            scores = model.scale.exp() * image @ model["text"](x).T
-            optimizer.zero_grad()
-            (cross_entropy(scores, torch.arange(16)) + cross_entropy(scores.T, torch.arange(16))).backward()
-            optimizer.step()
 
 
 @unusual
@@ -200,57 +160,6 @@ def averaged_weights(watch: Watching) -> None:
 
 
 @unusual
-def momentum_teacher(watch: Watching) -> None:
-    student = Layers(norm=nn.BatchNorm1d(16))
-    teacher = copy.deepcopy(student).requires_grad_(False)
-    optimizer = AdamW(student.parameters(), lr=1e-3)
-    with watch(nn.ModuleDict({"student": student, "teacher": teacher})):
-        for _, x, _ in batches():
-            with torch.no_grad():
-                target = teacher(x + 0.1)
-            optimizer.zero_grad()
-            mse(student(x), target).backward()
-            optimizer.step()
-            with torch.no_grad():
-                for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
-                    old.lerp_(new, 0.01)
-
-
-@unusual
-def critic_with_gradient_penalty(watch: Watching) -> None:
-    generator, critic = nn.Linear(8, 4), nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 1))
-    of_generator, of_critic = Adam(generator.parameters(), 1e-3), Adam(critic.parameters(), 1e-3)
-    with watch(nn.ModuleDict({"generator": generator, "critic": critic})):
-        for step, x, real in batches():
-            made = generator(x).detach()
-            mixed = (0.3 * real + 0.7 * made).requires_grad_(True)
-            (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
-            penalty = 10 * (slope.norm(dim=1) - 1).square().mean()
-            of_critic.zero_grad()
-            (critic(made).mean() - critic(real).mean() + penalty).backward()
-            of_critic.step()
-            if step % 3 == 2:
-                of_generator.zero_grad()
-                (-critic(generator(x)).mean()).backward()
-                of_generator.step()
-
-
-@unusual
-def self_conditioning(watch: Watching) -> None:
-    model = nn.Sequential(nn.Linear(12, 16), nn.Dropout(0.1), nn.SiLU(), nn.Linear(16, 4))
-
-    def call(x: Tensor) -> Tensor:
-        guess = torch.zeros(16, 4)
-        if x[0, 0] > 0:
-            with torch.no_grad():
-                guess = model(torch.cat([x, guess], 1))
-        return model(torch.cat([x, guess], 1))
-
-    with watch(model):
-        train(model, AdamW(model.parameters(), lr=1e-3), call)
-
-
-@unusual
 def layers_dropped_at_random(watch: Watching) -> None:
     layers, head, turn = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 4), iter(range(12))
     model = nn.ModuleDict({"layers": layers, "head": head})
@@ -285,21 +194,6 @@ def straight_through_codes(watch: Watching) -> None:
     model = Quantised()
     with watch(model):
         train(model, AdamW(model.parameters(), lr=1e-3))
-
-
-@unusual
-def unfrozen_layer_by_layer(watch: Watching) -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 4))
-    model[:3].requires_grad_(False)
-    optimizer = AdamW(model[3].parameters(), lr=1e-3)
-
-    def unfreeze(step: int) -> None:
-        if step in (2, 5, 8):
-            layer = model[2 - step // 3].requires_grad_(True)
-            optimizer.add_param_group({"params": list(layer.parameters()), "lr": 1e-4})
-
-    with watch(model):
-        train(model, optimizer, after=unfreeze)
 
 
 @unusual

@@ -124,10 +124,7 @@ def backward_nan() -> Report:
         operation="SqrtBackward0",
         place=Place("/home/user/model.py", 11),
         made="inf",
-        operands=(
-            _read("gradient[0]", "gradient", 1.0, 1.0),
-            _read("result", "gradient", 0.0, 0.75),
-        ),
+        operands=(_read("gradient[0]", "gradient", 1.0, 1.0), _read("result", "gradient", 0.0, 0.75)),
         remarks=("the operation was found in a re-run of the call, from other gradients of the same size",),
     )
 
