@@ -28,8 +28,6 @@ from .causes import came_in, named_arguments
 from .experiment import Allows, Experiment, nothing_allowed, run
 from .operation import Step, values_of
 
-_NOTHING = "in a re-run of the batch no operation made a bad gradient"
-
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
@@ -95,9 +93,16 @@ def find_operation(
             x = next((x for _, label, x in state if label == finding.label), None)
             diagnosis = Diagnosis() if x is None else _of_tensor(x)
             return diagnosis if finding.origin == "weight" else _with_spread(diagnosis, snapshot)
+        reason = no_second_run(snapshot.module)
         if finding.origin == "data":
+            # The model itself may fill what it was given, as it does a key-value cache, and then does so again.
+            if "][" in finding.label and called is not None and not reason:
+                producer = replace(finding, origin="produced")
+                diagnosis = _of_forward(snapshot, producer, called.module, model, allows)
+                if (step := diagnosis.step) is not None and step.call is not None and not step.strangers:
+                    return replace(diagnosis, call=step.call, made_in=step.call.name)
             return _with_spread(_of_data(snapshot, finding), snapshot)
-        if reason := no_second_run(snapshot.module):
+        if reason:
             return Diagnosis(remarks=(f"no re-run was made: {reason}",))
         if called is None:
             return Diagnosis(remarks=(f"the model has no module {finding.module!r} any more",))
@@ -119,9 +124,8 @@ def _of_data(snapshot: BatchSnapshot, finding: Finding) -> Diagnosis:
     arguments = named_arguments(snapshot.module, snapshot.args, snapshot.kwargs)
     bad = [pair for label, pair in arguments.items() if observe(pair[1], label, "input").is_fault]
     remarks = tuple(": ".join(filter(None, (came_in(name, x), describe(x)))) for name, x in bad)
-    if finding.label not in arguments:
-        return Diagnosis(remarks=remarks)
-    return _of_tensor(arguments[finding.label][1], remarks=remarks)
+    _, x = arguments.get(finding.label, ("", None))
+    return Diagnosis(remarks=remarks) if x is None else _of_tensor(x, remarks=remarks)
 
 
 def _with_spread(diagnosis: Diagnosis, snapshot: BatchSnapshot) -> Diagnosis:
@@ -236,7 +240,8 @@ def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, al
     step = experiment.failure if guilty is None else experiment.bad_gradient
     if step is None:
         error = experiment.error
-        remark = _NOTHING if error is None else f"the backward could not be examined: {spell(error)}"
+        nothing = "in a re-run of the batch no operation made a bad gradient"
+        remark = nothing if error is None else f"the backward could not be examined: {spell(error)}"
         return Diagnosis(remarks=(remark, *snapshot.doubts()))
     if guilty is None and step.module is not None and not step.in_backward:
         # The loss read this auxiliary loss from an attribute, and the module has no bad gradient yet.
@@ -271,16 +276,12 @@ def describe(x: Tensor) -> str:
             return "all" if count else "none"
         if count == 1 or bad.ndim < 2:
             return "one element" if count == 1 else "scattered"
-        rows, num_columns = _nonzero(bad.any(dim=-1).flatten()), bad.shape[-1]
+        rows, num_columns = bad.any(dim=-1).flatten().nonzero().flatten().tolist(), bad.shape[-1]
         num_rows = bad.numel() // num_columns
         if count == len(rows) * num_columns:
             which = f", row {rows[0]}" if len(rows) == 1 and bad.ndim == 2 else ""
             return f"{len(rows)} of {num_rows} rows{which}"
-        columns = _nonzero(bad.any(dim=0)) if bad.ndim == 2 else []
+        columns = bad.any(dim=0).nonzero().flatten().tolist() if bad.ndim == 2 else []
         if columns and count == len(columns) * num_rows:
             return f"column {columns[0]}" if len(columns) == 1 else f"{len(columns)} of {num_columns} columns"
         return f"scattered over {len(rows)} of {num_rows} rows" if len(rows) < num_rows else "scattered"
-
-
-def _nonzero(flags: Tensor) -> list[int]:
-    return [int(i) for i in flags.nonzero().flatten()]

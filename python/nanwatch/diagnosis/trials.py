@@ -28,7 +28,6 @@ MOST_BY_GUARD = 3e-3
 # A bound in float32 is no less right because float64 goes on to 1e+51.
 _LARGEST = torch.finfo(torch.float32).max
 _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
-_NOTHING = (torch.empty(0),) * 3
 _FAILS = "as it is, it fails in float64 too"
 # Methods of a tensor that make it narrower.
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})
@@ -145,7 +144,7 @@ def _moved(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[float, st
     """Return how far a guard moves the values of its expression from those of float64, and in words; "" for none."""
     pairs = zip(values, truth, strict=False)
     known = [_known(x, y, inf) for x, y in pairs if x.shape == y.shape and x.is_floating_point()]
-    right, new, distance = map(torch.cat, zip(*known, strict=True)) if known else _NOTHING
+    right, new, distance = map(torch.cat, zip(*known, strict=True)) if known else (torch.empty(0),) * 3
     is_off = distance > _MOST_CHANGE * right.abs() + 1e-6 * right.abs().max() if right.numel() else right
     if not is_off.any():
         return 0.0, ""

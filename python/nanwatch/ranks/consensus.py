@@ -116,13 +116,13 @@ class OriginConsensus:
             self._await(lambda: self._is_published)
         return self._is_published and not self.trouble
 
-    def settle(self) -> Origin:
-        """Return the origin, once all ranks have reported and know it, or `peer_timeout` is over.
+    def settle(self, patience: float = inf) -> Origin:
+        """Return the origin, once all ranks have reported and know it, or `peer_timeout` or the `patience` is over.
 
         It is this rank's own finding where the store cannot be asked. Raises RuntimeError when nothing has failed, here
         or elsewhere.
         """
-        before, self._settles = self._num_looks, True
+        before, self._settles, self._budget = self._num_looks, True, min(self._budget, patience)
         # A look under way may have begun before a rank failed, so it is no answer.
         self._await(lambda: self._is_settled or (self._news is None and self._num_looks > before + 1))
         if self._known is not None:

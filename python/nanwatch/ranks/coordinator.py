@@ -88,13 +88,13 @@ class RankCoordinator:
         if meeting is not None and meeting.wait() and (error := _job.failed_elsewhere(self)) is not None:
             raise error
 
-    def settle(self) -> Origin | None:
-        """Return the origin on which the ranks agree, and end the consensus.
+    def settle(self, patience: float) -> Origin | None:
+        """Return the origin on which the ranks agree, as far as they do so in `patience` seconds. End the consensus.
 
         Returns None without other ranks, and when no finding was published since the latest agreement.
         """
         published, self._published = self._published, None
-        return _job.settle(published) if self._is_open and published is not None else None
+        return _job.settle(published, patience) if self._is_open and published is not None else None
 
     def explain(self, error: BaseException | None) -> PeerNonFiniteError | None:
         """Return the other rank's failure behind an error that ends a batch or a run, if there is one.
@@ -231,14 +231,14 @@ class _Job:
         if not self.coordinators:
             self._end()
 
-    def settle(self, published: OriginConsensus | None = None) -> Origin | None:
+    def settle(self, published: OriginConsensus | None = None, patience: float = 1e9) -> Origin | None:
         """Return the origin once the ranks agree, None if another watch has settled `published`."""
         with self._lock:
             consensus = self.consensus
             if consensus is None or published not in (None, consensus):
                 return None
             try:
-                return consensus.settle()
+                return consensus.settle(patience)
             except RuntimeError as error:  # the store has gone, and nobody knows whose failure it was
                 warn_user(f"nanwatch: {spell(error)}", may_raise=False)
                 return None

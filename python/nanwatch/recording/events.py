@@ -123,14 +123,6 @@ def start_of(
     batch: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, extra: object
 ) -> Start:
     """Return the start of a batch that begins now, as csrc/recorder/batch_start.h makes it."""
-    values = [*args, *(kwargs or {}).values()]
-    for value in values.copy():  # one level deep
-        values += value if isinstance(value, tuple | list) else ()
-        values += value.values() if isinstance(value, dict) else ()
-    # By the class alone: an object may say by its `__class__` that it is a tensor.
-    tensors = [x for x in values if issubclass(type(x), Tensor)]
-    with torch._C.DisableTorchFunction():  # no function mode of the user sees the reads
-        versions = [(x, x._version) for x in tensors if not x.is_inference()]
     autocast = tuple(
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")
     )
@@ -138,8 +130,19 @@ def start_of(
     # CUDA's generators refuse while a graph is captured.
     is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     cuda = tuple(x.get_state() for x in (() if is_captured else torch.cuda.default_generators))
-    state = (torch.get_rng_state(), cuda, autocast, *modes, versions)
+    state = (torch.get_rng_state(), cuda, autocast, *modes, versions_of(args, kwargs))
     return Start(batch, module, args, kwargs, *state, 0.0, extra)
+
+
+def versions_of(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> list[tuple[Tensor, int]]:
+    """Return the tensors among the arguments, and in their lists, tuples and dicts, with their versions."""
+    values = [*args, *(kwargs or {}).values()]
+    for value in values.copy():  # one level deep
+        values += value if isinstance(value, tuple | list) else ()
+        values += value.values() if isinstance(value, dict) else ()
+    with torch._C.DisableTorchFunction():  # no function mode of the user sees the reads
+        # By the class alone: an object may say by its `__class__` that it is a tensor.
+        return [(x, x._version) for x in values if issubclass(type(x), Tensor) and not x.is_inference()]
 
 
 class Batch:

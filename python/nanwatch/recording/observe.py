@@ -40,20 +40,15 @@ def call_values(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     output: Any,
-    *,
-    objects: bool = False,
 ) -> list[tuple[Role, str, Any]]:
-    """Return the values that a frame of this call shows, with role and label, in the order of the records.
-
-    `objects`: also those in objects among the arguments, into which a healthy call does not look.
-    """
+    """Return what a frame of this call shows, objects in arguments apart: role, label and value of each record."""
     values: list[tuple[Role, str, Any]] = []
     if wanted.weights:
         values += [("weight", name, x) for name, x in own_tensors(module._parameters)]
     if wanted.buffers:
         values += [("buffer", name, x) for name, x in own_tensors(module._buffers) if holds_fractions(x)]
     if wanted.inputs:
-        values += [("input", label, x) for label, x in call_leaves(args, kwargs, objects=objects)]
+        values += [("input", label, x) for label, x in call_leaves(args, kwargs, objects=False)]
     if wanted.outputs:
         given = (*args, *kwargs.values())
         values += [("output", label, x) for label, x in leaves(output, "output", True, given)]

@@ -160,7 +160,7 @@ class CheckpointGuard:
         frame = Frame(batch, "(checkpoint)", save.function, tuple(records), "save")
         num_frames = recorder.frames_of_batch(batch)
         finding = find([frame], rank=rank(), num_frames=None if num_frames is None else num_frames + 1)
-        incident = Incident(self._reports.latest(finding, batch, [frame]))
+        incident = Incident(self._reports.latest(finding, [frame]))
         incident.remark(text)
         self._failures.step_follows(incident)
         warn_user(text)

@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from .reports import Reports, Starts
 
 # Non-finite batches that are remembered after their end, for their backwards and recomputations.
 _MAX_ENDED = 64
+# Seconds for which an exception of the user's waits for the other ranks: they look at the store once a second.
+_PATIENCE = 3.0
 _WHERE = "Watch.report() (or --output-dir) has the frames that led to it"
 _GOES_ON = "no re-run was made, as the run goes on: rerun=True (--rerun) finds the operation"
 _UNTAKEN = "the watch ended before a step took it"
@@ -68,10 +71,7 @@ class FailureHandler:
         self._ranks: RankCoordinator | None = None
         if (model := reports.model()) is not None and self._action == "raise" and options.peer_timeout:
             write = weakref.WeakMethod(self._write_last_frames)  # the job would keep this handler alive
-
-            def last_frames(name: str) -> Report:
-                return report_of(()) if (live := write()) is None else live(name)
-
+            last_frames = lambda name: live(name) if (live := write()) else report_of(())  # noqa: E731
             self._ranks = RankCoordinator(model, options.peer_timeout, last_frames)
             if torch.distributed.is_available():
                 recorder.watch_name(vars(torch.distributed.distributed_c10d), "_pg_map")  # of process groups
@@ -155,34 +155,28 @@ class FailureHandler:
     def forward_left(self, batch: int, completed: bool) -> None:
         """Take the end of this thread's forward, which has returned (`completed`) or raised.
 
-        Raises PeerNonFiniteError from an error of a collective, when another rank's failure is behind it.
+        The handler completes its own error, and adds a note with the non-finite value to somebody else's. Raises
+        PeerNonFiniteError from an error of a collective, when another rank's failure is behind it.
         """
         if completed:
             return
         error, incident = sys.exc_info()[1], self._under_way.get(batch)
-        if incident is not None and incident.raised is not None:
-            self._finish(incident, incident.raised)
-        else:
-            self._explain(error)
         self._exception_batch = batch
-        is_known = isinstance(error, NonFiniteError | BatchLimitError)
-        if isinstance(error, Exception) and not is_known and batch % self._options.every == 0:
-            with suppressing("what an exception of the user's left could not be told"):  # which matters more
-                self._annotate(error, batch)
-
-    def _annotate(self, error: Exception, batch: int) -> None:
-        """Add a note with the non-finite value to somebody else's exception that ends the batch."""
-        incident = self._under_way.get(batch)
         if incident is None:
-            report = self._reports.of_left_calls(error, batch)
-            if report is None or report.finding is None:
-                return
-            # Somebody may catch the exception and go on, so the other ranks are not told.
-            incident = self._see(batch, lambda: report, tells_ranks=False)
-        if incident is not None and not incident.is_finished:
-            self._finish(incident, error)
-        elif incident is not None and not self._options.acts:
-            add_note(error, incident.report)
+            self._explain(error)
+        elif incident.raised is not None:
+            self._finish(incident, incident.raised)
+        is_known = isinstance(error, NonFiniteError | BatchLimitError)
+        if is_known or not isinstance(error, Exception) or batch % self._options.every:
+            return
+        with suppressing("what an exception of the user's left could not be told"):  # which matters more
+            if incident is None and (report := self._reports.of_left_calls(error, batch)) is not None:
+                # Somebody may catch the exception and go on, so the other ranks are not told.
+                incident = self._see(batch, lambda: report, tells_ranks=False)
+            if incident is not None and not incident.is_finished:
+                self._finish(incident, error)
+            elif incident is not None and not self._options.acts:
+                add_note(error, incident.report)
 
     def conclude(self, batch: int, completed: bool) -> None:
         """Act on a batch that has ended and whose frames are all known, unless its forward was ended by its error."""
@@ -225,16 +219,18 @@ class FailureHandler:
                 cause = NonFiniteError(incident.report)
                 warn_user(f"{cause}", may_raise=False)
                 raise interrupt from cause
-        if self._ranks is not None and (origin := self._ranks.settle()) is not None:
+        is_theirs = error is not None and error is not incident.raised
+        patience = _PATIENCE if is_theirs else inf
+        if self._ranks is not None and (origin := self._ranks.settle(patience)) is not None:
             incident.report = replace(incident.report, origin=origin)
         report = incident.report
         if is_first or self._options.acts:
             self._sinks.on_failure(report)
-        if error is not None and error is incident.raised:
+        if error is not None and is_theirs:
+            add_note(error, report)
+        elif incident.raised is not None:
             # A second error would lose the notes that code in the forward has added to the first.
             NonFiniteError.__init__(incident.raised, report, report.origin)
-        elif error is not None:
-            add_note(error, report)
         elif is_untaken and self._action in ("raise", "warn"):
             words = f"{text.summary(incident.finding)}; {_UNTAKEN}; {_WHERE}"
             warn_user(words, may_raise=sys.exc_info()[0] is None)
@@ -339,7 +335,7 @@ class FailureHandler:
 
     def _write_last_frames(self, name: str) -> Report:
         """Write and return the latest frames of a rank without a failure of its own, from any thread."""
-        report = self._reports.latest(None, self._reports.batch)
+        report = self._reports.latest()
         if self._options.output_dir is not None:
             try:
                 write_frames(report, self._options.output_dir / name)

@@ -94,10 +94,10 @@ class OptimizerSteps:
         scaler = options.scaler
         self._scaler: Callable[[], Any] | None = None if scaler is None else weakref.ref(scaler)
         self._num_scales = 0
-        # One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
-        self._takes: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        # Optimizers that have stepped: how many parameters each has, and whether it holds one of the model.
+        self._steppers: Any = WeakIdKeyDictionary()
         self._has_read_state = options.optimizer is None
-        self._stepped = WeakIdKeyDictionary()  # the latest batch before the latest step of each optimizer
+        self._unread_step = -1  # batch before the latest step, unless the weights were read since
         self._last_step: Incident | None = None
         reports.explain_weight = self._explain_weight
         self._starts = recorder.subscribe(Event.BACKWARD_START)
@@ -152,7 +152,7 @@ class OptimizerSteps:
         # The recorder keeps and counts the frames of a backward after this call.
         num_before, place = self._recorder.frames_of_batch(batch), finding.sequence
         sequence = None if num_before is None or place is None else num_before + place
-        report = self._reports.latest(replace(finding, sequence=sequence), batch, frames)
+        report = self._reports.latest(replace(finding, sequence=sequence), frames)
         self._failures.starts.backward_failed(batch)
         bad = [x for x in arrivals if calls[x.call].frame.records[x.record].is_fault]
         batches = {calls[x.call].frame.batch for x in bad}
@@ -280,7 +280,8 @@ class OptimizerSteps:
         if (box := process_box()) is not None:
             box.step_begins()
         if not self._recorder.paused:
-            self._stepped[optimizer] = self._recorder.latest_batch
+            self._unread_step = self._recorder.latest_batch
+            self._steppers.setdefault(optimizer, (0, False))
             self._check_rates(optimizer)
         if not self._has_read_state and optimizer.state:  # from a checkpoint
             self._read_state(optimizer)
@@ -292,15 +293,18 @@ class OptimizerSteps:
         return changed
 
     def _takes_gradients(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer holds a parameter of the model. A critic's, say, does not."""
+        """Return whether the optimizer holds a parameter of the model. A critic's, say, does not.
+
+        One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
+        """
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._takes.get(optimizer)
-        if known is not None and (known[1] or known[0] == count):
-            return known[1]
-        takes = self._recorder.gathers_weights or self._steps_given(optimizer)
-        if not takes and (model := self._model()) is not None:
-            takes = not _parameter_ids(optimizer).isdisjoint(map(id, each_parameter(model)))
-        self._takes[optimizer] = count, takes
+        known: tuple[int, bool] = self._steppers.get(optimizer, (0, False))
+        takes = known[1]
+        if not takes and count != known[0]:
+            takes = self._recorder.gathers_weights or self._steps_given(optimizer)
+            if not takes and (model := self._model()) is not None:
+                takes = not _parameter_ids(optimizer).isdisjoint(map(id, each_parameter(model)))
+            self._steppers[optimizer] = count, takes
         return takes
 
     def _steps_given(self, stepping: Optimizer) -> bool:
@@ -389,16 +393,12 @@ class OptimizerSteps:
 
     def look(self) -> Incident | None:
         """Return the failure of steps since the latest forward that have left a weight non-finite, if there is one."""
-        batch, model = self._recorder.latest_batch, self._model()
-        last = [optimizer for optimizer in self._steppers() if self._stepped.get(optimizer) == batch]
-        if batch < 0 or model is None or not last or self._recorder.paused or self._failures.is_run_open:
+        batch, model, options = self._recorder.latest_batch, self._model(), self._options
+        is_read = self._recorder.paused or self._failures.is_run_open or "weights" not in options.read
+        if batch < 0 or model is None or self._unread_step != batch or is_read:
             return self._last_step
-        for optimizer in last:
-            self._stepped[optimizer] = -1
-        options = self._options
-        owners = parameter_owners(model) if "weights" in options.read else {}
-        owners = {key: owner for key, owner in owners.items() if options.observes(owner[0].name)}
-        for x in nonfinite(x for x in each_parameter(model) if id(x) in owners):
+        self._unread_step, owners = -1, parameter_owners(model)
+        for x in nonfinite(x for x in each_parameter(model) if options.observes(owners[id(x)][0].name)):
             (name, _, module), label = owners[id(x)]
             record = observe(x, label, "weight", options.excuses(name, module))
             if record.is_fault:
@@ -420,12 +420,10 @@ class OptimizerSteps:
         path, _, key = f"{finding.module}.{finding.label}".removeprefix(".").rpartition(".")
         owner = None if model is None else find_module(model, path)
         weight = None if owner is None else owner.module._parameters.get(key)
-        steppers = [x for x in self._steppers() if id(weight) in _parameter_ids(x)]
+        # `keyrefs` is a copy at one moment: another thread may make its first step.
+        optimizers = [x for reference in self._steppers.keyrefs() if (x := reference()) is not None]
+        steppers = [x for x in optimizers if id(weight) in _parameter_ids(x)]
         return finding if weight is None or not steppers else take_apart(finding, steppers[0], weight)
-
-    def _steppers(self) -> list[Optimizer]:
-        # A copy at one moment: another thread may make its first step.
-        return [x for reference in self._stepped.keyrefs() if (x := reference()) is not None]
 
 
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:

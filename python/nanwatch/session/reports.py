@@ -35,10 +35,10 @@ from ..instrumentation.wrapped_names import (
     parameter_owners,
     unwrapped,
 )
-from ..recording.events import Event, Recorder
-from ..recording.observe import call_values, observe, parameter_mesh, state_of, state_tensors
-from ..recording.walk import Leaf, call_leaves
-from ..records.record import Frame, Record
+from ..recording.events import Event, Recorder, versions_of
+from ..recording.observe import observe, parameter_mesh, state_of, state_tensors
+from ..recording.walk import Leaf, call_leaves, leaves
+from ..records.record import Frame, Record, Role
 from ..report.finding import Finding, OriginKind, find, finding_of, with_earlier
 from ..report.report import Report, report_of
 from ..report.text import culprit
@@ -116,10 +116,17 @@ class Starts:
             suppressed("the values of buffers could not be kept for a re-run")
             return None
 
-    def written(self) -> set[int]:
-        """Return the ids of the tensors that this thread's batch was called with and that were written to since."""
-        start = self._recorder.start()
-        return set() if start is None else {id(x) for x, version in start.versions if x._version != version}
+    def changes(self) -> tuple[set[int], set[int]]:
+        """Return the ids of tensors in this thread's batch that were written to, and that were added, since it began.
+
+        Lists and dicts of the batch tell what was added to them. What was added to other objects, a re-run finds.
+        """
+        if (start := self._recorder.start()) is None:
+            return set(), set()
+        before = {id(x): version for x, version in start.versions}
+        now = {id(x): version for x, version in versions_of(start.args, start.kwargs)}
+        written = {key for key, version in now.items() if before.get(key, version) != version}
+        return written, now.keys() - before.keys()
 
     def let_go(self) -> None:
         """Let go of all that was kept for a backward, as a step takes its gradients."""
@@ -137,11 +144,11 @@ class Starts:
         """Keep the start of the batch, and the backward under way, until a step takes the gradients."""
         self.keep(batch)
         # A later call is a part of what lies behind this one's outputs.
-        starts = [start for start in self._recorder.ended_starts() if start.batch <= batch]
-        if all(start.batch != batch for start in starts):
+        starts = {start.batch: start for start in self._recorder.ended_starts() if start.batch <= batch}
+        if batch not in starts:
             return
         with suppressing("the statements of the loss could not be kept"):
-            first = min(starts, key=lambda x: x.batch)
+            first = starts[min(starts)]
             generators = [x for x in (self._generator, first.generator) if x is not None]
             if (call := BackwardCall.capture([RngState(x, first.cuda) for x in generators])) is not None:
                 self._backwards[batch] = call
@@ -181,23 +188,18 @@ class Reports:
         """Remember the place of this rank in the device meshes of the model's parameters."""
         self._mesh = parameter_mesh(self.model()) or self._mesh
 
-    @property
-    def batch(self) -> int | None:
-        """The number of the latest batch, None before the first."""
-        latest = self.recorder.latest_batch
-        return None if latest < 0 else latest
-
-    def of(self, frames: tuple[Frame, ...], finding: Finding | None, batch: int | None) -> Report:
-        """Return the report of these frames, the oldest first."""
+    def of(self, frames: Sequence[Frame], finding: Finding | None) -> Report:
+        """Return the report of these frames, the oldest first; without a finding it is one of the latest batch."""
         self.look_at_mesh()
-        never_called = self._suspicion.never_called(frames, self.options.observes)
-        suspects = () if finding is None else self._suspicion.suspects(frames)
-        latest = frames[-self.options.max_frames :]
+        number = self.recorder.latest_batch if finding is None else finding.batch
+        never_called = self._suspicion.never_called(tuple(frames), self.options.observes)
+        suspects = () if finding is None else self._suspicion.suspects(tuple(frames))
+        latest, batch = tuple(frames[-self.options.max_frames :]), None if number < 0 else number
         return report_of(latest, finding, batch, self._mesh, never_called, suspects)
 
-    def latest(self, finding: Finding | None, batch: int | None, more: Iterable[Frame] = ()) -> Report:
+    def latest(self, finding: Finding | None = None, more: Iterable[Frame] = ()) -> Report:
         """Return a report of the recorder's frames, and of `more` that it has not kept."""
-        return self.of((*self.recorder.frames(), *more), finding, batch)
+        return self.of((*self.recorder.frames(), *more), finding)
 
     def of_frame(self, frame: Frame, origin: OriginKind) -> Incident:
         """Return the failure of a frame that no forward has made, by its first fault.
@@ -207,7 +209,7 @@ class Reports:
         record = frame.fault or frame.records[-1]
         num_frames = self.recorder.frames_of_batch(frame.batch)
         finding = finding_of(frame, record, origin, None, rank(), num_frames)
-        return Incident(self.latest(finding, frame.batch, [frame]))
+        return Incident(self.latest(finding, [frame]))
 
     def of_taken(self, optimizer: Optimizer, parameters: Sequence[Tensor], batch: int) -> Incident:
         """Return the failure of the gradients of these parameters, which a step is about to take.
@@ -240,54 +242,54 @@ class Reports:
     def of_left_calls(self, error: Exception, batch: int) -> Report | None:
         """Return the report of the first non-finite one of the calls that the exception left.
 
-        They are the calls of observed modules. None where all that they hold is finite.
+        They are the calls of observed modules, of which the recorder has kept no frames. None where all that they hold
+        is finite.
         """
         calls = left_calls(error)  # none where it ended something else, such as a call in compiled code
-        outer = self._first_nonfinite(batch, calls)
-        return None if outer is None else self.of_call(*outer, *calls[-1][1:3], more=outer[:1])
+        if (outer := self._first_nonfinite(batch, calls)) is None:
+            return None
+        frames = [*self.recorder.frames(), outer[0]]
+        given = self._arguments(calls[-1].args, calls[-1].kwargs, outer[0].fault)
+        return self._of_first(*outer, frames, 1, given)
 
     def of_call(
-        self,
-        nonfinite: Frame,
-        caller: str | None,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        *,
-        is_over: bool = False,
-        more: Sequence[Frame] = (),
+        self, nonfinite: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any, *, is_over: bool
     ) -> Report:
         """Return the report of the first non-finite call of a batch whose outermost call got `args` and `kwargs`.
 
-        `caller` is the module that made that call. `nonfinite` is the call's frame: frames of other threads may have
-        pushed it out of the recorder since. `is_over`: this thread has left the call. `more` are frames that the
-        recorder has not kept, of calls that an exception has left: none is under way then.
+        `nonfinite` is the frame of the call that was met: frames of other threads may have pushed it out of the
+        recorder since. `caller` is the module that made it. `is_over`: this thread has left the call.
         """
-        calls: list[LeftCall] = []
-        if is_over:
-            calls = self._calls_around(nonfinite.name, nonfinite.batch)
-        elif not more:
-            calls = self._calls_to(nonfinite.name, caller, args, kwargs or {})
-        batch = nonfinite.batch
-        frames = [*self.recorder.frames(), *more]
+        name, batch, kwargs = nonfinite.name, nonfinite.batch, kwargs or {}
+        calls = self._calls_around(name, batch) if is_over else self._calls_to(name, caller, args, kwargs)
+        frames, num_more = list(self.recorder.frames()), 0
         if all(frame.fault is None for frame in frames if frame.batch == batch):
             frames.append(nonfinite)
-        num_frames = self.recorder.frames_of_batch(batch)
-        num_more = len(more)
         if (outer := self._first_nonfinite(batch, calls, nonfinite)) is not None:
             earlier, caller = outer
-            num_more += earlier.name != nonfinite.name
-            frames = with_earlier(frames, earlier)
-        # No data loader made what a call inside the model got, or what was written to since.
-        written = self._starts.written()
-        leaves = [] if self._is_inside(calls) else _arguments(args, kwargs or {}, nonfinite.fault)
-        given = [observe(x, label, "input") for label, x in leaves if id(x) not in written]
+            frames, num_more = with_earlier(frames, earlier), int(earlier.name != name)
+        # No data loader made what a call inside the model got.
+        given = [] if self._is_inside(calls) else self._arguments(args, kwargs, nonfinite.fault)
+        return self._of_first(nonfinite, caller, frames, num_more, given)
+
+    def _of_first(
+        self, nonfinite: Frame, caller: str | None, frames: list[Frame], num_more: int, given: list[Leaf]
+    ) -> Report:
+        """Return the report of the first fault in the frames of the batch.
+
+        The recorder has not counted `num_more` of the frames. The batch was `given` these values.
+        """
+        (written, _), batch = self._starts.changes(), nonfinite.batch
+        # Whether a tensor that was written to since came in finite is not known. The model wrote to it.
+        records = [observe(x, label, "input") for label, x in given if id(x) not in written]
         current = [frame for frame in frames if frame.batch == batch]
-        num_frames = None if num_frames is None else num_frames + num_more
-        finding = find(current, batch_inputs=given, caller=caller, rank=rank(), num_frames=num_frames)
+        count = self.recorder.frames_of_batch(batch)
+        num_frames = None if count is None else count + num_more
+        finding = find(current, batch_inputs=records, caller=caller, rank=rank(), num_frames=num_frames)
         if finding is None:
-            return self.of(tuple(frames), None, batch)
+            return self.of(frames, None)
         if finding.origin == "received" and caller is None:
-            overwritten = [x for label, x in leaves if id(x) in written and label == finding.label]
+            overwritten = [x for label, x in given if id(x) in written and label == finding.label]
             if any(observe(x, "", "input").is_fault for x in overwritten):
                 finding = replace(finding, origin="produced", remarks=(_WRITTEN.format(finding.label),))
         if finding.origin == "weight":
@@ -295,7 +297,7 @@ class Reports:
         if self.describe is not None:
             remarks = self.describe(finding, culprit(finding, current)[1])
             finding = replace(finding, remarks=(*finding.remarks, *remarks))
-        return self.of(tuple(frames), finding, batch)
+        return self.of(frames, finding)
 
     # The calls under way
 
@@ -366,19 +368,21 @@ class Reports:
             return None
         with suppressing("the calls around a non-finite one could not be read"):
             names, caller = _recorded_names(model), None
-            settings = self.options.recorder_settings(weights=False, buffers=False)
-            roles = [part[:-1] for part in ("weights", "buffers") if part in self.options.read]
+            roles, settings = [part[:-1] for part in self.options.read], self.options.recorder_settings()
             for call in reversed(calls):
                 name = call.module.name if isinstance(call.module, Function) else names.get(id(call.module))
                 if name is None:
                     continue
                 if self.options.observes(name):
                     allowed = self.options.excuses(name, call.module)
-                    values = [value for value in state_of(call.module) if value[0] in roles]
+                    values: list[tuple[Role, str, Any]] = [*state_of(call.module)]
                     if nonfinite is None or fault is None or fault.role == "input" or name == nonfinite.name:
-                        labels = {label for label, _ in _arguments(call.args, call.kwargs, fault)}
-                        read = call_values(settings, *call, objects=True)
-                        values += [x for x in read if x[0] != "input" or x[1] in labels]
+                        values += [
+                            ("input", *leaf) for leaf in self._arguments(call.args, call.kwargs, fault)
+                        ]
+                        given = (*call.args, *call.kwargs.values())
+                        values += [("output", *leaf) for leaf in leaves(call.output, "output", True, given)]
+                    values = [value for value in values if value[0] in roles]
                     records = [observe(x, label, role, allowed, wanted=settings) for role, label, x in values]
                     frame = Frame(batch, name, type(call.module).__name__, tuple(records))
                     if frame.fault is not None:
@@ -386,28 +390,27 @@ class Reports:
                 caller = name
         return None
 
+    def _arguments(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], fault: Record | None
+    ) -> list[Leaf]:
+        """Return the leaves of a call's arguments; of those in objects only the ones like the value that was received.
+
+        A model adds to objects: a bad value in a key-value cache may come from the batch itself.
+        """
+        (_, added), given = self._starts.changes(), list[Leaf]()
+        likeness = None if fault is None or fault.role != "input" else _likeness(fault)
+        for label, value in call_leaves(args, kwargs, objects=False):
+            inside = leaves(value, label, num_before=len(given))  # the value alone, unless it is an object
+            for at, x in inside:
+                is_given = likeness is None or x is value or _likeness(observe(x, at, "input")) == likeness
+                given += [(at, x)] if is_given and id(x) not in added else []
+        return given
+
 
 def _recorded_names(model: nn.Module) -> dict[int, str]:
     return {id(named.module): named.name for named in named_modules(model) if is_recorded(named.module)}
 
 
-def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], fault: Record | None) -> list[Leaf]:
-    """Return the leaves of a call's arguments; of those in objects only the ones like the value that was received.
-
-    A model adds to objects: a bad value in a key-value cache may come from the batch itself.
-    """
-    leaves = call_leaves(args, kwargs)
-    if fault is None or fault.role != "input":
-        return leaves
-    plain = {label for label, _ in call_leaves(args, kwargs, objects=False)}
-    return [
-        (label, x) for label, x in leaves if label in plain or _is_like(observe(x, label, "input"), fault)
-    ]
-
-
-def _is_like(record: Record, fault: Record) -> bool:
-    """Return whether both have the same shape, and as many nans and infinities."""
-    a, b = record.health, fault.health
-    if a is None or b is None or record.shape != fault.shape:
-        return False
-    return (a.num_nan, a.num_posinf, a.num_neginf) == (b.num_nan, b.num_posinf, b.num_neginf)
+def _likeness(record: Record) -> tuple[Any, ...]:
+    health = record.health
+    return record.shape, health and (health.num_nan, health.num_posinf, health.num_neginf)

@@ -183,7 +183,8 @@ class Watch:
     @property
     def batch(self) -> int | None:
         """The number of the latest batch, counted from 0; None before the first."""
-        return self._reports.batch
+        latest = self._recorder.latest_batch
+        return None if latest < 0 else latest
 
     @property
     def frames(self) -> tuple[Frame, ...]:
@@ -248,11 +249,11 @@ class Watch:
         Of several non-finite batches in a row it is the report of the first, because the later ones are its
         consequence.
         """
-        frames = self.frames
+        self._settle()
         if (failure := self._failures.failure) is not None:
             return failure
         last_step = self._steps.look()
-        return last_step.report if last_step else self._reports.of(frames, None, self.batch)
+        return last_step.report if last_step else self._reports.latest()
 
     def _settle(self) -> None:
         self._failures.settle()

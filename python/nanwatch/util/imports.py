@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
@@ -36,36 +36,30 @@ def when_imported(name: str, action: Callable[[], object]) -> Callable[[], None]
 
     Return a function that stops the waiting. It does nothing where there is nothing to wait for.
     """
-    finder = _Waiting(name, action)
-    if name in sys.modules:
-        action()
-    else:
-        sys.meta_path.insert(0, finder)
-    return finder.cancel
 
-
-class _Waiting:
-    """An entry of `sys.meta_path` that finds nothing itself, does its action once, and is gone."""
-
-    def __init__(self, name: str, action: Callable[[], object]) -> None:
-        self._name, self._action = name, action
-
-    def cancel(self) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        """Run the action at the import of the module, as the import system asks for each that is new."""
-        if name != self._name:
+    def find_spec(wanted: str, path: Any = None, target: ModuleType | None = None) -> Any:
+        # The import system asks for each module that is new.
+        if wanted != name:
             return None
-        self.cancel()
+        cancel()
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                self._action()
+                action()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+    def cancel() -> None:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+    finder: Any = SimpleNamespace(find_spec=find_spec)
+    if name in sys.modules:
+        action()
+    else:
+        sys.meta_path.insert(0, finder)
+    return cancel

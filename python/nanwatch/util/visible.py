@@ -10,6 +10,7 @@ in this process.
 from __future__ import annotations
 
 import difflib
+import linecache
 import logging
 import os
 import sys
@@ -97,12 +98,13 @@ def warn_user(message: str, *, may_raise: bool = True) -> None:
     if frame is None and main is not None and main != threading.get_ident():
         frame = users_frame(sys._current_frames().get(main))
     names = vars(sys.modules["__main__"]) if frame is None else frame.f_globals
-    # Without a frame the script of `nanwatch run` has ended.
     file = names.get("__file__", "nanwatch") if frame is None else frame.f_code.co_filename
-    line, name = 0 if frame is None else frame.f_lineno, names.get("__name__", "<unknown>")
+    # Without a frame the script of `nanwatch run` has ended, after its last line.
+    line = max(1, len(linecache.getlines(file))) if frame is None else frame.f_lineno
+    registry = names.setdefault("__warningregistry__", {})
     try:
         warnings.warn_explicit(
-            message, RuntimeWarning, file, line, name, names.setdefault("__warningregistry__", {})
+            message, RuntimeWarning, file, line, names.get("__name__", "<unknown>"), registry
         )
     except RuntimeWarning:
         if may_raise:

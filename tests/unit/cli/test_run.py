@@ -318,10 +318,10 @@ def test_an_error_that_nobody_caught_is_status_3(tmp_path, capsys, body, monkeyp
 
 
 def test_what_the_end_of_a_watch_raises_is_shown_after_ctrl_c_too(tmp_path, capsys, monkeypatch):
-    """Weights that the last step broke."""
+    """Weights that the last step broke, of an optimizer that is gone."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     body = "opt = torch.optim.SGD(net.parameters(), 1e30)\n(net(x) * 1e30).sum().backward()\nopt.step()\n"
-    assert in_process(tmp_path, body + "raise KeyboardInterrupt\n") == 3
+    assert in_process(tmp_path, body + "del opt\nraise KeyboardInterrupt\n") == 3
     assert "\nKeyboardInterrupt\nnanwatch.report.report.NonFiniteError: " in capsys.readouterr().err
 
 

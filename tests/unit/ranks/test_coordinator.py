@@ -115,6 +115,21 @@ def test_an_error_of_a_collective_inside_a_forward_is_explained(job):
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def test_an_exception_of_the_users_waits_for_no_rank(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves the batch as it is, with a note on what this rank has found, though the other rank never answers."""
+
+    class Refuses(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise LookupError(str(super().forward(x)))
+
+    model = nn.Sequential(nn.Linear(4, 4), Refuses(4, 4))
+    monkeypatch.setattr("nanwatch.session.failure_handler._PATIENCE", 0.1)
+    with watching.watch(model, act_at="batch", rerun=False, peer_timeout=600):
+        with pytest.raises(LookupError) as caught:
+            model(torch.full((2, 4), float("inf")))
+        assert "inf first seen in `input[0]` of the root module" in caught.value.__notes__[0]
+
+
 @pytest.mark.parametrize(
     ("error", "waits"),
     [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -12,7 +14,9 @@ from torch import nn
 
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import DeferredWatch, watch
+from nanwatch.session.model_finder import ModelFinder
 from nanwatch.session.options import Audit
+from nanwatch.sinks.sink import Sink
 from support.toys import Scale
 
 INF = float("inf")
@@ -87,6 +91,12 @@ def test_patterns_choose_modules(options: dict[str, Any], names: list[str]) -> N
         (nn.ReLU(), {"on_nonfinite": "explode"}, ValueError, r'"raise", "warn", "record" .* got \'explode\''),
         (nn.ReLU(), {"read": "weight"}, ValueError, r"read should be one or more words of .* got 'weight'"),
         (nn.ReLU(), {"read": "weights", "gradients": True}, ValueError, r"gradients needs the outputs"),
+        *(
+            (nn.ReLU(), {"sinks": x}, TypeError, r"sinks should be a nanwatch.Sink, a S")
+            for x in (3, [print, 0], Sink)
+        ),
+        (nn.ReLU(), {"sinks": "runs/a"}, ValueError, r"'runs/a', and there is no sink.*tensorboard:FOLDER"),
+        (nn.ReLU(), {"sinks": "wandb:project"}, ValueError, r"takes no 'project'; say that to wandb.init"),
         (nn.ReLU(), {"trace": 3}, TypeError, r"trace should be a path or a nanwatch.Trace, got 3"),
         (nn.Sequential(nn.ReLU()), {"modules": "encoder"}, ValueError, r"'encoder' matches no module"),
         (nn.Linear(1, 1), {"audit": Audit(frozen="wieght")}, ValueError, r"no weight; close names: weight$"),
@@ -166,3 +176,31 @@ def test_a_deferred_watch_watches_one_model_at_a_time():
     assert [watch.batch for watch in watches] == [None, 0]
     assert all(module._compiled_call_impl is None for module in (first, second))
     assert watches[0]._options.scaler is scaler
+
+
+# The choice of the model in a running program
+
+
+def test_the_holder_is_the_model():
+    """Parts that are called one by one belong to the module that holds them, as with a LightningModule."""
+    whole = nn.ModuleDict({"encoder": nn.Linear(3, 3), "head": nn.Linear(3, 3)})
+    found: list[nn.Module] = []
+    with ModelFinder(found.append):
+        whole["head"](whole["encoder"](torch.ones(2, 3)))
+    assert found[0] is whole
+    assert nn.Module._compiled_call_impl is None
+
+
+@pytest.mark.compile
+def test_programs_go_on_as_they_did():
+    """Results, errors, copies, pickles, scripts, traces and compilation are those of a program that nobody looks at."""
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.ones(2, 3)
+    expected = net(x)
+    with ModelFinder(lambda model: None):
+        ways = [torch.compile(way, backend="eager", fullgraph=True) for way in (lambda x: net(x), net)]
+        ways += [net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))]
+        ways += [torch.jit.script(net), torch.fx.symbolic_trace(net), torch.export.export(net, (x,)).module()]
+        assert [torch.equal(way(x), expected) for way in ways] == [True] * 8
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            net(torch.ones(2, 2))
+    torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Somebody else's exception that ends a watched forward: what was not finite goes into a note of it."""
+"""A failure: whom it blames, its note on somebody else's exception, and its warnings: few, at the user's line."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, Report
+from support.gradient_models import Sick
 from support.toys import Scale, finding_of
 from support.watching import watch
 
@@ -272,10 +273,49 @@ def test_a_look_that_fails_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     refuse_nonfinite(model)
     for breaks in (False, True):
         if breaks:
-            monkeypatch.setattr("nanwatch.session.reports.call_values", break_down)
+            monkeypatch.setattr("nanwatch.session.reports.state_of", break_down)
         with watch(model, on_nonfinite=refuse) as w:
             error = raised_by(model, torch.full((2, 4), 1e30))
             assert (type(error), error.args, error.__context__) == (Refused, ("b",), None)
             assert len(notes_of(error)) == (not breaks)
             model(torch.ones(2, 4))
             assert (w.batch, w._failures.ended_by_exception) == (1, False)
+
+
+# Warnings
+
+
+def test_runs_become_rarer_lines() -> None:
+    """Of five runs the first, second and fourth have a line each, and the end has the sum."""
+    model = nn.Sequential(Scale(), Scale(), Scale())
+    with warnings.catch_warnings(record=True) as caught, watch(model, on_nonfinite="warn") as w:
+        warnings.simplefilter("always")
+        # Places of the first faulty module; None is a good batch.
+        for place in [None, 1, 0, None, 2, None, 2, None, 2, None, 2, None]:
+            for number, module in enumerate(model):
+                module.factor = INF if number == place else 1.0
+            model(torch.ones(1))
+        w.stop()
+    assert [str(warning.message).partition("; Watch.report")[0] for warning in caught] == [
+        "inf first seen in `output` of 1 (Scale) in batch 1",
+        "inf first seen in `output` of 2 (Scale) in batch 4",
+        "inf first seen in `output` of 2 (Scale) in batch 8",
+        "non-finite batches: 6 of 12, first in '2' 4x, '1' 1x, '0' 1x",
+    ]
+    assert {warning.category for warning in caught} == {RuntimeWarning}
+
+
+def test_bad_backwards_in_a_row_are_one_run() -> None:
+    """The forwards between them are finite, and end no run."""
+    model = nn.Sequential(Sick())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught, watch(model, on_nonfinite="warn", gradients=True):
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            nn.init.zeros_(model[0].weight)
+            optimizer.zero_grad()
+    begins, total = (str(warning.message) for warning in caught)
+    assert " in the backward of batch 0; " in begins
+    assert total == "non-finite batches: 3 of 3, first in '0' 3x"

@@ -107,13 +107,8 @@ def test_a_nan_loss_of_finite_gradients_is_raised_by_its_backward() -> None:
         with pytest.raises(NonFiniteError) as error:
             loss.backward()
     finding = finding_of(error)
-    assert (finding.module, finding.label, finding.value, finding.is_of_loss) == (
-        "(loss)",
-        "output",
-        "nan",
-        True,
-    )
-    assert finding.operation == "aten.div.Tensor"
+    assert (finding.module, finding.label, finding.value) == ("(loss)", "output", "nan")
+    assert (finding.is_of_loss, finding.operation) == (True, "aten.div.Tensor")
     assert finding.place is not None
     assert Path(__file__).read_text().splitlines()[finding.place.line - 1].endswith("# divides")
     assert finding.cures[0].works

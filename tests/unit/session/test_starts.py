@@ -1,10 +1,14 @@
-"""The snapshot that gradients=True keeps for the re-run lives as long as a backward may come, and no longer."""
+"""The start of a batch: what it had, what was written to since, and how long it lives.
+
+With gradients=True it lives as long as a backward may come, and no longer.
+"""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch import NonFiniteError, watch
-
-pytestmark = pytest.mark.usefixtures("each_recorder")
+from support.recorders import WITH_DEVICE, watched
+from support.toys import finding_of
 
 
 class Root(nn.Module):
@@ -52,6 +56,7 @@ def is_alive(reference: weakref.ref[Any]) -> bool:
     return reference() is not None
 
 
+@pytest.mark.usefixtures("each_recorder")
 @pytest.mark.parametrize("observed", ["*", "0"])
 def test_the_inputs_of_an_evaluation_go_with_its_outputs(observed: str) -> None:
     """In grad mode too, also where the outermost module is not observed; while an output lives, so do they."""
@@ -66,6 +71,7 @@ def test_the_inputs_of_an_evaluation_go_with_its_outputs(observed: str) -> None:
         assert not is_alive(alive)
 
 
+@pytest.mark.usefixtures("each_recorder")
 def test_the_inputs_go_with_a_backward_that_is_fine_and_with_the_next_batch() -> None:
     """Nothing is left for a step where no gradient was bad. At most one batch is kept, while the graphs of two live."""
     model = Root()
@@ -84,6 +90,7 @@ def test_the_inputs_go_with_a_backward_that_is_fine_and_with_the_next_batch() ->
         del first, second
 
 
+@pytest.mark.usefixtures("each_recorder")
 def test_nothing_is_kept_after_stop() -> None:
     """Neither the inputs nor the model, whether a graph is left or a bad backward that no step took."""
     for backward in (False, True):
@@ -99,6 +106,7 @@ def test_nothing_is_kept_after_stop() -> None:
         del y
 
 
+@pytest.mark.usefixtures("each_recorder")
 def test_a_model_that_keeps_its_output_is_collected() -> None:
     """A model that holds its graph is freed: no part of the watch that the graph holds refers to the model."""
     model, x = Keeps(), given()
@@ -120,6 +128,7 @@ def backward_through_a_checkpoint(model: nn.Module) -> None:
     checkpoint(model, x, use_reentrant=False).sum().backward()
 
 
+@pytest.mark.usefixtures("each_recorder")
 @pytest.mark.parametrize("way", [backward_of_all_that_is_left, backward_through_a_checkpoint])
 def test_the_rerun_has_what_it_needs_when_a_step_takes_a_bad_backward(
     way: Callable[[nn.Module], Any],
@@ -135,3 +144,120 @@ def test_the_rerun_has_what_it_needs_when_a_step_takes_a_bad_backward(
         assert finding is not None
         assert finding.operation == "SqrtBackward0"
         assert w.report().finding is not None
+
+
+# Who wrote it
+
+
+def fill(x: Tensor) -> None:
+    x[0, 0] = float("nan")  # fill
+
+
+def log(x: Tensor) -> None:
+    x.sub_(2)
+    x.log_()  # log
+
+
+def leave(x: Tensor) -> None:
+    x.sum()
+
+
+class Spoils(nn.Module):
+    def __init__(self, write: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.write, self.net = write, nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(x)
+        return self.net(x)
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+@pytest.mark.parametrize("write", [fill, log, leave])
+def test_who_wrote_what_the_batch_holds(write: Callable[[Tensor], None], recorder: str) -> None:
+    """The report has the line that wrote it, unless nothing did."""
+    x = torch.full((2, 4), torch.inf if write is leave else 1.0)
+    model = nn.Sequential(Spoils(write))
+    with watched(model, recorder), pytest.raises(NonFiniteError) as error:
+        model(x)
+    finding = finding_of(error)
+    assert (finding.module, finding.label) == ("", "input[0]")
+    assert finding.origin == ("data" if write is leave else "produced")
+    if write is not leave:
+        assert finding.place is not None
+        line = Path(__file__).read_text().splitlines()[finding.place.line - 1]
+        assert line.endswith(f"# {write.__name__}")
+        assert not any("came in with" in remark for remark in finding.remarks)
+
+
+class Keys:
+    """A key-value cache: each layer adds to it."""
+
+    latest: Tensor
+
+    def __init__(self) -> None:
+        self.layers: list[Tensor] = []
+
+
+def append(cache: Keys, keys: Tensor) -> Tensor:
+    cache.layers.append(keys.repeat(2, 1))
+    return cache.layers[-1][:2]
+
+
+def set_field(cache: Keys, keys: Tensor) -> Tensor:
+    cache.latest = keys
+    return cache.latest
+
+
+def append_to_list(cache: list[Tensor], keys: Tensor) -> Tensor:
+    cache.append(keys)
+    return cache[-1]
+
+
+class Layer(nn.Module):
+    def __init__(self, store: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.keys, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.store, self.scale = store, 1.0
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        return self.out(self.store(cache, (self.keys(x) + x) / self.scale))
+
+
+class Decoder(nn.Module):
+    def __init__(self, store: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(store) for _ in range(3))
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+@pytest.mark.parametrize("store", [append, set_field, append_to_list])
+@pytest.mark.parametrize("origin", ["weight", "received"])
+def test_what_a_cache_took_in_is_no_data(origin: str, store: Callable[..., Tensor], recorder: str) -> None:
+    """At the end of a batch the cache that was passed in holds what the batch has made."""
+    model = Decoder(store)
+    with torch.no_grad():
+        if origin == "weight":
+            model.layers[1].keys.weight[0, 0] = torch.inf
+        else:
+            model.layers[1].scale = 0.0
+        with watched(model, recorder), pytest.raises(NonFiniteError) as error:
+            model(torch.ones(2, 4), [] if store is append_to_list else Keys())
+    finding = finding_of(error)
+    if origin == "weight":
+        assert (finding.module, finding.label, finding.origin) == ("layers.1.keys", "weight", "weight")
+        return
+    # In an object it is told from data by a re-run, which names the operation and its module.
+    is_there = store is set_field and recorder != "device"  # else the next layer has replaced it
+    place = ("", "input[1][latest]") if is_there else ("layers.1.out", "input[0]")
+    assert (finding.module, finding.label) == place
+    assert (finding.origin, finding.source_module) == ("received", "layers.1")
+    assert (finding.operation, finding.remarks[0]) == (
+        "aten.div.Tensor",
+        "aten.div.Tensor was given the number other = 0.0",
+    )

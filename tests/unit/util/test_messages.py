@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import logging
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -81,6 +83,20 @@ def test_failures_that_never_end_are_worked_on_ever_less() -> None:
     """All of the first MANY, then MANY times a power of two."""
     due = [number for number in range(1, 10 * MANY) if visible.is_due(number)]
     assert due == [*range(1, MANY + 1), 2 * MANY, 4 * MANY, 8 * MANY]
+
+
+def test_a_warning_behind_a_scripts_end_is_at_its_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of `nanwatch run`, when no frame of the script is left."""
+    main = ModuleType("__main__")
+    main.__file__ = str(tmp_path / "train.py")
+    Path(main.__file__).write_text("import torch\n\nmain()\n")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(visible, "users_frame", lambda frame: None)
+    with pytest.warns(RuntimeWarning, match="late") as caught:
+        visible.warn_user("late")
+    assert (caught[0].filename, caught[0].lineno) == (main.__file__, 3)
 
 
 class Inner(NamedTuple):
