@@ -89,18 +89,18 @@ class Capsule:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Capsule:
-        """Read the capsule in `folder`, all of it into memory.
+        """Read the capsule in `folder`, which may also name its file, all of it into memory.
 
         Raises CapsuleError, which names the file and what is wrong, for anything that is no capsule.
         """
-        path = Path(folder) / FILE
+        path = Path(folder) if os.path.isfile(folder) else Path(folder) / FILE
         try:
             # A pipe would wait for ever, and a link may lead anywhere.
             if path.is_symlink() or (path.exists() and not path.is_file()):
                 raise ValueError("it is no regular file")
             with only_our_dispatch():
                 document = torch.load(path, map_location="cpu", weights_only=True)
-            return cls(Path(folder), **_fields(document))
+            return cls(path.parent, **_fields(document))
         except Exception as error:
             advice = f"a capsule is a folder with the file {FILE}, as nanwatch wrote it"
             raise CapsuleError(visible(f"{path}: {spell(error)}; {advice}")) from error

@@ -217,9 +217,9 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the floating-point parameters and buffers, the weight with a row for each output."""
     kept = {**module._parameters, **module._buffers}
     tensors = {name: x.detach() for name, x in kept.items() if x is not None and x.is_floating_point()}
-    for name, x in list(tensors.items()):
-        if x.layout is not torch.strided or x.is_meta or not x.numel():
-            del tensors[name]
+    tensors = {
+        name: x for name, x in tensors.items() if x.layout is torch.strided and not x.is_meta and x.numel()
+    }
     # transformers' Conv1D keeps its weight turned.
     if type(module).__name__ == "Conv1D" and "weight" in tensors and tensors["weight"].ndim == 2:
         tensors["weight"] = tensors["weight"].t()

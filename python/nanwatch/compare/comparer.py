@@ -1,7 +1,4 @@
-"""Comparison of two runs of calls: compare the values of each pair, and find the first that leaves the noise.
-
-The runs come from two models, or from two traces with sketches: see `models.py`.
-"""
+"""Comparison of two runs of calls, of models or from traces, and the first pair that leaves the noise."""
 
 from __future__ import annotations
 
@@ -30,6 +27,7 @@ _UNITS_OF_16_BITS, _UNITS = 8, 64
 # signs, makes in a run.
 _ROUNDED = 3.0
 _MOST_REMARKS = 5
+_EPS = {"eps", "epsilon"}  # parts of names, as in rms_norm_eps
 # Kind of values, and of which calls.
 Event = tuple[str, CallPair]
 # Side, and two runs of its model between which the error is noise.
@@ -40,8 +38,7 @@ class Noise(NamedTuple):
     """How the noise floor was measured.
 
     `coarse` is the precision that both sides have at least, and `narrowest` that of their weights too. `runs` are in
-    low precision and in high precision, and `words` say so. `shaken` are runs without and with weights as far away as
-    rounding may have put them.
+    low and in high precision, as `words` say. `shaken` are without and with weights as far off as rounding may be.
     """
 
     coarse: torch.dtype
@@ -80,8 +77,8 @@ class Verdict(NamedTuple):
 class Comparer:
     """Comparison of the calls of A and B, and the search for the first difference.
 
-    `tokens` is the mask of those that count. A difference has to be `factor` times the floor. `conventions` has the
-    differences that are gone later on, in words, by the kind of values and the keys of the calls.
+    A difference has to be `factor` times the floor. `conventions` has the differences that are gone later on, in words,
+    by the kind of values and the keys of the calls.
     """
 
     calls: Sequence[Sequence[ModuleCall]]
@@ -94,11 +91,6 @@ class Comparer:
 
     def __post_init__(self) -> None:
         self._events = {(kind, pair): self._compare(kind, pair) for pair in self.pairs for kind in _KINDS}
-
-    def compare(self) -> Verdict:
-        """Search for the first module that differs."""
-        verdict = self._search()
-        return verdict._replace(remarks=[*dict.fromkeys(self.remarks)][:_MOST_REMARKS])
 
     def result(self, verdict: Verdict) -> Comparison:
         """Return a verdict for users, with the errors of all modules."""
@@ -118,7 +110,7 @@ class Comparer:
         places = tuple(place for pair in self.pairs if (place := self.place(pair)).error is not None)
         calls_a, calls_b = (len(calls) for calls in self.calls)
         compared = f"{plural(len(places), 'pair')} of module calls (A made {calls_a:,} calls, B {calls_b:,})"
-        remarks = tuple(verdict.remarks)
+        remarks = (*verdict.remarks, *[*dict.fromkeys(self.remarks)][:_MOST_REMARKS])
         return Comparison(verdict.equal, headline, first, tuple(facts), compared, remarks, places)
 
     def differs(self, event: Event) -> bool:
@@ -138,7 +130,7 @@ class Comparer:
 
     # The search.
 
-    def _search(self) -> Verdict:
+    def compare(self) -> Verdict:
         """Go through the events in the order of A until one differs."""
         root = next((pair for pair in self.pairs if pair.a.parent is None), None)
         result = None if root is None else self._events["outputs", root]
@@ -235,8 +227,8 @@ class Comparer:
         if rows is None:
             return None
         errors = errors_between(*rows)
-        noise = self._errors_of(self.noise.runs, kind, pair, values)
-        shaken = self._errors_of(self.noise.shaken, kind, pair, values)
+        runs = self.noise.runs, self.noise.shaken
+        noise, shaken = (self._errors_of(each, kind, pair, values) for each in runs)
         whole, worst = (self.noise.floor(noise, shaken, of, self.factor) for of in ("total", "worst_row"))
         ratio = max(errors.total / whole, errors.worst_row / worst)
         return errors._replace(floor=whole, ratio=ratio, values=values)
@@ -342,9 +334,7 @@ def gap_between(name: str, x: Tensor, y: Tensor, *, is_buffer: bool) -> Gap | No
     """
     dtypes = "" if x.dtype is y.dtype else f", {dtype_name(x.dtype)} in A and {dtype_name(y.dtype)} in B"
     coarse = coarsest(x.dtype, y.dtype)
-    x, y = x.cpu(), y.cpu()
-    if not is_buffer:
-        x, y = x.to(coarse), y.to(coarse)
+    x, y = (tensor.cpu() if is_buffer else tensor.cpu().to(coarse) for tensor in (x, y))
     if torch.equal(x, y):
         return None
     x, y = x.double(), y.double()
@@ -389,6 +379,6 @@ def _settings_apart(pair: CallPair) -> dict[str, str]:
         {name: x for name, x in vars(call.module).items() if isinstance(x, bool | int | float | str)}
         for call in pair
     )
-    a, b = ({"eps" if "eps" in name else name: x for name, x in kept.items()} for kept in (a, b))
+    a, b = ({"eps" if _EPS & {*name.split("_")} else name: x for name, x in kept.items()} for kept in (a, b))
     apart = [name for name in a if name in b and a[name] != b[name]]
     return {name: f"{name} is {a[name]} in A and {b[name]} in B" for name in apart}

@@ -99,8 +99,7 @@ class _Models:
 
     def __init__(self, sides: list[ModelRuns], tokens: Tensor | None, factor: float) -> None:
         self._sides, self._tokens, self._factor = sides, tokens, factor
-        self._conventions: dict[Any, str] = {}
-        self._remarks: list[str] = []
+        self._conventions, self._remarks = dict[Any, str](), list[str]()
 
     def compare(self) -> Verdict:
         """Compare the models as they are, and 16-bit models also as copies in float32."""
@@ -118,20 +117,19 @@ class _Models:
                 noise = noise._replace(shaken=shaken)
                 precise = self._compared(copies, pairs, in_float32._replace(shaken=shaken, words=words))
         calls = [side.calls for side in self._sides]
-        result = self._compared(calls, match_calls(calls[0], calls[1], self._tokens), noise)
-        verdict = result
-        if precise is not None and result.equal is not None:
-            verdict = _with_copies(result, precise, dtype_name(noise.coarse))
-        verdict = _with_parameters(result.comparer, verdict)
-        names = () if verdict.first is None else (verdict.first.module_a, verdict.first.module_b)
-        for name, side, path in zip("AB", self._sides, names, strict=False):
-            if path in side.compiled:
-                remark = (
-                    f"{module_name(path)} of {name} is compiled, and the modules inside a graph make no calls:"
-                    " compile its parts one by one in place of it, and compare again to name one"
-                )
-                verdict = verdict._replace(remarks=(*verdict.remarks, remark))
-        return verdict
+        verdict = self._compared(calls, match_calls(calls[0], calls[1], self._tokens), noise)
+        comparer = verdict.comparer
+        if precise is not None and verdict.equal is not None:
+            verdict = _with_copies(verdict, precise, dtype_name(noise.coarse))
+        verdict = _with_parameters(comparer, verdict)
+        paths = () if verdict.first is None else (verdict.first.module_a, verdict.first.module_b)
+        remarks = [
+            f"{module_name(path)} of {name} is compiled, and the modules inside a graph make no calls: compile its"
+            " parts one by one in place of it, and compare again to name one"
+            for name, side, path in zip("AB", self._sides, paths, strict=False)
+            if path in side.compiled
+        ]
+        return verdict._replace(remarks=[*verdict.remarks, *remarks])
 
     def _compared(self, calls: list[list[ModuleCall]], pairs: list[CallPair], noise: Noise) -> Verdict:
         remarks = [*self._remarks]
@@ -165,10 +163,10 @@ class _Models:
             return None
 
     def _shaken(self, pairs: list[CallPair], stored: torch.dtype) -> NoiseRuns:
-        """Run each model that alone holds a tensor in this way with that tensor shaken, as a cast may have rounded it.
+        """Run each model with the tensors shaken that it alone holds in this way, as a cast may have rounded them.
 
-        Such are a buffer of frequencies that the other side computes, and a weight into which a factor went. A buffer
-        that is further from its counterpart than rounding makes it is a difference of its own.
+        Such are a buffer that the other side computes, and a weight into which a factor went. A buffer that is further
+        from its counterpart than rounding makes it is a difference of its own.
         """
         alike = set[TensorKey]()
         for pair in pairs:
@@ -183,10 +181,8 @@ class _Models:
         ]
         runs = []
         for number, side in enumerate(self._sides):
-            prints_there = {*prints[1 - number].values()}
-            keys = [
-                key for key, bits in prints[number].items() if key not in alike and bits not in prints_there
-            ]
+            there = {*prints[1 - number].values()}
+            keys = [key for key, bits in prints[number].items() if key not in alike and bits not in there]
             if keys:
                 plain, shaken = (side.run_in(torch.float32, stored, names) for names in ((), keys))
                 runs.append((number, plain, shaken))
@@ -197,7 +193,7 @@ def _with_copies(result: Verdict, precise: Verdict, name: str) -> Verdict:
     """Return what the comparison of two models in the dtype `name` and that of their float32 copies say together."""
     if result.equal is False and precise.equal:
         only = f"the float32 copies are equal: look at dtypes, and at the order of what {name} rounds"
-        return result._replace(remarks=(*result.remarks, only))
+        return result._replace(remarks=[only])
     if precise.equal is not False or (result.equal is False and precise.first is None):
         return result
     if result.equal:
@@ -205,7 +201,7 @@ def _with_copies(result: Verdict, precise: Verdict, name: str) -> Verdict:
     if result.first is None or precise.first is None or result.first.name != precise.first.name:
         first = f": {result.why}" if result.first is None else f" first in {result.first.name}"
         remark = f"this is of float32 copies; in {name} they differ{first}"
-        return precise._replace(remarks=(remark, *precise.remarks))
+        return precise._replace(remarks=[remark])
     return result._replace(where=precise.where, likely=precise.likely)
 
 

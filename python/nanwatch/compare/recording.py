@@ -32,11 +32,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..instrumentation import slot
 from ..instrumentation.global_hooks import after_steps, before_steps
-from ..instrumentation.slot import set_default_call
 from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
 from ..recording.walk import call_leaves, leaves
+from ..util.imports import when_imported
 from ..util.modules import each_module
 from ..util.program_code import is_library
 from ..util.visible import module_name, spell, users_frame, visible
@@ -53,11 +54,10 @@ _undoes = ExitStack()
 
 
 class Trial(NamedTuple):
-    """Change of a run's surroundings.
+    """Change of a run's surroundings: by `patch()`, before the program is imported, and by its `environment`.
 
     `change` is what to write into the program, as code where that is possible. `cause` is what it shows when the runs
-    become equal, with the noted calls behind it. `patch()` changes the process of the run before its program is
-    imported. `environment` is that of the process.
+    become equal, with the noted calls behind it.
     """
 
     change: str
@@ -66,12 +66,15 @@ class Trial(NamedTuple):
     environment: Mapping[str, str] = {}
 
 
-def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace a function of a module or class. Calls that give it no argument, or no seed, are noted."""
+def _replace(owner: Any, name: str, function: Callable[..., Any], *seed: object) -> None:
+    """Replace a function of a module or class. Calls that bring no argument, or None, are noted and get `seed`."""
+    is_method = isinstance(owner, type)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if name.endswith("urandom") or not args or args[0] is None:
+        given = [*args[is_method:], *kwargs.values()]
+        if name.endswith("urandom") or not given or given[0] is None:
             _note_call(f"{owner.__name__}.{name}()")
+            args, kwargs = (*args[:is_method], *seed) or args, {}
         return function(*args, **kwargs)
 
     _undoes.callback(setattr, owner, name, getattr(owner, name))
@@ -89,30 +92,15 @@ def _note_call(name: str) -> None:
 
 def _seed() -> None:
     """Seed the global generators, give 0 where no seed is, and fixed bytes for the operating system's random ones."""
-    functions: list[tuple[Any, str, Callable[..., Any]]] = [
-        (random, "seed", random.seed),
-        (torch, "seed", lambda seed: torch.manual_seed(seed).initial_seed()),
-    ]
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        functions += [(numpy, name, getattr(numpy, name)) for name in ("seed", "default_rng")]
-    for module, name, function in functions:
-        function(0)
-        _replace(module, name, partial(_with_seed, function))
+    torch.manual_seed(0)
+    _replace(torch, "seed", lambda seed: torch.manual_seed(seed).initial_seed(), 0)
+    for module, names in ((random, ("seed",)), (sys.modules.get("numpy.random"), ("seed", "default_rng"))):
+        for name in names if module is not None else ():
+            getattr(module, name)(0)
+            _replace(module, name, getattr(module, name), 0)
     for module, name in ((os, "urandom"), (random, "_urandom")):  # the latter is SystemRandom's
         _replace(module, name, random.Random(0).randbytes)
-    python_seed = random.Random.seed
-
-    def seed(self: random.Random, a: Any = None, version: int = 2) -> None:
-        if a is None:
-            _note_call("random.Random()")
-        python_seed(self, 0 if a is None else a, version)
-
-    _replace(random.Random, "seed", seed)
-
-
-def _with_seed(function: Callable[..., Any], seed: Any = None, *args: Any, **kwargs: Any) -> Any:
-    return function(0 if seed is None else seed, *args, **kwargs)
+    _replace(random.Random, "seed", random.Random.seed, 0)
 
 
 def _stop_clocks() -> None:
@@ -129,10 +117,9 @@ def _stop_clocks() -> None:
 def _order_data() -> None:
     """Make data loaders without workers, whose samplers have generators with the seed 0."""
     before = DataLoader.__init__
-    parameters = signature(before)
 
     def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
-        options = parameters.bind(self, *args, **kwargs).arguments
+        options = signature(before).bind(self, *args, **kwargs).arguments
         for name in _OF_WORKERS:
             options.pop(name, None)
         samplers: list[Any] = [options.get("sampler"), getattr(options.get("batch_sampler"), "sampler", None)]
@@ -195,9 +182,8 @@ _AT = {
 class TensorPrint(NamedTuple):
     """Tensor or number of a run with the fingerprint of its bits, and the thread that passed it on.
 
-    `form` is its dtype and shape. `kind` is "weight" or "buffer" (before the call of its module), "input", "output",
-    "gradient" (of an output, or of a weight before the step), "step" (a weight after the optimizer's step) or "end"
-    (the exception that ended the run).
+    `form` is its dtype and shape. `kind` is "weight" or "buffer" (before its module's call), "input", "output",
+    "gradient" (also of a weight, before the step), "step" (a weight after it) or "end" (the exception of the run).
     """
 
     batch: int
@@ -210,6 +196,11 @@ class TensorPrint(NamedTuple):
     thread: str = ""
 
     @property
+    def content(self) -> tuple[object, ...]:
+        """What two runs are compared by."""
+        return self.kind, self.class_name, self.label, self.form, self.bits
+
+    @property
     def where(self) -> str:
         """The tensor in words, such as "`output` of fc1 (Linear)"."""
         named = module_name(self.module)
@@ -220,10 +211,7 @@ class TensorPrint(NamedTuple):
 
 @dataclass
 class Recording:
-    """One run: its tensors in order, and what else was noted.
-
-    `error` is the exception that ended the run, in words. `notes` are calls that a trial has replaced.
-    """
+    """One run: its tensors in order, the exception that ended it, in words, and the calls that a trial has replaced."""
 
     tensors: list[TensorPrint] = field(default_factory=list)
     batches: int = 0
@@ -268,27 +256,39 @@ def record(request: str, run_script: Callable[[], object]) -> int:
 class _Recorder:
     """Recorder of the calls of all modules, the gradients of their outputs, and all optimizer steps, from now on.
 
-    The first model is the first module with parameters that is called from outside any other. Its calls are the
-    batches; one beyond `most_batches` ends the run by _EnoughError. The hooks stay, as the process ends soon, and
-    record while it `is_running`.
+    The model is the first module with parameters that the main thread calls from outside any other, else one that
+    another thread so calls. Its calls are the batches; one beyond `most_batches` ends the run by _EnoughError. The
+    hooks stay, as the process ends soon, and record while it `is_running`.
     """
 
     def __init__(self, recording: Recording, most_batches: int | None) -> None:
         self.is_running = True
-        self._recording = recording
-        self._most_batches = most_batches
+        self._recording, self._most_batches = recording, most_batches
         self._model: nn.Module | None = None
-        self._local = threading.local()
+        self._is_of_main = False
+        self._thread = threading.local()  # has the `stack` of paths of open calls, and `steps` after a step
         # Path and class of modules; path, class and label of parameters.
         self._places = WeakIdKeyDictionary()
 
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            # A compiler reads this function too; to it the module is itself.
-            if is_compiling() or not self._may_read():
-                return module._call_impl(*args, **kwargs)
-            return self._call(module, args, kwargs)
+            return self._call(module, module._call_impl, args, kwargs)
 
-        set_default_call(call)
+        def call_compiled(wrapper: slot.TemporaryWrapper, args: Any, kwargs: Any) -> Any:
+            return self._call(wrapper.module, wrapper.inner or wrapper.module._call_impl, args, kwargs)
+
+        def compile_recorded(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            compile_module(module, *args, **kwargs)
+            if not slot.wrappers(module):  # what `compile` has put there comes before the default call
+                slot.attach(module, slot.TemporaryWrapper(module, call_compiled))
+
+        def skip() -> None:
+            for function in (slot._PythonCallSlot._get, call, call_compiled, self._call):
+                torch._dynamo.eval_frame.skip_code(function.__code__)
+
+        compile_module, nn.Module.compile = nn.Module.compile, compile_recorded  # type: ignore[assignment]
+        slot.set_default_call(call)
+        # Dynamo compiles what eager code calls between two graphs too, and compiled calls are not recorded.
+        when_imported("torch._dynamo", skip)
         before_steps.add(partial(self._add_parameters, "gradient"))
         after_steps.add(partial(self._add_parameters, "step"))
 
@@ -300,8 +300,11 @@ class _Recorder:
             and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
         )
 
-    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stack: list[str] = vars(self._local).setdefault("stack", [])
+    def _call(self, module: nn.Module, make: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # A compiler reads this function too; to it the module is itself.
+        if is_compiling() or not self._may_read():
+            return make(*args, **kwargs)
+        stack: list[str] = vars(self._thread).setdefault("stack", [])
         if not stack:
             self._begin(module)
         place = self._places.get(module)
@@ -317,7 +320,7 @@ class _Recorder:
             self._add("input", (*place, label), x)
         stack.append(place[0])
         try:
-            result = module._call_impl(*args, **kwargs)
+            result = make(*args, **kwargs)
         finally:
             stack.pop()
         for label, x in leaves(result, "output"):
@@ -328,19 +331,23 @@ class _Recorder:
 
     def _begin(self, module: nn.Module) -> None:
         """Begin an outermost call, which may be a batch, and name the parts of the module."""
-        if self._model is None and next(module.parameters(), None) is not None:
-            self._model = module
-        if module is self._model:
-            if self._recording.batches == self._most_batches:
+        is_main, recording = not _thread_name(), self._recording
+        is_first = self._model is None or (is_main and not self._is_of_main)
+        if is_first and next(module.parameters(), None) is not None:
+            self._model, self._is_of_main, recording.batches = module, is_main, 0
+        if module is self._model and is_main == self._is_of_main:
+            # A thread without steps may feed the main one before that calls its model. Without it the run would hang.
+            if recording.batches == self._most_batches and (is_main or hasattr(self._thread, "steps")):
                 raise _EnoughError
-            self._recording.batches += 1
-        outer = type(module).__name__ if self._places else ""
+            recording.batches += 1
+        outer = "" if is_main and module is self._model else type(module).__name__
         for path, part in each_module(module) if self._places.get(module) is None else ():
             if self._places.get(part) is None:
                 self._places[part] = (".".join(filter(None, (outer, path))), type(part).__name__)
 
     def _add_parameters(self, kind: str, optimizer: Optimizer, *_: Any) -> None:
         """Add the gradients, or the weights, of an optimizer."""
+        self._thread.steps = True
         for i, group in enumerate(optimizer.param_groups):
             for j, x in enumerate(group["params"]):
                 place = self._places.get(x) or ("", type(optimizer).__name__, f"param_groups[{i}][{j}]")
@@ -350,11 +357,16 @@ class _Recorder:
         """Add a tensor or a number, of a module, its class and a label; anything else has no fingerprint."""
         if not isinstance(value, Tensor | bool | int | float | complex | str) or not self._may_read():
             return
-        thread = threading.current_thread()
-        # Threads that only PyTorch knows have a new number in each run.
-        name = "" if thread is threading.main_thread() else thread.name.partition("-")[0]
         batch = max(self._recording.batches - 1, 0)
-        self._recording.tensors.append(TensorPrint._make((batch, kind, *place, *_read(value), name)))
+        self._recording.tensors.append(
+            TensorPrint._make((batch, kind, *place, *_read(value), _thread_name()))
+        )
+
+
+def _thread_name() -> str:
+    """Return "" in the main thread. Threads that only PyTorch knows, or of a pool, have a new number in each run."""
+    thread = threading.current_thread()
+    return "" if thread is threading.main_thread() else thread.name.partition("-")[0]
 
 
 def _read(value: Any) -> tuple[str, int]:

@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from functools import partial
 from pathlib import Path
 
 from ..trace.result import Comparison, Place, plural
@@ -69,53 +70,51 @@ def twice(
     command = [*(["-m"] if is_module else []), os.fspath(script), *arguments]
     name = os.path.basename(script)
     with tempfile.TemporaryDirectory(prefix="nanwatch-twice-") as folder:
-
-        def run(trials: Sequence[str], most_batches: int | None) -> Recording:
-            limits = [limit for limit in (most_batches, batches) if limit is not None]
-            return _run(command, name, Path(folder, "run.json"), trials, min(limits, default=None))
-
-        first, difference = _compared(run, (), None, times, tell)
+        run = partial(_run, command, name, Path(folder, "run.json"))
+        first, difference = _compared(run, (), batches, times, tell)
         if difference is None and first.error:
             raise RuntimeError(f"the runs are bit-equal, but each ended by {first.error}")
-        facts = [] if difference is None else _facts(run, difference, tell)
+        facts = [] if difference is None else _facts(run, difference, batches, tell)
     remarks = []
     if unread := [tensor for tensor in first.tensors if "not compared" in tensor.form]:
-        label, form = unread[0].label, unread[0].form
-        remarks.append(f"{len(unread):,} tensors could not be compared, the first {label}: {form}")
+        words = f"the first {unread[0].label}: {unread[0].form}"
+        remarks.append(f"{len(unread):,} tensors could not be compared, {words}")
     if first.error:
         remarks.append(f"the run ended by {first.error}")
     headline, place = f"Repeatable: {times} runs of {name} are bit-equal", None
     if difference is not None:
         tensor = difference[1]
         headline = f"Not repeatable: the runs of {name} part in batch {tensor.batch}"
-        names = (tensor.module,) * 2 + (tensor.class_name,) * 2
+        names = tensor.module, tensor.module, tensor.class_name, tensor.class_name
         place = Place(*names, tensor.label, tensor.batch, tensor.kind)
-    compared = (
-        f"{plural(first.batches, 'batch', 'batches')}, {plural(len(first.tensors), 'tensor')} in each run"
-    )
+    counts = plural(first.batches, "batch", "batches"), plural(len(first.tensors), "tensor")
+    compared = f"{', '.join(counts)} in each run"
     return Comparison(difference is None, headline, place, tuple(facts), compared, tuple(remarks))
 
 
-def _facts(run: _Run, difference: _Difference, tell: Tell) -> list[tuple[str, str]]:
+def _facts(run: _Run, difference: _Difference, batches: int | None, tell: Tell) -> list[tuple[str, str]]:
     """Return the first difference in words, its cause and what was tried."""
     place, tensor, counterpart = difference
     before = f"after {place:,} equal ones" if place else "the first of all"
     facts = [("First", f"{tensor.where}, {tensor.form}, {before}")]
-    if counterpart is None or counterpart.where != tensor.where:
+    if tensor.thread:
+        facts.append(("", f"in a thread {tensor.thread}; those of the other run have no such bits"))
+    elif counterpart is None or counterpart.where != tensor.where:
         has = "nothing" if counterpart is None else counterpart.where
         facts.append(("", f"where the other run has {has}"))
-    tried, cause = _try(run, difference, tell)
+    # Another thread may get there at any batch of the model. The end of a backward is waited for.
+    is_in_order = not tensor.thread or tensor.kind == "gradient"
+    tried, cause = _try(run, place, tensor.batch + 1 if is_in_order else batches, tell)
     is_dropout = "Dropout" in tensor.class_name and tensor.kind == "output"
     facts.append(("Cause", f"dropout. {cause}" if is_dropout else cause))
     return facts + [("Tried", words) for words in tried]
 
 
-def _try(run: _Run, difference: _Difference, tell: Tell) -> tuple[list[str], str]:
+def _try(run: _Run, place: int, most_batches: int | None, tell: Tell) -> tuple[list[str], str]:
     """Make runs under trials until one makes them equal. Return what was tried, and the cause, in words.
 
     A trial after which the runs part later has cured one cause of several, so it stays for the trials behind it.
     """
-    place, batch = difference[0], difference[1].batch
     tried: list[str] = []
     kept: tuple[str, ...] = ()
     left = list(TRIALS)
@@ -124,7 +123,7 @@ def _try(run: _Run, difference: _Difference, tell: Tell) -> tuple[list[str], str
         change = " and ".join(TRIALS[name].change for name in names)
         tell(f"trying {change}")
         try:
-            first, remaining = _compared(run, names, batch + 1, 2 + _CONFIRMING, tell)
+            first, remaining = _compared(run, names, most_batches, 2 + _CONFIRMING, tell)
         except Exception as error:  # torch names operations that have no deterministic kernel in this way
             tried.append(f"failed: {change} ({spell(error)})")
             continue
@@ -159,20 +158,21 @@ def _compared(
 def _first_difference(a: Recording, b: Recording) -> _Difference | None:
     """Return the first tensor of `a` that `b` has otherwise.
 
-    Threads are compared each by itself, because their order among each other is not the program's.
+    The main thread's are compared in order, and those of other threads as a bag: their order is not the program's, nor
+    how far one got before the end. Batches and names may depend on that order, so they are not compared.
     """
-    firsts: list[_Difference] = []
-    for thread in {tensor.thread for tensor in (*a.tensors, *b.tensors)}:
-        in_a, in_b = (
-            [(place, tensor) for place, tensor in enumerate(run.tensors) if tensor.thread == thread]
-            for run in (a, b)
-        )
-        for (place, tensor), (_, counterpart) in zip_longest(in_a, in_b, fillvalue=(len(a.tensors), None)):
-            first = tensor or counterpart
-            if first is not None and tensor != counterpart:
-                firsts.append((place, first, counterpart if tensor else None))
-                break
-    return min(firsts, key=lambda difference: difference[0], default=None)
+    bag_a, bag_b = (Counter(tensor.content for tensor in run.tensors if tensor.thread) for run in (a, b))
+    lacking = bag_a - bag_b if bag_b - bag_a else Counter()
+    in_order = iter([tensor for tensor in b.tensors if not tensor.thread])
+    for place, tensor in enumerate(a.tensors):
+        counterpart = None if tensor.thread else next(in_order, None)
+        is_equal = tensor.content not in lacking
+        if not tensor.thread:
+            is_equal = counterpart is not None and counterpart.content == tensor.content
+        if not is_equal:
+            return place, tensor, counterpart
+    more = next(in_order, None)
+    return None if more is None else (len(a.tensors), more, None)
 
 
 def _run(

@@ -132,6 +132,7 @@ def test_the_situation_is_kept(tmp_path):
     )
     capsule = Capsule.open(folder)
     assert (capsule.module, capsule.class_name, capsule.rank) == ("a.b", "Sequential", 3)
+    assert Capsule.open(folder / "call.pt").folder == capsule.folder == folder
     assert capsule.device == "cpu"
     assert finding is not None
     assert capsule.finding == finding
