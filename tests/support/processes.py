@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import fcntl
 import functools
 import os
 import socket
@@ -71,27 +71,30 @@ def forking_python(imported: bool = True) -> str:
     """Return the path of a program that does as `python` does, in a fork of one process that it starts.
 
     It takes the arguments that `forked` takes. Where PYTHON_EXEC has its path too, the processes that torchrun starts
-    are forks, and so are those that a program starts by `sys.executable`. SIGSTOP does not reach a fork.
+    are forks, and so are those that a program starts by `sys.executable`. SIGSTOP does not reach a fork. All processes
+    of a run of pytest have the same server, which ends after the first of them.
     """
-    folder = tempfile.TemporaryDirectory(prefix="forks-")
-    python, path = Path(folder.name, "python"), Path(folder.name, "socket")
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "{SCRIPTS / "fork_client.py"}" "{path}" "$@"\n')
-    python.chmod(0o755)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as clients:
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    first = os.getppid() if run else os.getpid()
+    folder = Path(tempfile.gettempdir(), f"nanwatch-forks-{run or first}-{imported:d}")
+    python, path = folder / "python", folder / "socket"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as clients:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            return str(python)
+        python.write_text(
+            f'#!/bin/sh\nexec "{sys.executable}" -S "{SCRIPTS / "fork_client.py"}" "{path}" "$@"\n'
+        )
+        python.chmod(0o755)
         clients.bind(str(path))
-        clients.listen()
-        names = _IMPORTED if imported else ()
-        server = subprocess.Popen(
-            [sys.executable, str(SCRIPTS / "command_forks.py"), str(clients.fileno()), *names],
+        clients.listen(64)
+        script = str(SCRIPTS / "command_forks.py")
+        subprocess.Popen(
+            [sys.executable, script, str(clients.fileno()), str(first), *(_IMPORTED if imported else ())],
             env=environment(OMP_NUM_THREADS="1", PYTHONUNBUFFERED=""),
             pass_fds=[clients.fileno()],
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
-    atexit.register(_end, server, folder)
     return str(python)
-
-
-def _end(server: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
-    server.communicate(timeout=60)  # closes its stdin, at which it ends
-    folder.cleanup()

@@ -1,10 +1,11 @@
 """Run Python programs in forks of this process, which has imported torch: each then starts at once.
 
-    python command_forks.py DESCRIPTOR MODULE...
+    python command_forks.py DESCRIPTOR PID MODULE...
 
-The modules are imported too. The descriptor is a socket that listens. Each process that connects, such as
-fork_client.py, sends a message with a program as JSON and the descriptors of its stdin, stdout and stderr. It receives
-the number of the program's process and, when that has ended, its exit status. All ends with stdin.
+The modules are imported too. The descriptor is a socket that listens, in a folder of its own. Each process that
+connects, such as fork_client.py, sends a message with a program as JSON and the descriptors of its stdin, stdout and
+stderr. It receives the number of the program's process and, when that has ended, its exit status. All ends with the
+process PID, and the folder goes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -31,12 +33,12 @@ OWN_PYTHONPATH = os.environ["PYTHONPATH"].split(os.pathsep)
 
 
 def main() -> None:
-    clients = socket.socket(fileno=int(sys.argv[1]))
-    for name in sys.argv[2:]:
+    clients, ended = socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(sys.argv[2]))
+    for name in sys.argv[3:]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # or each fork would look through all of it, and so copy it, at its end
-    while clients in select.select([clients, sys.stdin], [], [])[0]:
+    while ended not in select.select([clients, ended], [], [])[0]:
         client = clients.accept()[0]
         if os.fork() == 0:
             clients.close()
@@ -46,6 +48,7 @@ def main() -> None:
         with contextlib.suppress(ChildProcessError):  # none is left
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+    shutil.rmtree(Path(clients.getsockname()).parent)
 
 
 def serve(client: socket.socket) -> None:
