@@ -122,7 +122,7 @@ test-gpu: $(READY)
 # writes, torch's too; the others look at ours alone.
 SANITIZER ?= $(or $(shell command -v compute-sanitizer),/usr/local/cuda/bin/compute-sanitizer)
 SANITIZE = $(SANITIZER) --target-processes all --error-exitcode 9 --tool
-SMALL = -m pytest -p no:cacheprovider -m cuda tests/gpu/test_cuda_small.py $(ARGS)
+SMALL = -m pytest -p no:cacheprovider -m cuda tests/gpu/test_cuda.py -k small $(ARGS)
 sanitize: $(READY)
 	$(PYTHON_ENVIRONMENT) $(SANITIZE) memcheck --kernel-name kns=nanwatch $(PY_ONLY) $(SMALL)
 	$(PYTHON_ENVIRONMENT) $(SANITIZE) racecheck --kernel-name kns=nanwatch $(PY_ONLY) $(SMALL)

@@ -22,7 +22,7 @@ PYTEST="$PYTHON -m pytest -q -p no:cacheprovider -m cuda"
 SANITIZE="compute-sanitizer --target-processes all --error-exitcode 9 --tool memcheck --kernel-name kns=nanwatch"
 BUILD="$PYTHON setup.py build_ext --inplace"
 TESTS="$PYTEST -n 6 --dist worksteal tests/gpu --durations=8"
-MEMCHECK="$SANITIZE $PYTEST tests/gpu/test_cuda_small.py"
+MEMCHECK="$SANITIZE $PYTEST tests/gpu/test_cuda.py -k small"
 COST="$PYTHON benchmarks/bench_gpu.py --json $RESULTS/gpu.json"
 HOST="$PYTHON benchmarks/bench_host.py --tokens 150 --json $RESULTS/host.json"
 

@@ -7,6 +7,8 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,7 +21,6 @@ from support.implementations import IMPLEMENTATIONS, Implementation, Place, acti
 from support.netcheck_ranks import Ranks
 from support.paths import GOLDEN, TESTS
 from support.stand_in_device import stand_in
-from support.torchao import TorchaoFinder
 
 # The folders whose tests all have a marker.
 MARKERS = {
@@ -27,9 +28,22 @@ MARKERS = {
     "gpu": "cuda",
 }
 
+
+class TorchaoFinder:
+    """Finder of torchao alone: the torchvision beside it would keep transformers from being imported."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return (
+            PathFinder.find_spec(fullname, [str(Path(sys.prefix, "engines"))])
+            if fullname == "torchao"
+            else None
+        )
+
+
 # Only for `make test-torchao`: transformers looks for torchao too, and does not know the version of this one.
 if os.environ.get("NANWATCH_TEST_TORCHAO") == "1":
-    sys.meta_path.append(TorchaoFinder())
+    sys.meta_path.append(TorchaoFinder)
 
 settings.register_profile(
     "nanwatch",

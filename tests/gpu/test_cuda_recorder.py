@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nanwatch.report.report import NonFiniteError
 from support.processes import environment
 from support.recorders import needs_cuda
-from support.toys import Scale
+from support.toys import Does, Scale
 from support.watching import watch
 
 pytestmark = needs_cuda
@@ -63,23 +63,17 @@ def test_many_batches_with_reused_memory() -> None:
 
 def test_a_side_stream() -> None:
     """Calls on another stream have their rows, and the batch waits for both."""
-    part = Scale(2.0)
     side = torch.cuda.Stream()
 
-    class Forks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = part
+    def forward(part: nn.Module, x: Tensor) -> Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = part(x)
+        torch.cuda.current_stream().wait_stream(side)
+        y.record_stream(torch.cuda.current_stream())
+        return y + 1
 
-        def forward(self, x: Tensor) -> Tensor:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                y = self.part(x)
-            torch.cuda.current_stream().wait_stream(side)
-            y.record_stream(torch.cuda.current_stream())
-            return y + 1
-
-    model = Forks()
+    model = Does(forward, Scale(2.0))
     with watch(model) as w:
         model(torch.ones(1 << 20, device="cuda"))
     assert [f.records[-1].abs_max for f in w.frames] == [2.0, 3.0]
@@ -120,20 +114,10 @@ def test_reduce_overhead_is_cut_at_watched_calls() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
 def test_a_model_over_two_devices() -> None:
     """Frames of both devices, in the order of the calls."""
-    model = nn.ModuleList([Scale(2.0), Scale(3.0)])
-
-    class Moves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.parts[1](self.parts[0](x).to("cuda:1"))
-
-    moves = Moves()
-    with watch(moves) as w:
+    model = Does(lambda first, last, x: last(first(x).to("cuda:1")), Scale(2.0), Scale(3.0))
+    with watch(model) as w:
         for _ in range(3):
-            moves(torch.ones(4, device="cuda:0"))
+            model(torch.ones(4, device="cuda:0"))
     assert [f.records[-1].abs_max for f in w.frames] == [2.0, 6.0, 6.0] * 3
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from nanwatch.session.watch import Watch
 from support.gradient_models import Net, Spoiling, backward_frames, failing_backward, loss_of
 from support.recorders import WITH_DEVICE, available, watched
-from support.toys import mlp
+from support.toys import Does, mlp
 
 Seen = tuple[str, str, tuple[int, ...], float, float]  # module, label, shape, abs_min, abs_max
 
@@ -115,7 +115,6 @@ def own_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Para
 
 def row(name: str, label: str, gradient: Tensor | None) -> Seen:
     """Return the expected content of a record."""
-    assert gradient is not None
     magnitude = gradient.detach().abs()
     return name, f"{label}.grad", tuple(gradient.shape), magnitude.min().item(), magnitude.max().item()
 
@@ -197,25 +196,16 @@ def test_autograd_grad_is_seen_as_backward_is(recorder: str) -> None:
     assert weights == [model[0].weight.grad.abs().max().item()]
 
 
-class Checkpointed(nn.Module):
-    """Its middle part runs again in the backward."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(3, 3), mlp(), nn.Linear(2, 1)
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(checkpoint(self.middle, self.first(x), use_reentrant=self.reentrant))
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_checkpointed_modules_have_their_gradients(recorder: str, reentrant: bool) -> None:
     """Each weight's gradient once, as without checkpointing, whichever of the two runs built the graph."""
+
+    def forward(first: nn.Module, middle: nn.Module, last: nn.Module, x: Tensor) -> Tensor:
+        return last(checkpoint(middle, first(x), use_reentrant=reentrant))
+
     torch.manual_seed(0)
-    model = Checkpointed(reentrant)
-    x = torch.randn(2, 3)
+    model, x = Does(forward, nn.Linear(3, 3), mlp(), nn.Linear(2, 1)), torch.randn(2, 3)
     with watched(model, recorder, gradients=True, max_frames=100) as w:
         model(x).sum().backward()
         found = {(n, label): high for n, label, _, _, high in seen(w) if not label.startswith(("in", "out"))}
@@ -288,7 +278,6 @@ def test_a_shared_weight_says_with_whom() -> None:
 
     model = Tied()
     finding = failing_backward(model, torch.tensor([0, 1]), lambda y: (y * 1e10).sum()).finding
-    assert finding is not None
     assert (finding.module, finding.label) == ("table", "weight.grad")
     assert (finding.origin, finding.source_module, finding.operation) == ("received", "head", "MmBackward0")
     assert any("shared with" in remark for remark in finding.remarks)

@@ -42,12 +42,8 @@ def peak_of(watched: bool, **options: Any) -> tuple[int, int]:
         optimizer.step()
         optimizer.zero_grad()
 
-    def steps() -> None:
-        step()
-        step()
-
     step()
-    peak = allocated(steps)
+    peak = allocated(lambda: (step(), step()))
     if watcher is not None:
         assert watcher.batch == 2
         watcher.stop()

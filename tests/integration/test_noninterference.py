@@ -59,23 +59,18 @@ def unwatched(name: str, how: str, checkpointing: bool) -> tuple[list[Tensor], d
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
-    ("name", "how"),
-    [("gpt2", "foreach"), ("resnet", "foreach"), *((name, "fused") for name in ARCHITECTURES)],
+    ("name", "how", "gradients"),
+    [
+        *((name, "foreach", False) for name in ("gpt2", "resnet")),
+        *((name, "fused", False) for name in ARCHITECTURES),
+        *(pytest.param(name, "fused", True, marks=pytest.mark.slow) for name in ARCHITECTURES),
+    ],
 )
-def test_a_watched_training_ends_with_the_same_bits(name: str, how: str) -> None:
+def test_a_watched_training_ends_with_the_same_bits(name: str, how: str, gradients: bool) -> None:
     """Weights, buffers, losses, optimizer state and random state; fused also checkpointed where the model can."""
     checkpointing = how == "fused" and bool(getattr(built(name), "supports_gradient_checkpointing", False))
-    assert_same_bits(train(name, True, how, checkpointing), unwatched(name, how, checkpointing))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_training_whose_gradients_are_watched_ends_with_the_same_bits(name: str) -> None:
-    """The same with gradients=True, fused and, where the architecture can, checkpointed."""
-    checkpointing = bool(getattr(built(name), "supports_gradient_checkpointing", False))
-    watched = train(name, True, "fused", checkpointing, gradients=True)
-    assert_same_bits(watched, unwatched(name, "fused", checkpointing))
+    watched = train(name, True, how, checkpointing, gradients=gradients)
+    assert_same_bits(watched, unwatched(name, how, checkpointing))
 
 
 @pytest.mark.parametrize("mode", ["training", "inference"])

@@ -46,7 +46,6 @@ def test_a_fault_in_a_recomputed_forward_is_told() -> None:
         scale.factor = INF
         loss.backward()
     finding = w.report().finding
-    assert finding is not None
     assert (finding.module, finding.batch, w.batch) == ("0", 0, 0)
     assert w.report().frames[-1].recomputed
 
@@ -75,7 +74,6 @@ def test_a_module_that_calls_itself_is_one_batch() -> None:
     model.part.factor = INF
     with watch(model):
         finding = fault_of(model, torch.ones(1), 2).finding
-    assert finding is not None
     assert (finding.module, finding.label) == ("part", "output")
 
 
@@ -117,7 +115,6 @@ def test_parametrized_modules_compute_the_same_and_are_seen(when: str) -> None:
         with torch.no_grad():
             model[0].parametrizations.weight.original0[0, 0] = INF
         finding = fault_of(model, x).finding
-    assert finding is not None
     assert (finding.module, finding.label) == ("0.parametrizations.weight", "original0")
     parametrizations.weight_norm(plain[0])
     assert torch.equal(output, plain(x))

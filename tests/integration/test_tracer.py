@@ -19,7 +19,7 @@ from nanwatch.trace import tracer
 from nanwatch.trace.trace_file import Trace
 from support.architectures import built, inputs_of
 from support.processes import until
-from support.toys import Scale, mlp
+from support.toys import Does, Scale, mlp
 from support.watching import watch
 from support.written_traces import batches
 
@@ -57,17 +57,12 @@ def test_frames_beyond_the_ring_are_counted(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(tracer, "_LEAST_RING", 10)
     monkeypatch.setattr(tracer.Tracer, "tick", lambda self: 30.0)  # the thread does not help
 
-    class Loop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.step = Scale()
+    def loop(step: nn.Module, x: Tensor) -> Tensor:
+        for _ in range(49):
+            x = step(x)
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(49):
-                x = self.step(x)
-            return x
-
-    model = Loop()
+    model = Does(loop, Scale())
     w = watch(model, trace=tmp_path / "run.parquet", max_frames=3)
 
     def run() -> None:
@@ -88,7 +83,6 @@ def test_a_watch_that_goes_away_with_its_model_leaves_a_whole_trace(tmp_path: Pa
     model = mlp()
     gone = weakref.ref(model)
     w = watch(model, trace=tmp_path / "run.parquet")
-    assert w._tracer is not None
     thread = w._tracer.writer._thread
     model(torch.ones(2, 3))
     del model, w
@@ -153,7 +147,6 @@ def test_a_killed_process_leaves_what_was_written(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUN, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "go\n"
             first = path / "part-00000.parquet"
             until(first.exists)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support.cuda_emulation import FORMATS
-from support.implementations import Implementation
+from support.implementations import Implementation, threads
 from support.oracle import expected, same
 
 PAGE = mmap.PAGESIZE
@@ -59,12 +59,8 @@ def test_each_read_ends_where_the_tensor_ends(
 def test_the_streams_of_a_large_tensor_end_where_it_ends(implementation: Implementation) -> None:
     """It is read 1 MiB at a time, here up to the last vector, whatever the size of a vector is."""
     memory = between_closed_pages((1 << 20) // PAGE + 1)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several share it, in smaller parts
-    try:
+    with threads(1):  # several share it, in smaller parts
         for vector in (16, 32, 64):
             size = (1 << 20) + 2 * vector
             x = torch.frombuffer(memory, dtype=torch.int32, count=size // 4, offset=len(memory) - PAGE - size)
             assert implementation.abs_range(x)[:2] == (x.min(), x.max())  # all are above 0
-    finally:
-        torch.set_num_threads(threads)

@@ -45,24 +45,13 @@ def given_to_a_nested_container() -> Setup:
     return Setup(Scores(), (torch.tensor([[0.0, 1.0, 2.0, 5.0]]),))
 
 
-class Inner(nn.Module):
-    """A layer in a module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-
 class Gated(nn.Module):
     """A gate of the parent, met first by a child."""
 
     def __init__(self, gate: float) -> None:
         super().__init__()
         self.gate = nn.Parameter(torch.full((1,), gate))
-        self.first, self.inner = nn.Linear(4, 4), Inner()
+        self.first, self.inner = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(self.first(x) * self.gate)

@@ -23,9 +23,7 @@ def snapshot_of(
 ) -> BatchSnapshot:
     """The start of a batch, as a recorder keeps it, with the states of random and numpy.random for `draws`."""
     others = RngState.capture(others=True).others if draws else ()
-    snapshot = BatchSnapshot.of(start_of(0, module, args, kwargs, (buffers, others)))
-    assert snapshot is not None
-    return snapshot
+    return BatchSnapshot.of(start_of(0, module, args, kwargs, (buffers, others)))
 
 
 def look(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Finding, Diagnosis]:
@@ -35,7 +33,6 @@ def look(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Finding, Diagnosi
     with watch(model, on_nonfinite="record") as w:
         model(*args, **kwargs)
     finding = w.report().finding
-    assert finding is not None
     return finding, find_operation(start, finding, model=model)
 
 

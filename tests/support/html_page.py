@@ -7,10 +7,12 @@ from math import inf, isnan, nan
 from typing import Any
 
 from nanwatch.numerics.formats import TensorHealth
-from nanwatch.records.record import Frame, Note, Record
+from nanwatch.records.record import Frame, Note, NoteKind, Record
 from nanwatch.report.finding import find
 from nanwatch.report.report import Report
+from nanwatch.report.spike import Departure, SpikeReport
 
+SPIKE = SpikeReport(410, 0, (Departure("", "loss", 9.1, 2.4, 55.0),), "loss")
 VOID = {"meta", "link", "input", "br"}
 
 HOSTILE = (
@@ -64,7 +66,6 @@ class Page(HTMLParser):
     def policy(self) -> str:
         """The content security policy."""
         (policy,) = [a["content"] for _, a in self.tags if "Content-Security-Policy" in a.values()]
-        assert policy is not None
         return policy
 
 
@@ -78,6 +79,13 @@ def record(label: str, role: Any, abs_max: float = 1.0, abs_min: float = 0.5, **
     return Record(label, role, (2, 2), "float16", abs_min, abs_max, is_finite, health)._replace(**changes)
 
 
+def unread(
+    label: str, kind: NoteKind, text: str = "", shape: tuple[int, ...] | None = None, dtype: str = ""
+) -> Record:
+    """A record of an input without a range."""
+    return Record(label, "input", shape, dtype, None, None, None, None, Note(kind, text))
+
+
 def frame(name: str, *records: Record, batch: int = 0, class_name: str = "Linear") -> Frame:
     return Frame(batch, name, class_name, records)
 
@@ -87,16 +95,13 @@ def growing(*, hostile: str = "") -> Report:
     frames = [
         Frame(0, "encoder" + hostile, "Embedding" + hostile, (record("output" + hostile, "output", 1.0),))
     ]
-    unread = Record(
-        "input[1]", "input", (3,), "int64", None, None, None, None, Note("not_checked", "meta" + hostile)
-    )
-    absent = Record("input[2]", "input", None, "", None, None, None, None, Note("absent"))
+    unread_input = unread("input[1]", "not_checked", "meta" + hostile, (3,), "int64")
     for i in range(7):
         made = 8.0**i if i < 6 else inf
         records = (
             record("weight" + hostile, "weight", 0.75, 1e-6),
             record("input[0]" + hostile, "input", 8.0 ** max(i - 1, 0)),
-            *((unread, absent) if i == 0 else ()),
+            *((unread_input, unread("input[2]", "absent")) if i == 0 else ()),
             record("output" + hostile, "output", made, 0.0 if i % 2 else 0.5),
         )
         frames.append(Frame(1, f"encoder.block.{i}.wo{hostile}", "Linear" + hostile, records))

@@ -62,6 +62,17 @@ def missing(name: str) -> str:
 
 
 @contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch and nanwatch have so many threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def active(name: str) -> Iterator[Implementation]:
     """The implementation, held in force inside the block and put back after it."""
     if name == "reference":

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from support.implementations import threads
+
 
 @contextmanager
 def during_the_read(module: nn.Module, act: Callable[[], object]) -> Iterator[threading.Thread]:
@@ -25,16 +27,15 @@ def during_the_read(module: nn.Module, act: Callable[[], object]) -> Iterator[th
         act()
 
     thread = threading.Thread(target=run)
-    before, threads = sys.getswitchinterval(), torch.get_num_threads()
+    before = sys.getswitchinterval()
     thread.start()
     handle = module.register_forward_hook(lambda *_: called.set())
     sys.setswitchinterval(60)
-    torch.set_num_threads(1)
     try:
-        yield thread
+        with threads(1):
+            yield thread
     finally:
         sys.setswitchinterval(before)
-        torch.set_num_threads(threads)
         handle.remove()
         called.set()
         thread.join()

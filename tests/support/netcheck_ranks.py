@@ -65,21 +65,11 @@ class Ranks:
         **changes: str,
     ) -> subprocess.Popen[str]:
         """Start a rank. SIGSTOP does not reach a forked one."""
-        env = rank_environment(
-            **{
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self.port),
-                **changes,
-            }
-        )
-        python = forking_python() if is_forked else sys.executable
-        line = [python, *program, *arguments]
-        self.started[rank] = subprocess.Popen(
-            line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        line = [forking_python() if is_forked else sys.executable, *program, *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.started[rank] = subprocess.Popen(line, env=rank_environment(**place | changes), **pipes)
         return self.started[rank]
 
     def end_of(self, rank: int, seconds: float) -> tuple[int, str]:

@@ -46,14 +46,8 @@ FLOATS = tuple(FORMATS)
 FLOATS_8 = tuple(dtype for dtype in FLOATS if FORMATS[dtype].width == 8)
 FLOATS_16 = tuple(dtype for dtype in FLOATS if FORMATS[dtype].width == 16)
 INTEGERS = (
-    torch.uint8,
-    torch.int8,
-    torch.uint16,
-    torch.int16,
-    torch.uint32,
-    torch.int32,
-    torch.uint64,
-    torch.int64,
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
 )
 DTYPES = (*FLOATS, *INTEGERS, torch.bool)
 
@@ -115,14 +109,9 @@ def expected(x: torch.Tensor) -> Expected:
     if x.is_complex():
         # The modulus as torch computes it is the promise, to the last bit.
         modulus = (x if x.dtype is not torch.complex32 else x.to(torch.complex64)).detach().abs()
-        part = {
-            torch.complex32: torch.float16,
-            torch.complex64: torch.float32,
-            torch.complex128: torch.float64,
-        }
-        parts = torch.view_as_real(x.detach().resolve_conj()).numpy()
-        finite = np.isfinite(parts.astype(np.float64)).all(axis=-1)
-        return expected_of(values_of(modulus), FORMATS[part[x.dtype]].smallest_normal, finite)
+        parts = torch.view_as_real(x.detach().resolve_conj())
+        finite = np.isfinite(parts.numpy().astype(np.float64)).all(axis=-1)
+        return expected_of(values_of(modulus), FORMATS[parts.dtype].smallest_normal, finite)
     return expected_of(values_of(x), FORMATS[x.dtype].smallest_normal if x.dtype in FORMATS else 0.0)
 
 

@@ -15,16 +15,8 @@ from transformers.utils import ModelOutput
 from nanwatch.recording.walk import leaves
 
 DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.complex64,
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
+    *(torch.int8, torch.int64, torch.uint8, torch.bool),
 ]
 
 

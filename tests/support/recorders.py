@@ -20,6 +20,9 @@ needs_cuda = pytest.mark.skipif(
     reason="torch sees no CUDA device, or nanwatch was built without CUDA",
 )
 
+# Functions with which a host waits for a device; cudaMemcpy without Async waits too.
+WAITS = {"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
+
 RECORDERS = [pytest.param("native", marks=needs_native), "python"]
 
 

@@ -138,7 +138,6 @@ class StandIn:
     # Called by the recorder
 
     def _device_of(self, address: int) -> int:
-        assert _extension.C is not None
         x = _extension.C.tensor_at(address)
         if unreadable(x) or x.is_neg():
             return -1
@@ -219,7 +218,6 @@ class StandIn:
 @contextlib.contextmanager
 def stand_in(**settings: Any) -> Iterator[StandIn]:
     """The stand-in in the place of all devices, for the watches that begin inside."""
-    assert _extension.C is not None
     device = StandIn(**settings)
     table = device.table()
     before = _extension.C.set_device_backend(ctypes.addressof(table))

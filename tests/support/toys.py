@@ -88,9 +88,7 @@ def names(w: Watch) -> list[tuple[int, str]]:
 
 def finding_of(error: pytest.ExceptionInfo[NonFiniteError]) -> Finding:
     """The finding of the error that was raised."""
-    finding = error.value.report.finding
-    assert finding is not None
-    return finding
+    return error.value.report.finding
 
 
 def fault_of(model: nn.Module, *args: Any, **kwargs: Any) -> Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,6 +48,14 @@ def transcript(
     return out.getvalue(), raised
 
 
+def transcripts(
+    model: nn.Module, name: str, autocast: torch.dtype | None, **options: Any
+) -> list[tuple[str, bool]]:
+    """Return the transcript of the oracle's class with these options, and that of the drop-in."""
+    kinds = oracle.DebugUnderflowOverflow, debug.DebugUnderflowOverflow
+    return [transcript(functools.partial(kind, **options), model, name, autocast) for kind in kinds]
+
+
 @contextlib.contextmanager
 def overflowing(model: nn.Module, where: str, dtype: torch.dtype | None) -> Iterator[None]:
     """Weights of one module grown until a number leaves the format in which it is held or computed."""
@@ -80,9 +89,7 @@ def _grow(model: nn.Module, where: str, dtype: torch.dtype | None) -> None:
 def cases() -> Iterator[Any]:
     """Yield each model without an overflow and with two; their places and formats take turns, and the four ways."""
     overflows = [
-        ("fp32", "first"),
-        ("fp32", "middle"),
-        ("fp32", "last"),
+        *(("fp32", where) for where in ("first", "middle", "last")),
         ("bf16", "middle"),
         ("fp16", "last"),
     ]
@@ -106,10 +113,7 @@ def test_stdout_is_the_same(
     traced = [0, 2] if where == "none" else list(range(BATCHES))
     options = {"trace_batch_nums": traced} if mode == "trace" else {}
     with overflowing(model, where, DTYPES[dtype]):
-        expected = transcript(
-            lambda m: oracle.DebugUnderflowOverflow(m, **options), model, name, DTYPES[dtype]
-        )
-        actual = transcript(lambda m: debug.DebugUnderflowOverflow(m, **options), model, name, DTYPES[dtype])
+        expected, actual = transcripts(model, name, DTYPES[dtype], **options)
     assert actual == expected
     text, raised = expected
     assert raised == (mode == "detect" and where != "none")
@@ -122,17 +126,14 @@ def test_max_frames_to_save_is_the_same(limit: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rerun, "examine", lambda *_, **__: None)
     model = built("gpt2").eval()
     with overflowing(model, "middle", None):
-        expected = transcript(lambda m: oracle.DebugUnderflowOverflow(m, limit), model, "gpt2", None)
-        actual = transcript(lambda m: debug.DebugUnderflowOverflow(m, limit), model, "gpt2", None)
+        expected, actual = transcripts(model, "gpt2", None, max_frames_to_save=limit)
     assert actual == expected
 
 
 def test_abort_after_batch_num_is_the_same() -> None:
     """The run ends with a ValueError after the same batch, with the same text before it."""
     model = built("bert").eval()
-    options: dict[str, Any] = {"trace_batch_nums": [0, 1, 2], "abort_after_batch_num": 1}
-    expected = transcript(lambda m: oracle.DebugUnderflowOverflow(m, **options), model, "bert", None)
-    actual = transcript(lambda m: debug.DebugUnderflowOverflow(m, **options), model, "bert", None)
+    expected, actual = transcripts(model, "bert", None, trace_batch_nums=[0, 1, 2], abort_after_batch_num=1)
     assert actual == expected
     assert expected[1]
     assert "batch number=1 " in expected[0]
@@ -186,17 +187,13 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]
-)
 @pytest.mark.parametrize("values", VALUES)
-def test_detect_overflow_is_the_same(
-    values: str, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_detect_overflow_is_the_same(values: str, capsys: pytest.CaptureFixture[str]) -> None:
     """detect_overflow returns and prints what the oracle's does."""
-    x = torch.tensor(VALUES[values]).to(dtype)
-    expected = oracle.detect_overflow(x, "ctx"), capsys.readouterr()
-    assert (debug.detect_overflow(x, "ctx"), capsys.readouterr()) == expected
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64):
+        x = torch.tensor(VALUES[values]).to(dtype)
+        expected = oracle.detect_overflow(x, "ctx"), capsys.readouterr()
+        assert (debug.detect_overflow(x, "ctx"), capsys.readouterr()) == expected
 
 
 class Odd(nn.Module):

@@ -85,7 +85,6 @@ def test_an_overflow_is_found_and_named(package, precision, lr, tmp_path):
     with pytest.raises(nanwatch.NonFiniteError) as error:
         trainer_of(package, tmp_path, callback, precision=precision).fit(module, loader())
     finding = error.value.report.finding
-    assert finding is not None
     assert (finding.module, finding.label, finding.origin) == (expected, "output", "produced")
     assert callback.watch.report() is error.value.report
     # Lightning calls no teardown after an exception.

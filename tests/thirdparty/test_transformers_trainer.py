@@ -91,10 +91,8 @@ def test_an_overflow_is_found_and_named(case, tmp_path):
     with pytest.raises(nanwatch.NonFiniteError) as error:
         trainer.train()
     finding = error.value.report.finding
-    assert finding is not None
     assert (finding.module, finding.label, finding.origin) == (expected, "output", "produced")
     assert finding.operation is not None
-    assert callback.watch is not None
     assert callback.watch.report() is error.value.report
 
 
@@ -110,7 +108,6 @@ def test_accumulation_and_evaluation_count_as_batches(tmp_path):
     watched = trainer_of(tmp_path, callbacks=[callback], **options)
     watched.train()
     assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(watched), strict=True))
-    assert callback.watch is not None
     assert callback.watch.batch == 8 * 2 + 2 * 3 - 1
     assert callback.watch.skipped_steps == ()
     assert all(module._compiled_call_impl is None for module in watched.model.modules())

@@ -88,7 +88,6 @@ def test_the_request_of_a_nan_is_named(runs: dict[str, Any]) -> None:
     assert (bad["phase"], bad["position"], bad["module"]) == ("prefill", 5, "model.layers.1.mlp.act_fn")
     assert isinstance(bad["block"], int)
     finding = nanwatch.Report.from_json(watch["report"]).finding
-    assert finding is not None
     assert (finding.module, finding.origin) == ("model.layers.1.mlp.act_fn", "produced")
     assert any(bad["request"] in remark for remark in finding.remarks)
     assert runs["watched"]["count"] == 1

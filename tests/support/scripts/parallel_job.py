@@ -95,7 +95,6 @@ def check(
 ) -> None:
     """Hold a watched training against the unwatched one: the same bits and traffic, and the user's names."""
     watch = watched.watch
-    assert watch is not None
     report = watch.report()
     assert_same_bits(plain.weights, watched.weights)
     assert (watched.collectives, watched.events) == (plain.collectives, plain.events)

@@ -12,11 +12,11 @@ from torch import nn
 
 from nanwatch.cli.files import show_main
 from nanwatch.report.report import Report
-from nanwatch.report.spike import Departure, SpikeReport
 from nanwatch.session.api import watch
 from nanwatch.trace.trace_file import Trace
 from support.black_boxes import black_box, needs_box
 from support.commands import run
+from support.html_page import SPIKE
 from support.processes import forked
 from support.toys import mlp
 
@@ -39,11 +39,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_show_has_a_saved_spike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By its folder or its file, in the report's own forms."""
-    report = SpikeReport(410, 0, (Departure("", "loss", 9.1, 2.4, 55.0),), "loss")
     file = tmp_path / "report.json"
-    file.write_text(report.to_json())
-    assert run(capsys, "show", str(tmp_path)) == (0, f"{report.to_text()}\n", "")
-    assert run(capsys, "show", str(file), "--json") == (0, f"{report.to_json()}\n", "")
+    file.write_text(SPIKE.to_json())
+    assert run(capsys, "show", str(tmp_path)) == (0, f"{SPIKE.to_text()}\n", "")
+    assert run(capsys, "show", str(file), "--json") == (0, f"{SPIKE.to_json()}\n", "")
 
 
 def test_diff_tells_whether_traces_differ(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,12 +9,21 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from nanwatch.numerics import _reference, ranges
 from nanwatch.numerics._fingerprint import BLOCK
-from support.implementations import Implementation
-from support.oracle import DTYPES, FLOATS, expected, from_patterns, random_patterns, same, values_of
-from support.strategies import views
+from support.implementations import Implementation, threads
+from support.oracle import (
+    DTYPES,
+    FLOATS,
+    expected,
+    finite_of,
+    from_patterns,
+    random_patterns,
+    same,
+    values_of,
+)
 
 INF, NAN = math.inf, math.nan
 
@@ -28,6 +37,81 @@ def check(implementation: Implementation, x: torch.Tensor) -> None:
     what = f"{x.dtype} {tuple(x.shape)} {x.stride()}"
     assert same(got, want[:3]), f"{got} != {want[:3]} for {what}"
     assert same(health, want), f"{health} != {want} for {what}"
+
+
+# Tensors of any dtype, shape, strides, offset and overlap, made of uniform bits.
+
+dtypes = st.sampled_from(DTYPES)
+
+# Mostly small, with the lengths round the widths of vectors, unrolled bodies and blocks.
+lengths = st.one_of(
+    st.integers(0, 70),
+    st.sampled_from([127, 128, 129, 255, 256, 257, 511, 513, 1023, 1025, 4095, 4097, 16383, 16385]),
+)
+
+shapes = st.one_of(
+    st.lists(st.integers(0, 9), min_size=0, max_size=5).map(tuple),
+    lengths.map(lambda n: (n,)),
+    st.tuples(st.integers(1, 7), lengths),
+)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """A contiguous tensor, at an offset into its storage or over memory that is aligned to nothing."""
+    dtype, shape = draw(dtypes), draw(shapes)
+    numel = int(np.prod(shape, dtype=np.int64))
+    x = random_patterns(dtype, (numel,), seed=draw(st.integers(0, 2**31)))
+    if draw(st.booleans()):
+        # Finite values too: of random bits a large tensor nearly always has a nan.
+        x = finite_of(x)
+    place = draw(st.sampled_from(["own", "offset", "misaligned"]))
+    if place == "offset":
+        before = draw(st.integers(1, 17))
+        whole = random_patterns(dtype, (numel + 20,), seed=1)
+        if numel:
+            whole.view(torch.uint8)[before * dtype.itemsize :][: numel * dtype.itemsize] = x.view(torch.uint8)
+        x = whole[before : before + numel]
+    elif place == "misaligned" and numel:
+        shift = draw(st.integers(1, 15))
+        memory = bytearray(shift) + bytearray(x.view(torch.uint8).numpy().tobytes())
+        x = torch.frombuffer(memory, dtype=dtype, count=numel, offset=shift)
+    return x.reshape(shape)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> torch.Tensor:
+    """A tensor seen through up to three of the operations that change its strides."""
+    x = draw(tensors())
+    for _ in range(draw(st.integers(0, 3))):
+        x = draw(_changed(x))
+    return x
+
+
+@st.composite
+def _changed(draw: st.DrawFn, x: torch.Tensor) -> torch.Tensor:
+    change = draw(st.sampled_from(["permute", "narrow", "step", "expand", "unfold", "overlap", "select"]))
+    if change == "permute":
+        return x.permute(draw(st.permutations(range(x.dim()))))
+    if change == "expand":
+        return x.unsqueeze(0).expand(draw(st.integers(0, 4)), *x.shape)
+    if x.dim() == 0 or x.numel() == 0:
+        return x
+    if change == "overlap":
+        size = draw(st.integers(1, min(x.shape[0], 40)))
+        return x.as_strided((x.shape[0] - size + 1, size), (x.stride(0), x.stride(0)), x.storage_offset())
+    dim = draw(st.integers(0, x.dim() - 1))
+    if change == "select":
+        return x.select(dim, draw(st.integers(0, x.shape[dim] - 1)))
+    if change == "step":
+        index = [slice(None)] * x.dim()
+        index[dim] = slice(draw(st.integers(0, x.shape[dim])), None, draw(st.integers(2, 4)))
+        return x[tuple(index)]
+    if change == "unfold":
+        size = draw(st.integers(1, min(x.shape[dim], 5)))
+        return x.unfold(dim, size, draw(st.integers(1, 3)))
+    start = draw(st.integers(0, x.shape[dim] - 1))
+    return x.narrow(dim, start, draw(st.integers(0, x.shape[dim] - start)))
 
 
 @given(x=views())
@@ -55,7 +139,7 @@ def test_every_length(implementation: Implementation, dtype: torch.dtype) -> Non
 def test_each_part_of_a_large_tensor_is_read(implementation: Implementation) -> None:
     """The magnitude of one element in each 64 KiB is seen: a large tensor is read as four streams, 256 KiB apart."""
     x = implementation.place(torch.ones(5 << 18))
-    for place in range(5000, len(x), 1 << 14):
+    for place in range(5000, len(x), 1 << (14 if implementation.is_native else 17)):
         for value, want in ((3.0, (1.0, 3.0, True)), (0.5, (0.5, 1.0, True))):
             x[place] = value
             assert tuple(implementation.abs_range(x)) == want
@@ -123,35 +207,31 @@ def test_first_nonfinite_follows_the_shape(implementation: Implementation) -> No
         check(implementation, view)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_threads(implementation: Implementation, dtype: torch.dtype, threads: int) -> None:
+def test_threads(implementation: Implementation, dtype: torch.dtype, count: int) -> None:
     """Round the size from which threads share the work, each place of the ends is found at each thread count."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads(count):
         for extra in (-1, 0, 1, 3 * 4096 + 5):
             numel = 512 * 1024 // dtype.itemsize + extra
             x = torch.full((numel,), 2.0).to(dtype)
             for position in (0, numel // 2 - 1, numel // 2, numel - 1):
                 for value in (1.0, 90.0, NAN) if dtype.is_floating_point else (1.0, 90.0):
                     x[position] = value
-                    check(implementation, x)
+                    want = expected(x[max(position - 1, 0) :][:2])  # the others are 2
+                    placed = implementation.place(x)
+                    assert same(implementation.abs_range(placed), want[:3])
+                    assert same(implementation.tensor_health(placed)[:5], want[:5])
+                check(implementation, x)
                 x[position] = 2.0
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_thread_that_begins_within_a_row(implementation: Implementation) -> None:
     """Of rows with gaps between them each element is counted once."""
     x = torch.ones(3, 40003)[:, :40000]
     x[2, 7] = 0
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with threads(2):
         check(implementation, x)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_flush_denormal_mode(implementation: Implementation) -> None:

@@ -57,7 +57,6 @@ def test_gradients_reach_the_half_weights(dtype: torch.dtype) -> None:
         block(x).float().square().sum().backward()
     plain(x.float()).to(dtype).float().square().sum().backward()
     for parameter, reference in zip(own, plain.parameters(), strict=True):
-        assert parameter.grad is not None
         assert torch.equal(parameter.grad, reference.grad.to(dtype))
     before = own[0].detach().clone()
     optimizer.step()

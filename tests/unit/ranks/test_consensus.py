@@ -13,6 +13,7 @@ import torch.distributed as dist
 from nanwatch import Finding
 from nanwatch.ranks.consensus import OriginConsensus
 from nanwatch.report.finding import Origin
+from support.processes import until
 from support.sightings import connect, finding, serve
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
@@ -64,9 +65,7 @@ def test_the_origin_is_right_whoever_told_first(server: Any, name: str) -> None:
             time.sleep(0.3 * (rank == 2))
             if seen.finding is not None:
                 assert consensus.publish(*seen)
-            until = time.monotonic() + 30
-            while not consensus.pending() and time.monotonic() < until:
-                time.sleep(0.01)
+            until(consensus.pending)
             origins[rank] = consensus.settle()
         finally:
             consensus.stop()
@@ -104,10 +103,7 @@ def test_a_rank_that_is_stuck_writes_down_what_it_knows_and_holds_up_nobody(serv
     failing.publish(finding(), 3)
     origin = failing.settle()
     assert origin.is_complete
-    for _ in range(300):
-        if told:
-            break
-        time.sleep(0.05)
+    until(lambda: told)
     stuck.stop()
     failing.stop()
     assert [origin.rank for origin in told] == [0]

@@ -20,6 +20,7 @@ from nanwatch.report.finding import RankObservation
 from nanwatch.util.job import store_key
 from support import watching
 from support.sightings import connect, finding, serve
+from support.toys import Does
 
 _before: set[threading.Thread] = set()
 
@@ -101,12 +102,11 @@ def test_the_next_batch_raises_what_another_rank_found(job, tmp_path):
 def test_an_error_of_a_collective_inside_a_forward_is_explained(job):
     """RuntimeError of a peer that has gone: the failure of that peer is raised from it."""
 
-    class Waiting(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            job.other_fails()
-            raise RuntimeError("Connection closed by peer")
+    def wait(x: torch.Tensor) -> torch.Tensor:
+        job.other_fails()
+        raise RuntimeError("Connection closed by peer")
 
-    model = Waiting()
+    model = Does(wait)
     with (
         watching.watch(model, peer_timeout=10),
         pytest.raises(PeerNonFiniteError, match="on rank 1") as caught,
@@ -147,11 +147,10 @@ def test_only_the_error_of_a_collective_is_waited_for(
     times = map(float, itertools.count())
     clock = SimpleNamespace(monotonic=lambda: next(times), sleep=pauses.append)
 
-    class Fails(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise error
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise error
 
-    model = Fails()
+    model = Does(fail)
     with watching.watch(model, peer_timeout=10):
         monkeypatch.setattr(coordinator, "time", clock)
         with pytest.raises(type(error)) as caught:

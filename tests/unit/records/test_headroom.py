@@ -53,13 +53,11 @@ def test_what_does_not_overflow_has_no_limits(name: str) -> None:
 def test_headroom_is_the_number_of_doublings_left(name: str, data: st.DataObject) -> None:
     """Headroom equals the logarithm of the quotient, taken with fifty digits."""
     ends = limits(name)
-    assert ends is not None
     abs_max = data.draw(st.floats(ends.smallest_subnormal, ends.largest))
     bits = headroom_bits(record(abs_max, name))
     with localcontext() as context:
         context.prec = 50
         exact = (Decimal(ends.largest) / Decimal(abs_max)).ln() / Decimal(2).ln()
-    assert bits is not None
     assert bits >= 0
     assert abs(Decimal(bits) - exact) <= Decimal("1e-12")
 
@@ -92,7 +90,6 @@ def frame(name: str, *records: Record, batch: int = 0) -> Frame:
 def output(name: str, bits: float, dtype: str = "float16", batch: int = 0) -> Frame:
     """A frame whose output has exactly this much headroom."""
     ends = limits(dtype)
-    assert ends is not None
     return frame(name, record(ends.largest * 2.0**-bits, dtype), batch=batch)
 
 

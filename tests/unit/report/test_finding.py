@@ -9,7 +9,7 @@ import pytest
 from nanwatch.numerics.formats import TensorHealth
 from nanwatch.records.record import Note, Record
 from nanwatch.report.finding import Cure, find, working_first
-from support.html_page import frame, record
+from support.html_page import frame, record, unread
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,6 @@ def test_origin_is_the_role_of_the_first_fault(bad: Record, origin: str, value: 
         frame("c", record("input[0]", "input", nan)),
     )
     finding = find(frames, caller="parent", rank=2)
-    assert finding is not None
     assert (finding.module, finding.label, finding.origin, finding.value) == ("b", bad.label, origin, value)
     assert (finding.num_nonfinite, finding.numel, finding.index, finding.rank) == (1, 4, (1, 0), 2)
     assert finding.source_module == ("parent" if origin == "received" else None)
@@ -39,7 +38,6 @@ def test_bad_data_is_told_from_a_bad_layer() -> None:
     """A fault that was already in what the batch was called with comes from the data."""
     frames = (frame("a", record("input[0]", "input", inf)),)
     finding = find(frames, batch_inputs=[record("input[x]", "input", inf)], caller="")
-    assert finding is not None
     assert (finding.origin, finding.source_module) == ("data", None)
 
 
@@ -49,15 +47,14 @@ def test_both_values_are_named() -> None:
     counted = both._replace(health=TensorHealth(0.5, nan, False, 0.5, 2.0, 1, 0, 1, 0, 0, 4, (1, 0)))
     assert find([frame("a", counted)]).value == "nan+inf"  # type: ignore[union-attr]
     uncounted = find([frame("a", both._replace(health=None))])
-    assert uncounted is not None
     assert (uncounted.value, uncounted.num_nonfinite, uncounted.index) == ("nan", None, None)
     assert uncounted.numel == 4
 
 
 def test_masks_and_unread_tensors_are_no_findings() -> None:
     """An additive mask is meant to hold -inf, and of what nobody read nothing is claimed."""
-    unread = Record("input[1]", "input", (2,), "float16", None, None, None, None, Note("not_checked", "meta"))
-    assert find([frame("a", record("input[0]", "input", inf, note=Note("mask")), unread)]) is None
+    rows = record("input[0]", "input", inf, note=Note("mask")), unread("input[1]", "not_checked", "meta")
+    assert find([frame("a", *rows)]) is None
     assert find([]) is None
 
 

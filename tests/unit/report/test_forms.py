@@ -1,19 +1,20 @@
-"""Forms of a report: each is found by its module, and renders failures and spikes."""
+"""Forms of a report: each is found by its module, and renders failures and spikes, which JSON gives back."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import inf
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nanwatch.report.finding import Place
 from nanwatch.report.forms import FORMS
 from nanwatch.report.report import Report
 from nanwatch.report.spike import Departure, SpikeReport, read_saved
-from support.html_page import growing
-
-SPIKE = SpikeReport(410, 0, (Departure("", "loss", 9.1, 2.4, 55.0),), "loss")
+from support.html_page import HOSTILE, SPIKE, Page, growing
 
 
 @pytest.mark.parametrize("report", [growing(), SPIKE], ids=["failure", "spike"])
@@ -34,7 +35,6 @@ def test_each_form_has_the_headline(report: Report | SpikeReport) -> None:
 def test_sarif_has_rule_level_and_place() -> None:
     """A viewer opens the file at the line; without an operation only the module is known."""
     report = growing()
-    assert report.finding is not None
     found = replace(report, finding=replace(report.finding, place=Place("/a b/model.py", 12)))
     run = json.loads(FORMS["sarif"].render(found))["runs"][0]
     (result,) = run["results"]
@@ -49,3 +49,26 @@ def test_sarif_has_rule_level_and_place() -> None:
     assert "physicalLocation" not in bare["locations"][0]
     healthy = replace(report, finding=None)
     assert json.loads(FORMS["sarif"].render(healthy))["runs"][0]["results"] == []
+
+
+def test_the_page_of_a_spike_has_a_row_for_each_departure_and_escapes_names() -> None:
+    departure = Departure(HOSTILE[0], "weight.grad", 0.5, 0.0, inf)
+    forward = (Departure("head", "output", 80.0, 4.0, 12.0), Departure("", "output", 80.0, 4.0, 11.0))
+    page = Page(replace(SPIKE, first=departure, forward=forward, backward=(departure,)).to_html())
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert [tag for tag, _ in page.tags].count("tr") == 1 + 3
+    assert f"backward {HOSTILE[0]} weight.grad 0.5 0 inf" in page.text
+
+
+@given(st.from_type(SpikeReport))
+def test_json_of_a_spike_round_trips_exactly(report: SpikeReport) -> None:
+    again = SpikeReport.from_json(report.to_json())
+    assert repr(again) == repr(report)  # repr, as nan is not equal to itself
+    assert repr(read_saved(report.to_json())) == repr(report)
+
+
+def test_saved_report_of_a_failure_is_told_from_one_of_a_spike() -> None:
+    failure = Report((), None, 3, 1)
+    assert read_saved(failure.to_json()) == failure
+    with pytest.raises(ValueError, match=r"no document of the schema 'nanwatch\.spike'"):
+        SpikeReport.from_json(failure.to_json())

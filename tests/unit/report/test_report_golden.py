@@ -12,6 +12,7 @@ from nanwatch.numerics.formats import TensorHealth
 from nanwatch.records.record import Frame, Note, Record, Role
 from nanwatch.report.finding import Cure, Finding, Place, find
 from nanwatch.report.report import Report
+from support.html_page import unread
 
 SHAPE = (4, 128)
 SQUARE = (128, 128)
@@ -50,7 +51,6 @@ def _linear(batch: int, name: str, given: float, made: float | Record, dtype: st
 
 
 def _failed(frames: tuple[Frame, ...], batch: int, finding: Finding | None, **found: object) -> Report:
-    assert finding is not None
     return Report(frames, replace(finding, **found), batch, finding.rank)  # type: ignore[arg-type]
 
 
@@ -147,18 +147,15 @@ def excused() -> Report:
             (
                 _read("input[0]", "input", 2e-2, 3.5),
                 mask,
-                Record("input[2]", "input", None, "", None, None, None, None, Note("absent")),
-                Record("input[3]", "input", None, "", None, None, None, None, Note("not_a_tensor")),
-                Record(
-                    "input[4]", "input", (2,), "float32", None, None, None, None,
-                    Note("not_checked", "meta tensor, no data"),
-                ),
+                unread("input[2]", "absent"),
+                unread("input[3]", "not_a_tensor"),
+                unread("input[4]", "not_checked", "meta tensor, no data", (2,), "float32"),
                 allowed,
             ),
         ),
         Frame(5, "attention", "Attention", (_read("output", "output", 0.1, 1.0),), recomputed=True),
         Frame(5, "head", "Linear", (skipped,), "backward"),
-    )  # fmt: skip
+    )
     return Report(frames, None, 5)
 
 

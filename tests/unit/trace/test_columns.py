@@ -9,7 +9,7 @@ from math import inf
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from nanwatch.numerics.formats import TensorHealth
 from nanwatch.records.record import NOTE_KINDS, ROLES, Frame, Note, Record
@@ -50,6 +50,7 @@ records = st.lists(rows(), min_size=1, max_size=4).map(tuple)
 frames = st.builds(Frame, st.integers(0, 3), names, names, records, recomputed=st.booleans())
 
 
+@settings(max_examples=50)
 @given(st.lists(frames, min_size=1, max_size=6))
 def test_frames_come_back_as_they_were(made: list[Frame]) -> None:
     """Frames of any content, in any order of batches, are the same after the table."""
