@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -42,7 +40,7 @@ def accelerate_loop(
     *,
     precision: str = "no",
     watch: str = "",
-    watch_options: Mapping[str, Any] = MappingProxyType({}),
+    gradients: bool = False,
     **options: Any,
 ) -> Any:
     """Train under Accelerate; returns the Watch, which begins before or after `prepare`."""
@@ -50,9 +48,10 @@ def accelerate_loop(
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    watched = nanwatch.watch(model, **watch_options) if watch == "before" else None
+    given = {"gradients": gradients, "max_frames": 1000}
+    watched = nanwatch.watch(model, **given) if watch == "before" else None
     prepared, optimizer = accelerator.prepare(model, optimizer)
-    watched = nanwatch.watch(prepared, **watch_options) if watch == "after" else watched
+    watched = nanwatch.watch(prepared, **given) if watch == "after" else watched
     x = data().to(next(model.parameters()).dtype)
     for _ in range(12):
         with accelerator.accumulate(prepared):
@@ -88,15 +87,9 @@ def test_an_overflow_is_found_and_named(precision, half, lr, watch):
 def test_gradients_are_watched_bit_equal(precision, watch):
     """gradients=True under `accumulate`: weights of an unwatched training, frames of each backward, no step skipped."""
     plain, watched = net(), net()
-    accelerate_loop(plain, 0.01, precision=precision, gradient_accumulation_steps=4)
-    seen = accelerate_loop(
-        watched,
-        0.01,
-        precision=precision,
-        watch=watch,
-        watch_options={"gradients": True, "max_frames": 1000},
-        gradient_accumulation_steps=4,
-    )
+    options = {"precision": precision, "gradient_accumulation_steps": 4}
+    accelerate_loop(plain, 0.01, **options)
+    seen = accelerate_loop(watched, 0.01, watch=watch, gradients=True, **options)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
     frames = [(f.batch, f.name) for f in seen.frames if f.phase == "backward"]
     assert sorted(frames) == [(batch, name) for batch in range(12) for name in ("", "act", "down", "up")]

@@ -36,7 +36,7 @@ WATCH = ["-m", "nanwatch", "run", "--output-dir", "out", "--gradients"]
 pytestmark = pytest.mark.slow
 
 
-def run(folder: Path, *command: object, status: int = 0, **environment: str) -> None:
+def run(folder: Path, *command: object, status: int = 0) -> None:
     """Run Python in the folder and expect its exit status."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("NANWATCH")}
     clean |= {
@@ -45,15 +45,9 @@ def run(folder: Path, *command: object, status: int = 0, **environment: str) -> 
         "DS_ACCELERATOR": "cpu",
         "TORCHDYNAMO_DISABLE": "1",
     }
-    clean |= {"PYTHONPATH": str(ROOT / "python"), **environment}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=folder,
-        env=clean,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    clean |= {"PYTHONPATH": str(ROOT / "python")}
+    line = [sys.executable, *map(str, command)]
+    done = subprocess.run(line, cwd=folder, env=clean, capture_output=True, text=True, timeout=500)
     assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
 
 

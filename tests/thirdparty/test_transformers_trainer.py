@@ -35,40 +35,22 @@ def _unpatched() -> Iterator[None]:
 
 
 def trainer_of(
-    folder: Path,
-    model: nn.Module | None = None,
-    *,
-    callbacks: Any = (),
-    half: bool = False,
-    name: str = "gpt2",
-    compute_loss_func: Any = None,
-    **options: Any,
-) -> Trainer:
+    folder: Path, model: nn.Module | None = None, *, callbacks: Any = (), half: bool = False, name: str = "gpt2",
+    compute_loss_func: Any = None, **options: Any,
+) -> Trainer:  # fmt: skip
     torch.manual_seed(0)
     model = model or ARCHITECTURES[name].build()
     words = torch.randint(2, 64, (32, 5), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": row, "labels": row} for row in words]
     given = {
         "max_steps": 12, "per_device_train_batch_size": 2, "logging_steps": 3, "save_strategy": "no", "optim": "sgd",
-        "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "learning_rate": 1e-3,
+        "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "learning_rate": 1e-3, "use_cpu": True, "report_to": [],
+        "disable_tqdm": True, "dataloader_pin_memory": False, "seed": 0,
     }  # fmt: skip
-    args = TrainingArguments(
-        str(folder),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        seed=0,
-        **given | options,
-    )
     return Trainer(
-        model.half() if half else model,
-        args,
-        train_dataset=rows,
-        eval_dataset=rows[:6],
-        compute_loss_func=compute_loss_func,
-        callbacks=list(callbacks),
-    )
+        model.half() if half else model, TrainingArguments(str(folder), **given | options), train_dataset=rows,
+        eval_dataset=rows[:6], compute_loss_func=compute_loss_func, callbacks=list(callbacks),
+    )  # fmt: skip
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
@@ -133,13 +115,12 @@ def test_spike_is_told_with_the_loss_of_the_trainer(is_subclass, tmp_path):
 
     def trained(*callbacks: Any) -> Trainer:
         calls.clear()
-        trainer = trainer_of(
-            tmp_path,
-            callbacks=callbacks,
-            compute_loss_func=None if is_subclass else of_user,
-            max_steps=52,
-            learning_rate=1e-5,
-        )
+        options = {
+            "max_steps": 52,
+            "learning_rate": 1e-5,
+            "compute_loss_func": None if is_subclass else of_user,
+        }
+        trainer = trainer_of(tmp_path, callbacks=callbacks, **options)
         if is_subclass:
             trainer.__class__ = _Weighted
         trainer.train()
@@ -168,9 +149,8 @@ def test_a_loss_function_of_the_user(tmp_path):
     with pytest.raises(nanwatch.NonFiniteError) as error:
         trainer.train()
     finding = error.value.report.finding
-    line = next(
-        i for i, text in enumerate(Path(__file__).read_text().split("\n"), 1) if text.endswith("# here")
-    )
+    lines = Path(__file__).read_text().splitlines()
+    (line,) = (number for number, text in enumerate(lines, 1) if text.endswith("# here"))
     assert (finding.operation, finding.source) == ("aten.div.Tensor", f"{__file__}:{line}")
     assert finding.cures[0].works
     assert finding.cures[0].patch.count("\n+") == 2  # the new line, and the head

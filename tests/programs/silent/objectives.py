@@ -167,25 +167,6 @@ def queue_of_keys(watch: Watching) -> None:
 
 
 @unusual
-def predictor_without_negatives(watch: Watching) -> None:
-    online, predictor = Layers(norm=nn.BatchNorm1d(16)), mlp(4, 8, 4)
-    target = copy.deepcopy(online)
-    for p in target.parameters():
-        p.requires_grad = False
-    optimizer = AdamW([*online.parameters(), *predictor.parameters()], lr=1e-3)
-    with watch(nn.ModuleDict({"online": online, "predictor": predictor, "target": target})):
-        for _, x, _ in batches():
-            views = [x + 0.1 * torch.randn_like(x) for _ in range(2)]
-            with torch.no_grad():
-                goals = [normalize(target(view)) for view in reversed(views)]
-            pairs = zip(views, goals, strict=True)
-            update(
-                optimizer, sum((2 - 2 * normalize(predictor(online(v))) * g).sum(1).mean() for v, g in pairs)
-            )
-            follow(target, online, 0.01)
-
-
-@unusual
 def large_contrast_in_two_passes(watch: Watching) -> None:
     model = Layers(drop=0.1)
     optimizer = AdamW(model.parameters(), lr=1e-3)
@@ -236,47 +217,7 @@ def reversed_gradient_of_a_domain(watch: Watching) -> None:
             update(optimizer, mse(labels(features[:8]), y[:8]) + domain)
 
 
-# Distributions.
-
-
-class Coupling(nn.Module):
-    def __init__(self, flip: bool) -> None:
-        super().__init__()
-        self.net, self.flip = mlp(4, 16, 8), flip
-        nn.init.zeros_(self.net[-1].weight)
-        nn.init.zeros_(self.net[-1].bias)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        kept, moved = x.chunk(2, 1)[:: -1 if self.flip else 1]
-        scale, shift = self.net(kept).chunk(2, 1)
-        moved = moved * torch.tanh(scale).exp() + shift
-        return torch.cat([moved, kept] if self.flip else [kept, moved], 1), torch.tanh(scale).sum(1)
-
-
-@unusual
-def normalizing_flow(watch: Watching) -> None:
-    model = nn.ModuleList(Coupling(bool(number % 2)) for number in range(4))
-    optimizer = Adam(model.parameters(), lr=1e-3)
-    with watch(model):
-        for _, x, _ in batches():
-            volume = torch.zeros(16)
-            for layer in model:
-                x, change = layer(x)
-                volume = volume + change
-            update(optimizer, (0.5 * x.square().sum(1) - volume).mean())
-
-
-@unusual
-def variational_with_a_warm_up(watch: Watching) -> None:
-    encoder, decoder = nn.Linear(8, 8), mlp(4, 8, 8)
-    model = nn.ModuleDict({"encoder": encoder, "decoder": decoder})
-    optimizer = Adam(model.parameters(), lr=1e-3)
-    with watch(model):
-        for step, x, _ in batches():
-            mean, log_variance = encoder(x).chunk(2, 1)
-            output = decoder(mean + (0.5 * log_variance).exp() * torch.randn_like(mean))
-            divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
-            update(optimizer, mse(output, x) + min(1.0, step / 6) * divergence)
+# Averages and ensembles.
 
 
 @unusual

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from .kit import SGD, Adam, AdamW, Layers, Watching, batches, cross_entropy, mse, train, unusual, validate
+from .kit import SGD, Adam, AdamW, Layers, Watching, batches, cross_entropy, mse, train, unusual
 
 
 @unusual
@@ -47,14 +47,6 @@ def gradient_surgery(watch: Watching) -> None:
 
 
 @unusual
-def domains_in_turn(watch: Watching) -> None:
-    body, heads = Layers(), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-    model, turn = nn.ModuleDict({"body": body, "heads": heads}), iter(range(12))
-    with watch(model):
-        train(model, AdamW(model.parameters(), lr=1e-3), lambda x: heads[next(turn) // 2 % 3](body(x)))
-
-
-@unusual
 def resting_last_layer(watch: Watching) -> None:
     model = Layers()
 
@@ -79,32 +71,6 @@ def dropout_as_uncertainty(watch: Watching) -> None:
                 torch.stack([model(torch.ones(4, 8)) for _ in range(5)]).std(0)
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.pooler = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = torch.tanh(self.layer(x))
-        return hidden, torch.tanh(self.pooler(hidden[:, 0]))
-
-
-class Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bert, self.classifier = Encoder(), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(self.bert(x)[0])
-
-
-@unusual
-def pooler_of_a_token_tagger(watch: Watching) -> None:
-    model = Tagger()
-    with watch(model):
-        train(model, AdamW(model.parameters(), lr=1e-3), lambda x: model(x.view(4, 4, 8)).view(16, 4))
-
-
 @unusual
 def rollouts(watch: Watching) -> None:
     policy, value = Layers(), Layers()
@@ -122,17 +88,6 @@ def rollouts(watch: Watching) -> None:
                 (mse(value(x)[:, 0], y.sum(1)) - surrogate.mean()).backward()
                 clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
-
-
-@unusual
-def precise_statistics(watch: Watching) -> None:
-    model = Layers(norm=nn.BatchNorm1d(16))
-    optimizer = SGD(model.parameters(), lr=0.05)
-    with watch(model):
-        for _ in range(3):
-            train(model.train(), optimizer, steps=4)
-            update_bn([x for _, x, _ in batches(4)], model)
-            validate(model.eval(), 1)
 
 
 @unusual

@@ -105,14 +105,15 @@ def zero() -> nn.Module:
     """Stage 3 of DeepSpeed's ZeRO, as one of the ranks of torchrun: no parameter is left whole."""
     import deepspeed as host
 
-    for name, value in {
+    alone = {
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-    }.items():
+        "MASTER_PORT": "29517",
+    }
+    for name, value in alone.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "29517")
     model = Net()
     config = {
         "train_micro_batch_size_per_gpu": 16,
