@@ -1,16 +1,12 @@
-"""Bits of models and trainings compared, and a training step that must fail."""
+"""The loss of any output, and bits of models and trainings compared."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
-from torch import Tensor, nn
-
-from nanwatch.report.report import NonFiniteError
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 
 def loss_of(output: Any) -> Tensor:
@@ -23,40 +19,10 @@ def loss_of(output: Any) -> Tensor:
 
 def assert_same_bits(first: Any, second: Any) -> None:
     """Nested values equal to the last bit, nan included."""
-    if isinstance(first, Tensor):
-        assert first.dtype == second.dtype
-        assert torch.equal(
-            first.contiguous().view(-1).view(torch.uint8), second.contiguous().view(-1).view(torch.uint8)
-        )
-    elif isinstance(first, dict):
-        assert list(first) == list(second)
-        for key in first:
-            assert_same_bits(first[key], second[key])
-    elif isinstance(first, list | tuple):
-        assert len(first) == len(second)
-        for left, right in zip(first, second, strict=True):
-            assert_same_bits(left, right)
-    else:
-        assert first == second
-
-
-def copies(model: nn.Module) -> list[Tensor]:
-    """Its parameters as they are now."""
-    return [x.detach().clone() for x in model.parameters()]
-
-
-def are_unchanged(model: nn.Module, before: list[Tensor]) -> bool:
-    """Return whether they are the same bits, nan included."""
-    return all(
-        torch.equal(x.view(torch.int32), y.view(torch.int32))
-        for x, y in zip(before, model.parameters(), strict=True)
-    )
-
-
-@contextlib.contextmanager
-def stopped(model: nn.Module) -> Iterator[pytest.ExceptionInfo[NonFiniteError]]:
-    """Expect a failure inside that leaves the weights as they were."""
-    before = copies(model)
-    with pytest.raises(NonFiniteError) as error:
-        yield error
-    assert are_unchanged(model, before)
+    (values, form), (others, other_form) = tree_flatten(first), tree_flatten(second)
+    assert form == other_form
+    for x, y in zip(values, others, strict=True):
+        if isinstance(x, Tensor):
+            assert (x.dtype, x.shape) == (y.dtype, y.shape)
+            x, y = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (x, y))
+        assert torch.equal(x, y) if isinstance(x, Tensor) else x == y
