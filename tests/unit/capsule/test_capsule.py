@@ -91,12 +91,8 @@ def test_every_dtype_comes_back_bit_for_bit(dtype, shape):
 
 def test_the_file_is_read_without_nanwatch(tmp_path):
     """It holds plain containers and tensors alone, which `torch.load` reads with weights_only."""
-    folder = write_capsule(
-        tmp_path / "c",
-        nn.Linear(2, 3),
-        "head",
-        (torch.ones(1, 2), [None, {1}], Pair(1, 2), torch.eye(2).to_sparse()),
-    )
+    args = torch.ones(1, 2), [None, {1}], Pair(1, 2), torch.eye(2).to_sparse()
+    folder = write_capsule(tmp_path / "c", nn.Linear(2, 3), "head", args)
     document = torch.load(folder / "call.pt", weights_only=True)
     assert torch.equal(document["args"][0], torch.ones(1, 2))
     assert "input[1][1] (set)" in document["args"][1][1]["why"]

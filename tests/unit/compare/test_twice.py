@@ -150,11 +150,11 @@ def test_a_repeatable_script(
     Path("train.py").write_text(
         "import os, sys, threading, torch\nassert sys.argv == ['train.py', '--json', '3']\nprint('noise')\n"
         "torch.manual_seed(0)\ndata = torch.utils.data.DataLoader(torch.randn(8, 4), 2, shuffle=True)\n"
-        "def feed(begins, teacher=torch.nn.Linear(4, 4)):\n    while begins:\n"
-        "        thread = threading.Thread(target=teacher, args=(torch.ones(begins, 4),))\n"
-        "        thread.start(), thread.join()\n        begins -= 1\n"
-        f"is_first = not os.path.exists('ran')\nopen('ran', 'w')\nfeed(3 * is_first)\n{MODEL}"
-        f"model.compile(backend='eager'){OPTIMIZER}feed(3 * (not is_first))"
+        "teacher, is_first = torch.nn.Linear(4, 4), not os.path.exists('ran')\nopen('ran', 'w')\n"
+        "inputs = [torch.ones(n, 4) for n in ((1, 2) if is_first else (2, 1))]\n"
+        "thread = threading.Thread(target=lambda: [teacher(x) for x in inputs])\n"
+        f"is_first and (thread.start(), thread.join())\n{MODEL}model.compile(backend='eager'){OPTIMIZER}"
+        "is_first or thread.start()"
     )
     before = dict(os.environ)
     status = command.main(["twice", "--json", "train.py", "--json", "3"])
