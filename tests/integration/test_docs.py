@@ -169,16 +169,9 @@ class Page:
 
 def check(shown: str, printed: str, where: str) -> None:
     """Raise an AssertionError that says what of `shown` is not in `printed`."""
-    wrong = difference(shown, printed)
-    assert not wrong, f"{where}\n{wrong}\n--- printed:\n{printed}"
-
-
-def difference(shown: str, printed: str) -> str:
-    """Return what of `shown` is not in `printed`, or ""."""
     pattern = "".join(map(_pattern, _PARTS.split(shown.rstrip())))
     match = re.fullmatch(pattern, printed.rstrip(), re.DOTALL)
-    if match is None:
-        return f"printed otherwise:\n{shown}"
+    assert match, f"{where}: shown:\n{shown}\n--- printed:\n{printed}"
     text = re.sub(r"\[\.\.\.\]", " ", shown)
     minima = {number.start() for number in _ABS_MIN.finditer(text)}
     apart = [
@@ -186,7 +179,7 @@ def difference(shown: str, printed: str) -> str:
         for want, got in zip(_NUMBER.finditer(text), match.groups(), strict=True)
         if not _agree(want[0], got, is_abs_min=want.start() in minima)
     ]
-    return "; ".join(apart)
+    assert not apart, f"{where}: {apart}\n--- printed:\n{printed}"
 
 
 def _agree(shown: str, printed: str, *, is_abs_min: bool) -> bool:

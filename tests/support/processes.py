@@ -31,6 +31,15 @@ def environment(**changes: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": PYTHONPATH} | changes
 
 
+def user_environment(**changes: str) -> dict[str, str]:
+    """Return the environment of a user who has set these variables of nanwatch's alone."""
+    return {
+        name: value
+        for name, value in environment(**changes).items()
+        if name[:8] != "NANWATCH" or name in changes
+    }
+
+
 def forked(
     *arguments: str,
     cwd: Path | None = None,

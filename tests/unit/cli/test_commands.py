@@ -15,7 +15,7 @@ from torch import nn
 import nanwatch
 from nanwatch.__main__ import main
 from nanwatch.cli.commands import COMMANDS
-from support.processes import PYTHONPATH, environment, forked
+from support.processes import environment, forked, user_environment
 
 CUT = 141  # 128 + SIGPIPE: what a shell says of a filter that was cut
 
@@ -24,11 +24,8 @@ def unread(*arguments: str) -> tuple[int, str]:
     """Return the exit status and stderr of the command, whose stdout is a pipe that has no reader."""
     reader, writer = os.pipe()
     os.close(reader)
-    env = {name: value for name, value in os.environ.items() if not name.startswith("NANWATCH")}
-    env |= {"PYTHONPATH": PYTHONPATH}
-    env.pop("PYTHONUNBUFFERED", None)
     try:
-        done = forked("-m", "nanwatch", *arguments, env=env, stdout=writer)
+        done = forked("-m", "nanwatch", *arguments, env=user_environment(PYTHONUNBUFFERED=""), stdout=writer)
     finally:
         os.close(writer)
     return done.returncode, done.stderr

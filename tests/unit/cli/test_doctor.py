@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,21 +14,15 @@ import torch
 import nanwatch
 from nanwatch.__main__ import main
 from nanwatch.numerics import _extension
-from support.processes import forked
+from support.processes import forked, user_environment
 
 PACKAGE = Path(nanwatch.__file__).parent
 
 needs_extension = pytest.mark.skipif(_extension.C is None, reason=f"no compiled part: {_extension.reason}")
 
 
-def environment(place: Path = PACKAGE.parent, **changes: str) -> dict[str, str]:
-    """Return the environment of a user who has set these variables alone."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("NANWATCH")}
-    return env | {"PYTHONPATH": str(place), **changes}
-
-
 def run(*arguments: str, place: Path = PACKAGE.parent, **changes: str) -> subprocess.CompletedProcess[str]:
-    return forked(*arguments, env=environment(place, **changes), imported=False)
+    return forked(*arguments, env=user_environment(PYTHONPATH=str(place), **changes), imported=False)
 
 
 @pytest.fixture
