@@ -39,8 +39,8 @@ def test_opcheck(name: str) -> None:
         utils = ["test_autograd_registration", "test_faketensor"]
         if x.dtype not in NO_ARITHMETIC:
             utils.append("test_schema")
-        # The AOT test compares rows for equality, and a nan is not equal to itself.
-        if not ops.abs_range(x).isnan().any():
+        # The AOT test takes 0.1 s and is the same for all dtypes. It compares rows, and a nan is not equal to itself.
+        if x.dtype in (torch.float32, torch.complex64) and not ops.abs_range(x).isnan().any():
             utils.append("test_aot_dispatch_dynamic")
         torch.library.opcheck(getattr(ops, name).default, (x,), test_utils=utils)
 
