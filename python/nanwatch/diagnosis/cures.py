@@ -21,22 +21,18 @@ from ..recording.walk import call_leaves
 from ..records.headroom import least_bits
 from ..records.record import Record
 from ..report.finding import Cure
-from ..util.visible import spell
-from .batch_snapshot import BatchSnapshot
 from .experiment import Experiment, MakeCall, make_call
 from .operation import Step
 from .patching.rounds import Rounds
 from .patching.source import TargetFinder, find_target
 from .patching.table import OPTIONS
-from .trials import Hold, Trials, loaded
+from .trials import LEAST_ROOM, Hold, Room, Trials, loaded
 
 # Runs of a batch for other formats. Two cures are a choice; more would only cost forwards.
 MAX_RUNS = 6
 _ENOUGH = 2
 # Modules around the guilty one that are tried on a backward.
 _MOST_MODULES = 3
-# Bits. With less, the next batch whose values are twice as large fails again.
-_LEAST_ROOM = 1.0
 # Past the range of float16 (2^-24 to 2^16) nothing is to be gained by a smaller loss scale.
 _LARGEST_DIVISOR = 2.0**40
 _HALVES = "float16", "bfloat16"
@@ -69,12 +65,12 @@ def _try_option(trials: Trials) -> None:
                 setattr(module, option, value)
             yield
 
-    if guilty in modules and trials.is_finite(experiment := trials.run(hold)):
-        is_close, effect = trials.agreement(experiment)
-        if is_close:
-            code = code_of(trials.model, trials.guilty or "")
-            what = f"{words}: make {type(guilty).__name__} with {option}={value!r}, as `{code}`"
-            trials.cures.append(Cure(what, True, None, "", effect))
+    if guilty in modules:
+        code = code_of(trials.model, trials.guilty or "")
+        cure = trials.attempt(
+            f"{words}: make {type(guilty).__name__} with {option}={value!r}, as `{code}`", hold
+        )
+        trials.cures += [cure] if cure is not None and cure.works else []
 
 
 def try_formats(trials: Trials) -> None:
@@ -86,12 +82,11 @@ def try_formats(trials: Trials) -> None:
     help.
     """
     if trials.finding.origin in ("produced", "received"):
-        formats = _Formats(trials)
-        formats.of_backward() if trials.finding.phase == "backward" else formats.of_forward()
+        _Formats(trials).go()
 
 
 class _Formats:
-    """The trials of other formats. Each begins with a run in which nothing is changed."""
+    """The trials of other formats. `_seen` is a run in which nothing is changed."""
 
     def __init__(self, trials: Trials) -> None:
         self._trials, self._finding, self._snapshot = trials, trials.finding, trials.snapshot
@@ -100,14 +95,29 @@ class _Formats:
         self._root = trials.names.get(unwrapped(self._snapshot.module), "")
         self._at = self._root if trials.guilty is None else trials.guilty
         self._is_backward = self._finding.phase == "backward"
+        # Gradients of float16 weights have no scaler: a loss that grows with the square of the outputs has to fit.
         self._is_half = any(p.dtype is torch.float16 for p in self._snapshot.module.parameters())
-        # How the batch ran with nothing changed, or with nothing but the guilty module: what came before is the same.
-        self._seen = self._run()
+        self._squares = self._is_half and not self._is_backward
 
-    def of_forward(self) -> None:
+    def go(self) -> None:
+        """Try the formats."""
+        # A change of the source leaves the formats as they are: without a narrow one this is the last run.
+        changed = self._trials.latest
+        self._seen = changed or self._trials.run(squares=self._squares)
+        if self._is_narrow():
+            self._seen = self._trials.run(squares=self._squares) if changed else self._seen
+            self._of_backward() if self._is_backward else self._of_forward()
+
+    def _is_narrow(self) -> bool:
+        """Return whether a narrow format takes part in the guilty call or in the bad record, or in the backward."""
+        if self._is_backward:
+            return any(record.dtype in _HALVES for record in self._seen.gradients)
+        calls = [call for call in self._seen.calls if call.name in (self._at, self._finding.module)]
+        dtypes = [x.dtype for x in (*self._finding.operands, *(x for call in calls for x in call.records))]
+        return any(call.autocast for call in calls) or any(x in _HALVES or "float8" in x for x in dtypes)
+
+    def _of_forward(self) -> None:
         """Try float32 for the guilty module, bfloat16, larger modules, and the ends of float16."""
-        if not self._is_narrow():
-            return
         works = self._in_float32(self._at, is_expected=True)
         is_wide_enough = self._bfloat16()
         larger = [name for name in self._around() if name != self._root]
@@ -118,18 +128,17 @@ class _Formats:
         if not is_wide_enough:
             self._clamp()
 
-    def of_backward(self) -> None:
+    def _of_backward(self) -> None:
         """Try a smaller loss scale, and float32 for the guilty module and those around it."""
-        if self._seen.has_bad_gradients:
+        if "gradient" in self._seen.bad_labels():
             self._smaller_scale()
-            if any(record.dtype in _HALVES for record in self._seen.gradients):
-                any(map(self._in_float32, [self._at, *self._around()][:_MOST_MODULES]))
+            any(map(self._in_float32, [self._at, *self._around()][:_MOST_MODULES]))
 
     def _in_float32(self, name: str, *, is_expected: bool = False) -> bool:
         code = f"nanwatch.run_in_fp32({code_of(self._trials.model, name)})"
         words = f"run {module_words(name)} in float32, {code}"
-        hold = partial(run_in_fp32, self._modules[name])
-        return self._try(words, hold, changed=name, is_expected=is_expected)
+        hold, room = partial(run_in_fp32, self._modules[name]), partial(self._room, name)
+        return self._try(words, hold, room=room, is_expected=is_expected)
 
     def _bfloat16(self) -> bool:
         """Try bfloat16, which has the range of float32, for all float16. Return whether it works."""
@@ -148,11 +157,11 @@ class _Formats:
         if self._is_half:
             inputs = ", and give it bfloat16 inputs" if is_given else ""
             words.append(f"load the weights in bfloat16, model.to(torch.bfloat16){inputs}")
-            called_with = snapshot.args, dict(snapshot.kwargs)
-            args, kwargs = cast(called_with, (torch.float16,), torch.bfloat16)
+            args, kwargs = cast((snapshot.args, dict(snapshot.kwargs)), (torch.float16,), torch.bfloat16)
             hold = partial(loaded, snapshot.module, torch.bfloat16)
             snapshot = replace(snapshot, args=args, kwargs=kwargs)
-        return bool(words) and self._try(" and ".join(words), hold, _under_bfloat16, snapshot)
+        change = hold, _under_bfloat16, snapshot
+        return bool(words) and self._try(" and ".join(words), *change, room=partial(self._room, None))
 
     def _clamp(self) -> None:
         """Try to clamp the value that leaves float16 to its ends, where bfloat16 is not to be had."""
@@ -163,7 +172,7 @@ class _Formats:
         module, side = self._modules.get(finding.module), finding.label.partition("[")[0]
         if module is not None and side in ("input", "output"):
             words = f"clamp the {side} of {module_words(finding.module)} to ±{ends.largest:g}"
-            self._try(words, make=_clamping(module, side, ends.largest), needs_room=False)
+            self._try(words, nullcontext, _clamping(module, side, ends.largest))
 
     def _smaller_scale(self) -> None:
         """Find the largest loss scale below the present one with which all gradients of the backward are finite.
@@ -171,8 +180,8 @@ class _Formats:
         A backward is in proportion to what it is given. There is no cure where no float16 takes part, whose range is
         the reason to scale, and one that does not work where the scale is known and a scale of 1 does not help either.
         """
-        scale, given = self._trials.loss_scale, self._seen.given
-        if not any(record.dtype == "float16" for record in (*given, *self._seen.gradients)):
+        scale = self._trials.loss_scale
+        if all(record.dtype != "float16" for record in self._seen.gradients):
             return
 
         @cache
@@ -183,68 +192,40 @@ class _Formats:
             bits = least_bits(record for record in made if record.dtype == "float16")
             return inf if bits is None else bits
 
-        most = min(_LARGEST_DIVISOR if scale is None else scale, _largest_divisor(given))
+        most = min(_LARGEST_DIVISOR if scale is None else scale, _largest_divisor(self._seen.given))
         if most <= 1:
             return
         divisors = [*(2.0**i for i in range(1, ceil(log2(most)))), most]
-        divisor = divisors[bisect_left(divisors[:-1], True, key=lambda x: room(x) >= _LEAST_ROOM)]
+        divisor = divisors[bisect_left(divisors[:-1], True, key=lambda x: room(x) >= LEAST_ROOM)]
         bits = room(divisor)
         if bits == -inf and divisor != scale:
             return
         words = f"a loss scale that is {divisor:g} times smaller"
         if scale is not None:
             words = f"a loss scale of {scale / divisor:g} in place of {scale:g}"
-        self._trials.cures.append(Cure(words, bits >= _LEAST_ROOM, bits if isfinite(bits) else None))
+        self._trials.cures.append(Cure(words, bits >= LEAST_ROOM, bits if isfinite(bits) else None))
 
-    def _run(self, *changes: Any) -> Experiment:
-        # Gradients of float16 weights have no scaler: a loss that grows with the square of the outputs has to fit.
-        return self._trials.run(*changes, squares=self._is_half and not self._is_backward)
-
-    def _try(
-        self,
-        what: str,
-        hold: Hold = nullcontext,
-        make: MakeCall = make_call,
-        snapshot: BatchSnapshot | None = None,
-        *,
-        changed: str | None = None,
-        is_expected: bool = False,
-        needs_room: bool = True,
-    ) -> bool:
-        """Keep a change as a cure if it works, or if a user would expect it to. Return whether it works.
-
-        `changed` is the module that runs in float32 and gives its results back in the format around it.
-        """
+    def _try(self, what: str, *change: Any, room: Room | None = None, is_expected: bool = False) -> bool:
+        """Keep a change as a cure if it works, or if a user would expect it to. Return whether it works."""
         trials = self._trials
         is_enough = sum(cure.works for cure in trials.cures[self._num_cures :]) >= _ENOUGH
         if not self._is_backward and (trials.runs >= self._most_runs or is_enough):
             return False
-        experiment = self._run(hold, make, snapshot)
-        if experiment.error is not None:
-            trials.remarks.append(f"could not try to {what}: {spell(experiment.error)}")
+        cure = trials.attempt(what, *change, room=room, squares=self._squares)
+        if cure is None or not (cure.works or is_expected):
             return False
-        works, room = trials.is_finite(experiment), None
-        if works and needs_room:
-            narrow = [x for x in experiment.gradients if x.dtype in _HALVES]
-            outputs = [x for x in experiment.records(changed) if x.role == "output"]
-            room = least_bits(narrow if self._is_backward else [*self._failing(experiment), *outputs])
-            works = room is None or room >= _LEAST_ROOM
-        if works:
-            works, effect = trials.agreement(experiment)
-            if not works:
-                trials.remarks.append(f"with a change the batch is finite, but {effect}: {what}")
-        if works or is_expected:
-            trials.cures.append(Cure(what, works, room))
-        return works
+        trials.cures.append(cure)
+        return cure.works
+
+    def _room(self, changed: str | None, experiment: Experiment) -> float | None:
+        """Return the headroom of a trial. The module `changed` gives its results back in the format around it."""
+        if self._is_backward:
+            return least_bits(x for x in experiment.gradients if x.dtype in _HALVES)
+        outputs = [x for x in experiment.records(changed) if x.role == "output"]
+        return least_bits([*self._failing(experiment), *outputs])
 
     def _failing(self, experiment: Experiment) -> list[Record]:
         return [x for x in experiment.records(self._finding.module) if x.label == self._finding.label]
-
-    def _is_narrow(self) -> bool:
-        """Return whether a narrow format takes part in the guilty call, or in the record that was not finite."""
-        calls = [call for call in self._seen.calls if call.name in (self._at, self._finding.module)]
-        dtypes = [x.dtype for x in (*self._finding.operands, *(x for call in calls for x in call.records))]
-        return any(call.autocast for call in calls) or any(x in _HALVES or "float8" in x for x in dtypes)
 
     def _around(self) -> Iterator[str]:
         """Yield the modules around the guilty one that this batch called, the nearest first."""
@@ -296,8 +277,7 @@ def module_words(name: str) -> str:
 
 def code_of(model: nn.Module, name: str) -> str:
     """Return the expression that reaches the module in Python: `model.decoder.block[0]`."""
-    paths = (named.path for named in named_modules(model, remove_duplicate=False) if named.name == name)
-    path = next(paths, name)
+    path = next((x.path for x in named_modules(model, remove_duplicate=False) if x.name == name), name)
     code, module = "model", model
     for part in path.split(".") if path else ():
         is_index = isinstance(module, nn.ModuleList | nn.Sequential) and part.isdecimal()

@@ -88,13 +88,9 @@ class Experiment:
         return [record for call in self.calls if call.name == name for record in call.records]
 
     def bad_labels(self) -> list[str]:
-        """Return the label of each value of a call that is non-finite and should not be."""
-        return [record.label for call in self.calls for record in call.records if record.is_fault]
-
-    @property
-    def has_bad_gradients(self) -> bool:
-        """Whether a backward made a gradient that is non-finite."""
-        return any(record.is_fault for record in self.gradients)
+        """Return the label of each value of a call or a backward that is non-finite and should not be."""
+        records = [*(record for call in self.calls for record in call.records), *self.gradients]
+        return [record.label for record in records if record.is_fault]
 
     def keep_gradients(self, node: Any, made: Sequence[Tensor | None], _: Any) -> None:
         """Keep the gradients that a node of the graph has made, and the operation that began the first bad one."""
@@ -243,10 +239,9 @@ def run(
             if roots := [x for x in results if snapshot.grad and x.requires_grad]:
                 given = [torch.full_like(x, 1 / max(x.numel(), 1) / divisor) for x in roots]
                 experiment.given = [observe(x, "gradient", "gradient") for x in given]
-                run_backward(experiment, roots, given)
-                if squares:
-                    given = [2 * x.detach() * gradient for x, gradient in zip(roots, given, strict=True)]
-                    run_backward(experiment, roots, given)
+                squared = [2 * x.detach() * gradient for x, gradient in zip(roots, given, strict=True)]
+                for gradients in (given, squared) if squares else (given,):
+                    run_backward(experiment, roots, gradients)
     except Exception as error:
         # Without its traceback, whose frames hold the activations of the run.
         experiment.error = error.with_traceback(None)

@@ -24,6 +24,7 @@ from ..util.visible import first_few, spell
 from .batch_snapshot import BatchSnapshot
 
 PATCH_FILE = "cure.patch"
+_MAKE = partial(Path.mkdir, parents=True)
 
 _T = TypeVar("_T")
 _AReport = TypeVar("_AReport", Report, SpikeReport)
@@ -95,11 +96,10 @@ def _write_folder(path: Path, report: _AReport, call: BatchSnapshot | None, why:
     The report that is returned names the files, and has remarks on what could not be written. `why` says why there is
     no call.
     """
-    files: list[str] = []
-    remarks: list[str] = []
+    files, remarks = list[str](), list[str]()
     finding = report.finding if isinstance(report, Report) else None
     path = path.with_name(f"{path.name}-rank-{report.rank}") if report.rank else path
-    folder = attempt("making the folder", partial(_new_folder, path), remarks.append)
+    folder = attempt("making the folder", partial(make_numbered, path, _MAKE), remarks.append)
     if folder is None:
         return _with_files(report, files, remarks)
 
@@ -146,13 +146,9 @@ def write_frames(report: Report, folder: Path) -> None:
 
     No page: of thousands of ranks most have nothing to show. Raises what writing raises.
     """
-    made = _new_folder(folder)
+    made = make_numbered(folder, _MAKE)
     for name in ("json", "text"):
         _write_form(report, FORMS[name], made)
-
-
-def _new_folder(folder: Path) -> Path:
-    return make_numbered(folder, lambda path: path.mkdir(parents=True))
 
 
 def _write_form(report: AnyReport, form: Form, folder: Path) -> Path:

@@ -222,7 +222,7 @@ def find_samples(trials: Trials, size: int) -> tuple[int, ...]:
         experiment = trials.run(snapshot=replace(start, args=args, kwargs=kwargs))
         if experiment.error is not None:
             return None
-        return not experiment.bad_labels() and not experiment.has_bad_gradients
+        return not experiment.bad_labels()
 
     bad: list[int] = []
     rest = list(range(size))

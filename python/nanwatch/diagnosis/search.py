@@ -85,15 +85,12 @@ def find_operation(
     it is found. Raises nothing of its own: what could not be done is a remark.
     """
     try:
-        if finding.phase == "backward":
-            return _of_backward(snapshot, finding, model, allows)
-        called = find_called(model, finding.module)
+        called, reason = find_called(model, finding.module), no_second_run(snapshot.module)
         if finding.origin in ("weight", "buffer"):
             state = () if called is None else _tensors_of(called.module)
             x = next((x for _, label, x in state if label == finding.label), None)
             diagnosis = Diagnosis() if x is None else _of_tensor(x)
-            return diagnosis if finding.origin == "weight" else _with_spread(diagnosis, snapshot)
-        reason = no_second_run(snapshot.module)
+            return diagnosis if finding.origin == "weight" or reason else _with_spread(diagnosis, snapshot)
         if finding.origin == "data":
             # The model itself may fill what it was given, as it does a key-value cache, and then does so again.
             if "][" in finding.label and called is not None and not reason:
@@ -101,9 +98,12 @@ def find_operation(
                 diagnosis = _of_forward(snapshot, producer, called.module, model, allows)
                 if (step := diagnosis.step) is not None and step.call is not None and not step.strangers:
                     return replace(diagnosis, call=step.call, made_in=step.call.name)
-            return _with_spread(_of_data(snapshot, finding), snapshot)
+            diagnosis = _of_data(snapshot, finding)
+            return diagnosis if reason else _with_spread(diagnosis, snapshot)
         if reason:
             return Diagnosis(remarks=(f"no re-run was made: {reason}",))
+        if finding.phase == "backward":
+            return _of_backward(snapshot, finding, model, allows)
         if called is None:
             return Diagnosis(remarks=(f"the model has no module {finding.module!r} any more",))
         return _of_forward(snapshot, finding, called.module, model, allows)
@@ -134,17 +134,11 @@ def _with_spread(diagnosis: Diagnosis, snapshot: BatchSnapshot) -> Diagnosis:
     It is the first to turn inf into nan, else the first product, which should have masked it, else the first operation
     that passed it on.
     """
-    if no_second_run(snapshot.module):
-        return diagnosis
     provenance = run(replace(snapshot, grad=False), {}, follows=True).provenance
     steps = [] if provenance is None else [step for step in provenance.steps if step.place is not None]
-    turned = [step for step in steps if "nan" in step.values and not any(map(_holds_nan, step.operands))]
+    turned = [x for x in steps if "nan" in x.values and all("nan" not in values_of(y) for y in x.operands)]
     products = [step for step in steps if step.operation.startswith("aten.mul.")]
     return replace(diagnosis, step=next(iter([*turned, *products, *steps]), None))
-
-
-def _holds_nan(record: Record) -> bool:
-    return "nan" in values_of(record)
 
 
 # A value that the re-run makes again.
@@ -216,7 +210,7 @@ def _diagnosis(finding: Finding, names: Mapping[nn.Module, str], experiment: Exp
             if is_held and (record := observe(y, label, role)).is_fault:
                 holder = Frame(finding.batch, name, type(module).__name__, (record,))
                 return _of_tensor(y, **{**facts, "transient": None, "holder": holder})
-    if any(_holds_nan(observe(y, "", "input")) for y in strangers):
+    if any("nan" in values_of(observe(y, "", "input")) for y in strangers):
         facts["transient"] = None  # no change is a cure: it would hide what was there
     return _of_tensor(x, **facts, call=guilty, made_in=made_in)
 
@@ -232,8 +226,6 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
 
 
 def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, allows: Allows) -> Diagnosis:
-    if reason := no_second_run(snapshot.module):
-        return Diagnosis(remarks=(f"no re-run was made: {reason}",))
     guilty = finding.module if finding.origin == "produced" else finding.source_module
     experiment = run(replace(snapshot, grad=True), module_names(model), allows=allows, follows=True)
     # A loss that overflows too is not what made a gradient inside the model.

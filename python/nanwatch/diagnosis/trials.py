@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -16,8 +16,9 @@ from torch.utils import _pytree
 
 from ..instrumentation.wrapped_names import module_names
 from ..numerics._reference import _to_arithmetic
-from ..precision.casting import cast
+from ..precision.casting import NARROW, cast
 from ..report.finding import Cure, Finding
+from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
 from .experiment import Allows, Experiment, MakeCall, cast_to, make_call, nothing_allowed, run
 
@@ -27,13 +28,18 @@ _MOST_CHANGE = 0.01
 MOST_BY_GUARD = 3e-3
 # A bound in float32 is no less right because float64 goes on to 1e+51.
 _LARGEST = torch.finfo(torch.float32).max
-_NARROWER = (torch.float32, torch.float16, torch.bfloat16)
+# A loss that squares an output past this overflows, and the batch of a forward has no loss yet.
+_LARGEST_SQUARED = _LARGEST**0.5
 _FAILS = "as it is, it fails in float64 too"
 # Methods of a tensor that make it narrower.
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})
+# Bits. With less, the next batch whose values are twice as large fails again.
+LEAST_ROOM = 1.0
 Hold = Callable[[], AbstractContextManager[Any]]
+Room = Callable[[Experiment], float | None]
 
 
+@dataclass
 class Trials:
     """Trials of changes on the batch of one finding. Cures that work go to `cures`.
 
@@ -41,21 +47,22 @@ class Trials:
     infinities are meant, and `loss_scale` is None where it is not known.
     """
 
-    def __init__(
-        self,
-        snapshot: BatchSnapshot,
-        finding: Finding,
-        model: nn.Module,
-        allows: Allows = nothing_allowed,
-        loss_scale: float | None = None,
-    ) -> None:
-        self.snapshot, self.finding, self.model = snapshot, finding, model
-        self.allows, self.loss_scale = allows, loss_scale
-        self.names = module_names(model)
-        self.guilty = finding.module if finding.origin == "produced" else finding.source_module
-        self.cures, self.remarks, self.runs = list[Cure](), list[str](), 0
-        # Results of the runs in float64, None where one failed. The first is the measure of all trials.
-        self._exact: list[list[Tensor] | None] = []
+    snapshot: BatchSnapshot
+    finding: Finding
+    model: nn.Module
+    allows: Allows = nothing_allowed
+    loss_scale: float | None = None
+    cures: list[Cure] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    runs: int = 0
+    latest: Experiment | None = None  # of those that ran to their end
+    # Results of the runs in float64, None where one failed. The first is the measure of all trials.
+    _exact: list[list[Tensor] | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.names = module_names(self.model)
+        is_producer = self.finding.origin == "produced"
+        self.guilty = self.finding.module if is_producer else self.finding.source_module
 
     def run(
         self,
@@ -67,42 +74,39 @@ class Trials:
         """Run the batch under a change, forward and backward, with the options of `experiment.run`."""
         self.runs += 1
         with hold():
-            return run(snapshot or self.snapshot, self.names, make, self.allows, **options)
+            experiment = run(snapshot or self.snapshot, self.names, make, self.allows, **options)
+        self.latest = self.latest if experiment.error else experiment
+        return experiment
 
-    def is_finite(self, experiment: Experiment) -> bool:
-        """Return whether all is finite. Bad data stays bad: then the outputs and the gradients have to be."""
-        is_given = self.finding.origin in ("data", "buffer")
-        bad = [label for label in experiment.bad_labels() if label.startswith("output") or not is_given]
-        return experiment.error is None and not bad and not experiment.has_bad_gradients
+    def attempt(self, what: str, *change: Any, room: Room | None = None, **options: Any) -> Cure | None:
+        """Try a change, given as `run` takes it. Return it as a cure that works or does not, None where it raises.
 
-    def in_float64(self, around: Hold = nullcontext, *, backward: bool = False) -> bool:
-        """Run the batch in float64, under a change that only looks. Return whether all gradients are finite there."""
-        snapshot = replace(self.snapshot, grad=backward)
+        `room` returns the bits of headroom that a trial leaves. A change that works leaves one.
+        """
+        experiment = self.run(*change, **options)
+        if experiment.error is not None:
+            self.remarks.append(f"could not try to {what}: {spell(experiment.error)}")
+            return None
+        works, effect = self.judge(experiment)
+        if effect and not works:
+            self.remarks.append(f"with a change the batch is finite, but {effect}: {what}")
+        bits = room(experiment) if works and room else None
+        return Cure(what, works and (bits is None or bits >= LEAST_ROOM), bits, "", "" if room else effect)
 
-        def make(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if module is not snapshot.module:
-                return make_call(module, args, kwargs)
-            args, kwargs = cast((args, kwargs), _NARROWER, torch.float64)
-            with loaded(module, torch.float64), Float64():
-                return make_call(module, args, kwargs)
-
-        with around():
-            experiment = run(snapshot, self.names, make, self.allows)
-        if experiment.error is not None and self.snapshot.grad and not backward:
-            # The batch may take gradients itself, as a gradient penalty does.
-            return self.in_float64(around, backward=True)
-        self._exact.append(experiment.results if experiment.error is None else None)
-        return not experiment.has_bad_gradients
-
-    def agreement(
+    def judge(
         self, experiment: Experiment, values: Sequence[Tensor] = (), exact: Sequence[Tensor] = ()
     ) -> tuple[bool, str]:
-        """Return whether the results of a trial are near those of float64, and in words what the trial moves.
+        """Return whether a trial works, and in words what it moves, "" where not all is finite.
 
-        `values` are those of the changed expression, and `exact` what they are in float64. A guard that moves them by
-        the epsilon of a textbook at most is right at a pole where the gradient of float64 fails too, whatever scale the
-        results have.
+        Bad data stays bad: then the outputs and the gradients have to be finite. The results have to be near those of
+        float64. `values` are those of the changed expression, and `exact` what they are in float64. A guard that moves
+        them by the epsilon of a textbook at most is right at a pole where the gradient of float64 fails too, whatever
+        scale the results have.
         """
+        is_given = self.finding.origin in ("data", "buffer")
+        bad = [label for label in experiment.bad_labels() if not (is_given and label.startswith("input"))]
+        if experiment.error is not None or bad:
+            return False, ""
         if not self._exact:
             self.in_float64()
         is_close, words = compared(experiment.results, self._exact[0])
@@ -112,6 +116,25 @@ class Trials:
             is_close, words = True, f"float64's gradient fails too; {words}"
         return is_close, "; ".join(filter(None, [words, effect]))
 
+    def in_float64(self, around: Hold = nullcontext, *, backward: bool = False) -> bool:
+        """Run the batch in float64, under a change that only looks. Return whether all gradients are finite there."""
+        snapshot = replace(self.snapshot, grad=backward)
+
+        def make(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if module is not snapshot.module:
+                return make_call(module, args, kwargs)
+            args, kwargs = cast((args, kwargs), (torch.float32, *NARROW), torch.float64)
+            with loaded(module, torch.float64), Float64():
+                return make_call(module, args, kwargs)
+
+        with around():
+            experiment = run(snapshot, self.names, make, self.allows)
+        if experiment.error is not None and self.snapshot.grad and not backward:
+            # The batch may take gradients itself, as a gradient penalty does.
+            return self.in_float64(around, backward=True)
+        self._exact.append(experiment.results if experiment.error is None else None)
+        return "gradient" not in experiment.bad_labels()
+
 
 def compared(values: Sequence[Tensor], truth: Sequence[Tensor] | None) -> tuple[bool, str]:
     """Compare results with those of float64, at the elements that float64 gives as finite, and float32 can hold."""
@@ -120,15 +143,20 @@ def compared(values: Sequence[Tensor], truth: Sequence[Tensor] | None) -> tuple[
     pairs = [(x, y) for x, y in zip(values, truth, strict=True) if x.is_floating_point() or x.is_complex()]
     # A format of 8 bits rounds by more than 1 %.
     known = [(*_known(x, y, _LARGEST), max(_MOST_CHANGE, torch.finfo(x.dtype).eps / 2)) for x, y in pairs]
-    failing = sum(y.numel() for _, y in pairs) - sum(right.numel() for right, *_ in known)
+    failing = sum(rest.numel() for *_, rest, _ in known)
+    guarded = max(
+        (float(rest.real.nan_to_num(0, 0).max()) for *_, rest, _ in known if rest.numel()), default=0.0
+    )
+    if guarded > _LARGEST_SQUARED and all(x.dtype is not torch.float64 for x, _ in pairs):
+        return False, f"the result is {guarded:.3g} where float64 fails, and its square would overflow"
     # A loss that fails in float64 is not compared, though outputs of the model beside it are.
-    is_lost = any(y.numel() and not right.numel() for (_, y), (right, *_) in zip(pairs, known, strict=True))
+    is_lost = any(rest.numel() and not right.numel() for right, *_, rest, _ in known)
     known = [x for x in known if x[0].numel()]
     if not known:
         return True, _FAILS
     largest = max(float(right.abs().max()) for right, *_ in known)
-    errors = [float(distance.max()) for _, _, distance, _ in known]
-    is_near = [float(distance.norm()) <= most * float(right.norm()) for right, _, distance, most in known]
+    errors = [float(distance.max()) for _, distance, *_ in known]
+    is_near = [float(distance.norm()) <= most * float(right.norm()) for right, distance, *_, most in known]
     if not all(near or error <= MOST_BY_GUARD for near, error in zip(is_near, errors, strict=True)):
         words = f"the result is {max(errors):.3g} away from that of float64, of values up to {largest:.3g}"
         return False, words
@@ -144,7 +172,7 @@ def _moved(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[float, st
     """Return how far a guard moves the values of its expression from those of float64, and in words; "" for none."""
     pairs = zip(values, truth, strict=False)
     known = [_known(x, y, inf) for x, y in pairs if x.shape == y.shape and x.is_floating_point()]
-    right, new, distance = map(torch.cat, zip(*known, strict=True)) if known else (torch.empty(0),) * 3
+    right, distance, new, _ = map(torch.cat, zip(*known, strict=True)) if known else (torch.empty(0),) * 4
     is_off = distance > _MOST_CHANGE * right.abs() + 1e-6 * right.abs().max() if right.numel() else right
     if not is_off.any():
         return 0.0, ""
@@ -154,14 +182,17 @@ def _moved(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[float, st
     return float(distance[i]), words
 
 
-def _known(value: Tensor, exact: Tensor, most: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where `exact` is finite and at most `most`: its elements, those of `value`, and their distances."""
+def _known(value: Tensor, exact: Tensor, most: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the elements of `exact` that are finite and at most `most`, how far those of `value` are, and these.
+
+    The last are the elements of `value` everywhere else.
+    """
     value, exact = _to_arithmetic(value), _to_arithmetic(exact)
     kind = torch.promote_types(torch.promote_types(value.dtype, exact.dtype), torch.float64)
     value, exact = value.to(kind), exact.to(kind)
     is_known = exact.isfinite() & (exact.abs() <= most)
     new, right = value[is_known], exact[is_known]
-    return right, new, (right - new).abs().nan_to_num(torch.inf, torch.inf)
+    return right, (right - new).abs().nan_to_num(torch.inf, torch.inf), new, value[~is_known]
 
 
 # The batch in another format
@@ -171,18 +202,15 @@ def _known(value: Tensor, exact: Tensor, most: float) -> tuple[Tensor, Tensor, T
 def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Give `model` for the block the weights and buffers of `model.to(dtype)`, and cast nothing else."""
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    tables: list[dict[str, Any]] = [y for x in modules for y in (x._parameters, x._buffers)]
-    # Tied weights stay tied.
-    copies = {
-        x: x.detach().to(dtype).requires_grad_(x.requires_grad)
-        for table in tables
-        for x in table.values()
-        if x is not None and x.is_floating_point() and x.dtype != dtype
-    }
+    tables: list[dict[str, Any]] = [table for x in modules for table in (x._parameters, x._buffers)]
+    copies: dict[Tensor, Tensor] = {}  # so that tied weights stay tied
     with ExitStack() as stack:
         for table in tables:
             stack.callback(table.update, dict(table))
-            table.update({name: copies.get(x, x) for name, x in table.items()})
+            for name, x in table.items():
+                if x is not None and x.is_floating_point() and x.dtype != dtype:
+                    copies[x] = copies.get(x, x.detach().to(dtype).requires_grad_(x.requires_grad))
+                    table[name] = copies[x]
         yield
 
 

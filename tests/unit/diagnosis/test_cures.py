@@ -160,12 +160,15 @@ def test_the_code_that_names_a_module_is_python() -> None:
 
 
 def test_no_float32_for_what_is_float32() -> None:
-    """Where no narrow format takes part there is no cure, and but one run."""
+    """Where no narrow format takes part there is no cure, and but one run, or none behind another trial."""
     model = nn.Sequential(linear(1), Does(torch.exp))
     start, finding = failed(model, big(1000.0))
     with mock.patch.object(trials, "run", wraps=trials.run) as runs:
         assert formats_of(start, finding, model) == ((), ())
-    assert runs.call_count == 1
+        tried = Trials(start, finding, model)
+        tried.run()
+        try_formats(tried)
+    assert runs.call_count == 2  # that of a change of the source is enough
 
 
 def test_a_cure_whose_gradients_overflow_does_not_help() -> None:
@@ -351,6 +354,8 @@ def test_a_result_in_8_bits_may_differ_by_their_rounding() -> None:
         ([[0.005]], [[0.0]], False, "the result is 0.005 away"),
         ([[1.0, torch.inf]], [[1.0, 1e51]], True, "agrees with float64"),  # past the end of float32
         ([[torch.nan]], [[1.0]], False, "the result is inf away"),
+        ([[1.0, 2e19]], [[1.0, torch.inf]], False, "the result is 2e+19 where float64 fails"),
+        ([[1.0, 1e19, -1e30]], [[1.0, torch.inf, torch.nan]], True, "agrees with float64"),
         ([[1.0, 2.0]], [[[1.0, 2.0]]], True, "not compared"),
         ([[1.0], [1.0]], [[torch.nan], [1.0]], True, "as it is, it fails in float64 too"),
         ([[1.0], [1.0], [0.002]], [[torch.nan], [1.0], [0.0]], True, "moves the result by 2.0e-03"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,8 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributions import Distribution
+from torch.overrides import get_testing_overrides
 
 from .source import Edit, SourceFile, Span, Target, all_names, called_name
 from .table import ALIASES, SPELLINGS
@@ -36,14 +39,22 @@ class Operation(NamedTuple):
     keywords: Mapping[str, ast.expr] = {}
 
 
+@functools.cache
+def _parameters(name: str) -> tuple[str, ...]:
+    """Return the names of a function's arguments by position; those of PyTorch's losses for a call of the program."""
+    spaces = (x for x in (torch, torch.nn.functional, Distribution) if hasattr(x, name))
+    function = next((getattr(x, name) for x in spaces), torch.nn.functional.mse_loss)
+    return tuple(inspect.signature(get_testing_overrides().get(function, function)).parameters)
+
+
 class Binding(NamedTuple):
     """The source that each letter of a pattern stands for, and all nodes that the pattern took in.
 
-    `rest` are the arguments for `...`.
+    `rest` are the arguments for `...`, each with its keyword or "".
     """
 
     letters: Mapping[str, ast.expr] = {}
-    rest: tuple[tuple[ast.expr, ...], Mapping[str, ast.expr]] = (), {}
+    rest: tuple[tuple[str, ast.expr], ...] = ()
     nodes: frozenset[ast.AST] = frozenset()
 
 
@@ -57,8 +68,7 @@ class Site:
     """The function that runs a line, and what its text tells: operations, modules, and what made a name."""
 
     def __init__(self, target: Target, file: SourceFile) -> None:
-        self.target = target
-        self.file = file
+        self.target, self.file = target, file
         self.node = node = target.node_in(file.tree)
         self.globals = target.functions[0].__globals__
         self.parents = {child: parent for parent in ast.walk(node) for child in ast.iter_child_nodes(parent)}
@@ -149,8 +159,6 @@ def operation_of(node: ast.AST, site: Site | None = None) -> Operation | None:
         function = site.globals.get(name)
         is_function = isinstance(function, FunctionType | BuiltinFunctionType)
         name = name if is_function and "torch" in str(function.__module__ or "torch") else ""
-    if not args and "input" in keywords:
-        args = (keywords.pop("input"),)
     name = name if name.startswith("__") else name.removesuffix("_")
     name = ALIASES.get(name, name)
     if name == "norm" and site is not None:
@@ -159,15 +167,14 @@ def operation_of(node: ast.AST, site: Site | None = None) -> Operation | None:
             orders, args = [args[1]], (args[0], *args[2:])
         if any(site.constant(x) != 2 and getattr(x, "value", 0) not in ("fro", None) for x in orders):
             return None
-    return Operation(name, args, keywords) if args else None
+    return Operation(name, args, keywords) if args or keywords else None
 
 
-def match(site: Site, pattern: str, node: ast.AST) -> Binding | None:
-    """Return the first way in which the pattern stands for the node."""
-    return _match(site, parsed(pattern), node, Binding())
-
-
-def _match(site: Site, pattern: ast.expr, node: ast.AST, binding: Binding) -> Binding | None:
+def match(
+    site: Site, pattern: ast.expr | str, node: ast.AST, binding: Binding | None = None
+) -> Binding | None:
+    """Return the first way in which the pattern stands for the node, its letters as they are bound already."""
+    pattern, binding = parsed(pattern) if isinstance(pattern, str) else pattern, binding or Binding()
     if isinstance(pattern, ast.Name):
         return _letter(site, pattern.id, node, binding)
     if isinstance(pattern, ast.Constant):
@@ -176,7 +183,7 @@ def _match(site: Site, pattern: ast.expr, node: ast.AST, binding: Binding) -> Bi
         return binding if is_same else None
     seen = binding._replace(nodes=binding.nodes | {node})
     if (made := site.definition(node)) is not None:
-        return _match(site, pattern, made, seen)
+        return match(site, pattern, made, seen)
     wanted, operation = operation_of(pattern), operation_of(node, site)
     assert wanted is not None
     if wanted.name == "W" and isinstance(node, ast.Call):
@@ -194,7 +201,8 @@ def _match(site: Site, pattern: ast.expr, node: ast.AST, binding: Binding) -> Bi
         inner = match(site, spelling, node) if spelt.name == wanted.name else None
         if inner is not None:
             args = [inner.letters[x.id] for x in spelt.args if isinstance(x, ast.Name)]
-            operation = Operation(wanted.name, (*args, *inner.rest[0]), inner.rest[1])
+            args += [x for name, x in inner.rest if not name]
+            operation = Operation(wanted.name, tuple(args), {name: x for name, x in inner.rest if name})
             seen = binding._replace(nodes=binding.nodes | inner.nodes)
             if (bound := _arguments(site, wanted, operation, seen)) is not None:
                 return bound
@@ -215,6 +223,8 @@ def _letter(site: Site, letter: str, node: ast.AST, binding: Binding) -> Binding
 def _arguments(site: Site, wanted: Operation, operation: Operation, binding: Binding) -> Binding | None:
     patterns = [x for x in wanted.args if getattr(x, "value", None) is not ...]
     args, keywords = list(operation.args), dict(operation.keywords)
+    names = _parameters(operation.name)[len(args) : len(patterns)] if keywords else ()
+    args += [keywords.pop(name) for name in names if name in keywords]
     if len(args) < len(patterns):
         return None
     pairs = list(zip(patterns, args, strict=False))
@@ -226,26 +236,19 @@ def _arguments(site: Site, wanted: Operation, operation: Operation, binding: Bin
             return None
         pairs.append((pattern, args.pop(0) if key is None else keywords.pop(key)))
     # A row without `...` is for a call without further arguments. A second `...` is the same as the first.
-    if args or keywords:
-        rest = tuple(args), keywords
-        is_other = any(binding.rest) and _rest_texts(site, binding.rest) != _rest_texts(site, rest)
-        if is_other or len(patterns) == len(wanted.args):
+    if rest := (*(("", x) for x in args), *keywords.items()):
+        texts = [[(name, site.text(x)) for name, x in given] for given in (rest, binding.rest or rest)]
+        if texts[0] != texts[1] or len(patterns) == len(wanted.args):
             return None
         binding = binding._replace(rest=rest)
     swapped = [(pattern, node) for (pattern, _), (_, node) in zip(pairs, pairs[::-1], strict=True)]
     for order in (pairs, swapped) if wanted.name in ("add", "mul") else (pairs,):
         inner: Binding | None = binding
         for pattern, node in order:
-            inner = None if inner is None else _match(site, pattern, node, inner)
+            inner = None if inner is None else match(site, pattern, node, inner)
         if inner is not None:
             return inner
     return None
-
-
-def _rest_texts(site: Site, rest: tuple[tuple[ast.expr, ...], Mapping[str, ast.expr]]) -> dict[str, str]:
-    """Return the source of the further arguments by their keyword, or their number."""
-    named = {str(i): site.text(x) for i, x in enumerate(rest[0])}
-    return named | {name: f"{name}={site.text(x)}" for name, x in rest[1].items()}
 
 
 # Placeholders of a form: names that are no attributes, and `...` for further arguments, with a comma beside it.
@@ -261,8 +264,13 @@ def written(
     An operand of another statement that calls something is bound to a new name there.
     """
     hoists: dict[ast.expr, tuple[Edit, Edit]] = {}
-    taken = {*re.findall(r"(\w+)=", form), *(["correction"] if "unbiased=" in form else ())}
-    rest = ", ".join(text for name, text in _rest_texts(site, binding.rest).items() if name not in taken)
+    # Further arguments that the form gives itself.
+    calls = [x for x in ast.walk(parsed(form)) if isinstance(x, ast.Call)]
+    calls = [x for x in calls if any(getattr(y, "value", None) is ... for y in x.args)]
+    taken = {keyword.arg for call in calls for keyword in call.keywords}
+    taken |= {"correction"} if "unbiased" in taken else set()
+    arguments = [(f"{name}=" * bool(name)) + site.text(x) for name, x in binding.rest if name not in taken]
+    rest = ", ".join(arguments)
 
     def replaced(place: re.Match[str]) -> str:
         name, value = place[0], binding.letters.get(place[0])

@@ -41,10 +41,8 @@ _COUNTS = re.compile(
 _ENDS = {"float16": 11.0, "bfloat16": 88.0, "float32": 88.0, "float64": 709.0}
 # Expressions whose value a call of a probe may take the place of.
 _VALUES = ast.Name | ast.Attribute | ast.Call | ast.BinOp | ast.UnaryOp | ast.Subscript | ast.IfExp
-# What expressions are in float64.
-Values = Mapping[ast.AST, Sequence[Any]]
-# A step that failed, and whether it did so in the backward.
-Failure = tuple[Step, bool]
+# The program after a round, and the step that fails next with whether it does so in the backward.
+Round = tuple["Program", tuple[Step, bool] | None]
 
 
 def says_count(text: str) -> bool:
@@ -67,7 +65,9 @@ class Proposer:
     `failing` are the nodes that may be the operation that failed, the likeliest first.
     """
 
-    def __init__(self, site: Site, step: Step, look: Callable[[list[ast.AST]], Values]) -> None:
+    def __init__(
+        self, site: Site, step: Step, look: Callable[[list[ast.AST]], Mapping[ast.AST, list[Any]]]
+    ) -> None:
         self._site = site
         self._operation = operation_name(step.operation)
         dtypes = {record.dtype.removeprefix("torch.") for record in step.operands}
@@ -80,15 +80,15 @@ class Proposer:
         made = filter(None, map(site.definition, inner))
         parts = [*inner, *(node for value in made for node in ast.walk(value))]
         # The operations that made the operands of the likeliest node, where one of these was not finite.
-        is_finite = not any(record.isfinite is False for record in step.operands)
-        poles = [x for x in parts if (operation := operation_of(x, site)) and operation.name in POLES]
-        self._sources = [] if is_finite else poles
+        is_bad = any(record.isfinite is False for record in step.operands)
+        made_by = [(x, operation_of(x, site)) for x in parts if is_bad]
+        self._sources = [x for x, operation in made_by if operation and operation.name in POLES]
         names = [x for x in parts if isinstance(x, ast.Constant | ast.Name | ast.Attribute)]
         # Those that are added, or handed to a function: a product with 1e-8 is computed before it is rounded.
         pairs = [(x, site.parents[x]) for x in names if not isinstance(site.parents[x], ast.Attribute)]
         added = [x for x, above in pairs if isinstance(getattr(above, "op", ast.Add()), ast.Add)]
         operations = filter(None, (operation_of(node, site) for node in (*self.failing, *self._sources)))
-        looked = [*(x for operation in operations for x in operation.args), *added]
+        looked = [*(x for y in operations for x in (*y.args, *y.keywords.values())), *added]
         looked = [x for x in looked if isinstance(x, _VALUES) and site.constant(x) is None]
         self.values = look([*self.failing, *looked])
         # Numbers of the source that are not 0, and are 0 in the format of the failing operation, as 1e-8 is in float16.
@@ -113,18 +113,23 @@ class Proposer:
         inside = [node for node, (_, _, is_outside) in ranks.items() if not is_outside]
         return sorted(inside or ranks, key=ranks.__getitem__)
 
-    def outside(self) -> str:
-        """Return in words what a clamp would hide: an operand that float64 has outside the operation's domain too."""
+    def outside(self) -> tuple[str, bool]:
+        """Return an operand that float64 too has outside the domain, "" for none, and whether that forbids a clamp.
+
+        A clamp would hide what made the operand, unless rounding did. It is a guard of a power other than a root.
+        """
         operation = operation_of(self.failing[0], self._site) if self.failing else None
         if operation is None:
-            return ""
-        power = self._number(operation.args[-1]) if self._operation == "pow" else None
-        is_root = power is not None and 0 < abs(power) < 1
-        least, largest = DOMAINS.get("sqrt" if is_root else self._operation, (-math.inf, math.inf))
-        tensors = [x[x.isfinite()] for x in self.tensors(operation.args[0]) if not x.is_complex()]
+            return "", False
+        base, *_, power = (*operation.args, *operation.keywords.values()) * 2
+        exponents = [torch.as_tensor(x) for x in (self._number(power), *self.tensors(power)) if x is not None]
+        is_power = self._operation == "pow" and any(bool((x != x.round()).any()) for x in exponents)
+        is_root = not is_power or 0 < abs(self._number(power) or 0) < 1
+        least, largest = DOMAINS.get("sqrt" if is_power else self._operation, (-math.inf, math.inf))
+        tensors = [x[x.isfinite()] for x in self.tensors(base) if not x.is_complex()]
         ends = [float(end) for x in tensors if x.numel() for end in x.aminmax()]
-        outside = [end for end in ends if not least - MOST_BY_GUARD <= end <= largest + MOST_BY_GUARD]
-        return f"float64 too has {outside[0]:.3g} there" if outside else ""
+        distance, farthest = max(((max(least - end, end - largest), end) for end in ends), default=(0.0, 0.0))
+        return f"{farthest:.3g}" if distance > 0 else "", is_root and distance > MOST_BY_GUARD
 
     def causes(self) -> list[str]:
         """Return a sentence for each number of the source that is 0 in the format of the failing operation."""
@@ -318,16 +323,13 @@ class Rounds:
     """The rounds for the finding of these trials. A patch that works goes to their cures."""
 
     def __init__(self, trials: Trials, at: TargetFinder) -> None:
-        self._trials = trials
-        self._at = at
-        self._end = time.monotonic() + _MOST_SECONDS
-        self._tried: list[str] = []
-        self._too_far = ""
+        self._trials, self._at, self._end = trials, at, time.monotonic() + _MOST_SECONDS
+        self._tried, self._too_far = list[str](), ""
 
     def go(self, step: Step) -> None:
         """Make the rounds, from the step that failed."""
         remarks, program = self._trials.remarks, Program()
-        failure: Failure | None = step, self._trials.finding.phase == "backward"
+        failure: tuple[Step, bool] | None = step, self._trials.finding.phase == "backward"
         for _ in range(_MOST_ROUNDS):
             if failure is None or failure[0].place is None:
                 break
@@ -342,23 +344,21 @@ class Rounds:
                 return
         if self._tried:
             names = ", ".join(dict.fromkeys(self._tried))
-            words = "these changes of the source were tried, and none was enough"
-            remarks.append(f"{words}: {names}{self._too_far}")
+            remarks.append(
+                f"these changes of the source were tried, and none was enough: {names}{self._too_far}"
+            )
 
-    def _round(
-        self, program: Program, site: Site, step: Step, is_backward: bool
-    ) -> tuple[Program, Failure | None]:
+    def _round(self, program: Program, site: Site, step: Step, is_backward: bool) -> Round:
         """Try the proposals for the failure. Return the program and the failure that the next round begins with."""
-        inside: tuple[Program, Failure | None] = program, None
+        inside: Round = program, None
         proposer = Proposer(site, step, partial(self._in_float64, program, site))
         self._trials.remarks += proposer.causes()
-        outside = proposer.outside()
+        outside, is_far = proposer.outside()
         for proposal in proposer.proposals():
             if self._trials.runs >= _MOST_RUNS or time.monotonic() > self._end:
                 break
             edits, node = proposal.edits, site.file.span(proposal.node)
-            changed = moved(node if node.covers(edits[-1].span) else edits[-1].span, edits)
-            probe = Probe()
+            changed, probe = moved(node if node.covers(edits[-1].span) else edits[-1].span, edits), Probe()
             try:
                 trial = program.edited(site, proposal)
                 hold = partial(trial.running, probe, site.target, [changed])
@@ -368,15 +368,16 @@ class Rounds:
             self._tried.append(f"`{edits[-1].text}`")
             if experiment.error is not None or 0 not in probe.values:
                 continue
-            hidden = outside if ".clamp(" in edits[-1].text else ""
-            if self._trials.is_finite(experiment):
-                values = [x for x in probe.values[0] if isinstance(x, Tensor)]
-                is_close, effect = self._trials.agreement(experiment, values, proposer.tensors(proposal.node))
-                if is_close and not hidden:
-                    self._trials.cures.append(trial.cure(effect))
-                    return trial, None
-                reason = f"; with {self._tried[-1]} the batch is finite, but {hidden or effect}"
-                self._too_far = self._too_far or reason
+            values = [x for x in probe.values[0] if isinstance(x, Tensor)]
+            works, effect = self._trials.judge(experiment, values, proposer.tensors(proposal.node))
+            guarded = outside if ".clamp(" in edits[-1].text else ""
+            hidden = f"float64 too has {guarded} there" if guarded and is_far else ""
+            if works and not hidden:
+                effect += f"; a guard: it moves {guarded}, which float64 has there too" if guarded else ""
+                self._trials.cures.append(trial.cure(effect))
+                return trial, None
+            if effect and not self._too_far:
+                self._too_far = f"; with {self._tried[-1]} the batch is finite, but {hidden or effect}"
             later, is_later_backward = experiment.failure, experiment.failed_in_backward
             # An earlier failure than before is none to go on from. With strangers it was bad before the batch.
             is_earlier = is_backward and not is_later_backward
@@ -393,7 +394,9 @@ class Rounds:
                 inside = trial, (later, True)
         return inside
 
-    def _in_float64(self, program: Program, site: Site, nodes: Sequence[ast.AST]) -> Values:
+    def _in_float64(
+        self, program: Program, site: Site, nodes: Sequence[ast.AST]
+    ) -> Mapping[ast.AST, list[Any]]:
         """Run the batch in float64. Return the values of these nodes."""
         probe, unique = Probe(), list(dict.fromkeys(nodes))
         spans = [site.file.span(node) for node in unique]

@@ -58,8 +58,7 @@ class SourceFile:
     """The text of a Python file, with its own line ends, and its tree. Raises SyntaxError where it is no Python."""
 
     def __init__(self, name: str, text: str) -> None:
-        self.name = name
-        self.text = text
+        self.name, self.text = name, text
         self.is_file = Path(name).is_file()
         self.tree = ast.parse(text)
         self._data = text.encode()
@@ -363,8 +362,7 @@ class _Looks(ast.NodeTransformer):
     """Transformer that gives the probe the value of the outermost expression inside each span."""
 
     def __init__(self, file: SourceFile, spans: Sequence[Span]) -> None:
-        self._file = file
-        self._spans = dict(enumerate(spans))
+        self._file, self._spans = file, dict(enumerate(spans))
 
     def visit(self, node: Any) -> Any:
         numbers: list[int] = []
