@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,21 +54,10 @@ class Target:
         return asdict(self)
 
 
-def _at_least(name: str, bound: float, values: Sequence[tuple[float, str]]) -> list[Target]:
-    if not values:
-        return []
-    value, where = min(values)
-    return [Target(name, f">= {bound:g}", f"{value:#.3g}", value >= bound, where)]
+Values = list[tuple[float, str]]  # a number, and where it was measured
 
 
-def _at_most(name: str, bound: float, values: Sequence[tuple[float, str]]) -> list[Target]:
-    if not values:
-        return []
-    value, where = max(values)
-    return [Target(name, f"<= {bound:g}", f"{value:#.3g}", value <= bound, where)]
-
-
-def _medians(values: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
+def _medians(values: Values) -> Values:
     """The median for each number of threads, which is what ends the name of a row."""
     threads = sorted({where.rsplit(", ", 1)[1] for _, where in values})
     return [
@@ -79,55 +68,42 @@ def _medians(values: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
 
 def judge(rows: Iterable[Row]) -> list[Target]:
     """Every target that the rows say something about; the worst row decides, except where a median is named."""
-    dense: list[Row] = []
-    strided: list[Row] = []
-    for row in rows:
-        (dense if row.kind == "dense" else strided).append(row)
-
-    def ratios(
-        name: str, *, numel: range | None = None, nbytes: range | None = None
-    ) -> list[tuple[float, str]]:
-        return [
-            (row.ratios[name], row.where)
-            for row in dense
-            if name in row.ratios
-            and (numel is None or row.numel in numel)
-            and (nbytes is None or row.nbytes in nbytes)
-        ]
-
+    rows = list(rows)
     endless = 1 << 62
-    plain, floor = (ratios(name, nbytes=range(FLOOR_BYTES, endless)) for name in ("plain", "floor"))
+
+    def ratios(name: str, least: int = 0, most: int = endless, kind: str = "dense") -> Values:
+        """Return a candidate's ratios for tensors of at least and at most so many bytes."""
+        chosen = (row for row in rows if row.kind == kind and least <= row.nbytes <= most)
+        return [(row.ratios[name], row.where) for row in chosen if name in row.ratios]
+
+    def compiled(least: int, most: int) -> Values:
+        """Return the ratios of torch.compile for at least and at most so many elements."""
+        chosen = (row for row in rows if row.kind == "dense" and least <= row.numel <= most)
+        return [(row.ratios["compile"], row.where) for row in chosen if "compile" in row.ratios]
+
+    plain, floor = ratios("plain", FLOOR_BYTES), ratios("floor", FLOOR_BYTES)
     # The least size is the price of the call itself.
-    smallest = [(row.seconds["nanwatch"] * 1e6, row.where) for row in dense if row.numel == 16]
-    return [
-        *_at_least("share of a plain read's bandwidth from 64 KiB up, median", 0.95, _medians(plain)),
-        *_at_least("share of a plain read's bandwidth from 64 KiB up, each", 0.90, plain),
-        *_at_least("share of the floor's bandwidth from 64 KiB up, median", 0.95, _medians(floor)),
-        *_at_least("share of the floor's bandwidth from 64 KiB up, each", 0.90, floor),
-        *_at_least("transformers' functions, times nanwatch", 40, ratios("transformers")),
-        *_at_least("torch.compile, times nanwatch", 1, ratios("compile")),
-        *_at_least(
-            "torch.compile, times nanwatch, 1e6 elements",
-            1.5,
-            ratios("compile", numel=range(1_000_000, 1_000_001)),
-        ),
-        *_at_least(
-            "torch.compile, times nanwatch, up to 1e4 elements", 30, ratios("compile", numel=range(10_001))
-        ),
-        *_at_most("abs_range of 16 elements, us", 0.15, smallest),
-        *_at_most(
-            "tensor_health from memory, times abs_range",
-            1.3,
-            ratios("health", nbytes=range(MEMORY_BYTES, endless)),
-        ),
-        *_at_most(
-            "tensor_health in L2, times abs_range",
-            2,
-            ratios("health", nbytes=range(FLOOR_BYTES, L2_BYTES + 1)),
-        ),
-        *_at_least(
-            ".contiguous() first, times the strided walk",
-            1,
-            [(row.ratios["contiguous"], row.where) for row in strided],
-        ),
+    smallest = [
+        (row.seconds["nanwatch"] * 1e6, row.where) for row in rows if (row.kind, row.numel) == ("dense", 16)
     ]
+    targets: list[tuple[str, str, float, Values]] = [
+        ("share of a plain read's bandwidth from 64 KiB up, median", ">=", 0.95, _medians(plain)),
+        ("share of a plain read's bandwidth from 64 KiB up, each", ">=", 0.90, plain),
+        ("share of the floor's bandwidth from 64 KiB up, median", ">=", 0.95, _medians(floor)),
+        ("share of the floor's bandwidth from 64 KiB up, each", ">=", 0.90, floor),
+        ("transformers' functions, times nanwatch", ">=", 40, ratios("transformers")),
+        ("torch.compile, times nanwatch", ">=", 1, compiled(0, endless)),
+        ("torch.compile, times nanwatch, 1e6 elements", ">=", 1.5, compiled(1_000_000, 1_000_000)),
+        ("torch.compile, times nanwatch, up to 1e4 elements", ">=", 30, compiled(0, 10_000)),
+        ("abs_range of 16 elements, us", "<=", 0.15, smallest),
+        ("tensor_health from memory, times abs_range", "<=", 1.3, ratios("health", MEMORY_BYTES)),
+        ("tensor_health in L2, times abs_range", "<=", 2, ratios("health", FLOOR_BYTES, L2_BYTES)),
+        (".contiguous() first, times the strided walk", ">=", 1, ratios("contiguous", kind="strided")),
+    ]
+    judged = []
+    for name, sign, bound, values in targets:
+        if values:
+            value, where = min(values) if sign == ">=" else max(values)
+            passed = value >= bound if sign == ">=" else value <= bound
+            judged.append(Target(name, f"{sign} {bound:g}", f"{value:#.3g}", passed, where))
+    return judged

@@ -20,7 +20,6 @@ from torch import nn
 
 import nanwatch
 from nanwatch.instrumentation.slot import attach, detach, wrappers
-from nanwatch.recording.events import Event
 from nanwatch.session.api import start_watch
 from nanwatch.session.options import make_options
 
@@ -39,35 +38,23 @@ SLOW = ("transformers", "detect-anomaly", "debug-mode")
 class Ways:
     """The ways of these names on `model`, and the plain one; `by_name` has a context for each.
 
-    `timed` has the watches that measure their own time: "nanwatch", "gradients" and "fingerprints". They make no
-    forecasts: those look at each of the first 128 batches, and then at ever fewer, down to one in 16.
     `folder` is where the trace goes.
     """
 
     def __init__(self, model: nn.Module, names: set[str], folder: Path) -> None:
-        self.timed: dict[str, nanwatch.Watch] = {}
-        self.trace: nanwatch.Watch | None = None
-        self._watches: list[nanwatch.Watch] = []
+        self.watches: dict[str, nanwatch.Watch] = {}
         self._model = model
         self.by_name: dict[str, Way] = {"plain": contextlib.nullcontext}
-        if "nanwatch" in names:
-            self.by_name["nanwatch"] = self._watching()
-            self._time("nanwatch")
-        if "forecast-off" in names:
-            self.by_name["forecast-off"] = self._watching(forecast=False)
-        if "no-box" in names:
-            self.by_name["no-box"] = self._watching(black_box=False)
-        if "trace" in names:
-            self.by_name["trace"] = self._watching(trace=folder / "trace")
-            self.trace = self._watches[-1]
-        if "fingerprints" in names:
-            self.by_name["fingerprints"] = self._watching(
-                trace=nanwatch.Trace(folder / "bits", fingerprints=True)
-            )
-            self._time("fingerprints", trace=nanwatch.Trace(folder / "timed", fingerprints=True))
-        if "gradients" in names:
-            self.by_name["gradients"] = self._watching(gradients=True)
-            self._time("gradients", gradients=True)
+        options: dict[str, dict[str, Any]] = {
+            "nanwatch": {},
+            "forecast-off": {"forecast": False},
+            "no-box": {"black_box": False},
+            "trace": {"trace": folder / "trace"},
+            "fingerprints": {"trace": nanwatch.Trace(folder / "bits", fingerprints=True)},
+            "gradients": {"gradients": True},
+        }
+        for name in options.keys() & names:
+            self.by_name[name] = self._watching(name, options[name])
         if "detect-anomaly" in names:
             self.by_name["detect-anomaly"] = _anomaly
         if "debug-mode" in names:
@@ -83,25 +70,20 @@ class Ways:
 
     def writer_seconds(self) -> float:
         """The CPU time so far of the thread that writes the trace. Being in rounds of all ways, it is in no ratio."""
-        if self.trace is None or self.trace._tracer is None:
+        watch = self.watches.get("trace")
+        if watch is None or watch._tracer is None:
             return 0.0
-        identity = self.trace._tracer.writer._thread.ident
+        identity = watch._tracer.writer._thread.ident
         assert identity is not None
         return time.clock_gettime(time.pthread_getcpuclockid(identity))
 
     def stop(self) -> None:
         """Stop all watches; the trace is whole on disk then."""
-        for watch in self._watches:
+        for watch in self.watches.values():
             watch.stop()
 
-    def _time(self, name: str, **options: Any) -> None:
-        self.by_name[f"timed {name}"] = self._watching(forecast=False, **options)
-        self.timed[name] = watch = self._watches[-1]
-        watch._recorder.subscribe(Event.OWN_TIME)
-
-    def _watching(self, **options: Any) -> Way:
-        watch = start_watch(self._model, make_options(options))
-        self._watches.append(watch)
+    def _watching(self, name: str, options: dict[str, Any]) -> Way:
+        self.watches[name] = start_watch(self._model, make_options(options))
         calls = [(module, wrappers(module)[0]) for module in self._model.modules()]
         for module, call in calls:
             detach(module, call)

@@ -1,6 +1,6 @@
 """Cost of watching in memory: the peak of training steps of the models of bench_step.py, watched and not.
 
-    python benchmarks/bench_memory.py [--only gpt-2] [--blocks apart together] [--rounds 3] [--json FILE]
+    python benchmarks/bench_memory.py [--only gpt-2] [--blocks apart together] [--rounds 3]
 
 Each run is a process of its own, plain and watched in turn: a process that had both would keep the larger peak. The
 peak is what the system counts (resident size); the heap is what is in use of it after the last step, by mallinfo2.
@@ -25,15 +25,12 @@ from pathlib import Path
 
 import torch
 from _steps import cases
-from _timing import machine, table, write_json
+from _timing import table
 
 import nanwatch
 
 STEPS = 3
-BLOCKS = {
-    "apart": {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"},
-    "together": {},
-}
+BLOCKS = {"apart": {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}, "together": {}}
 
 
 class _Mallinfo(ctypes.Structure):
@@ -60,32 +57,24 @@ def _training(name: str) -> None:
     # Not getrusage's, which begins with the size of the process that started this one.
     status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) * 1024
-    frames = len(watch.frames) if watch is not None else 0
-    print(json.dumps({"peak": peak, "heap": info.uordblks + info.hblkhd, "frames": frames}))
+    assert watch is None or len(watch.frames) > 0
+    print(json.dumps({"peak": peak, "heap": info.uordblks + info.hblkhd}))
 
 
 def _run(model: str, how: str, environment: dict[str, str]) -> dict[str, int]:
-    done = subprocess.run(
-        [sys.executable, __file__, "--run", f"{model}:{how}"],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    command, variables = [sys.executable, __file__, "--run", f"{model}:{how}"], {**os.environ, **environment}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=variables)
+    sizes: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return sizes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--only", default="", help="models whose name contains this")
-    parser.add_argument(
-        "--blocks", nargs="+", choices=BLOCKS, default=[*BLOCKS], help="see above (default both)"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind (default 3)")
+    parser.add_argument("--blocks", nargs="+", choices=BLOCKS, default=[*BLOCKS], help="default both")
+    parser.add_argument("--rounds", type=int, default=3, help="of each kind")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
@@ -96,45 +85,24 @@ def main() -> None:
     for model, blocks in itertools.product(wanted, options.blocks):
         runs: dict[str, list[dict[str, int]]] = {"plain": [], "watched": []}
         for _ in range(options.rounds):
-            for how, found in runs.items():
-                found.append(_run(model, how, BLOCKS[blocks]))
-        row = {"model": model, "blocks": blocks}
+            for how, sizes in runs.items():
+                sizes.append(_run(model, how, BLOCKS[blocks]))
+        cells = [model, blocks]
         for key in ("peak", "heap"):
-            plain, watched = (statistics.median(one[key] for one in runs[how]) for how in runs)
-            row |= {key: plain, f"{key}_added": watched - plain, f"{key}_growth": watched / plain - 1}
-        row["peak_scatter"] = max(one["peak"] for one in runs["plain"]) / row["peak"] - 1
-        rows.append(row)
-        print(
-            f"{model}, {blocks}: peak {row['peak_growth']:+.2%}, heap {row['heap_growth']:+.2%}", flush=True
-        )
-    cells = [
-        [
-            row["model"],
-            row["blocks"],
-            f"{row['peak'] / 2**20:,.0f}",
-            f"{row['peak_added'] / 2**20:+.1f}",
-            f"{row['peak_growth']:+.2%}",
-            f"{row['peak_scatter']:.2%}",
-            f"{row['heap'] / 2**20:,.0f}",
-            f"{row['heap_added'] / 2**20:+.2f}",
-            f"{row['heap_growth']:+.2%}",
-        ]
-        for row in rows
+            plain, watched = (statistics.median(size[key] for size in runs[how]) for how in runs)
+            added, scatter = watched - plain, max(size[key] for size in runs["plain"]) / plain - 1
+            cells += [
+                f"{plain / 2**20:,.0f}",
+                f"{added / 2**20:+.2f}",
+                f"{added / plain:+.2%}",
+                f"{scatter:.2%}",
+            ]
+        rows.append(cells)
+        print(*cells, file=sys.stderr, flush=True)
+    headings = [
+        f"{key} {what}" for key in ("peak", "heap") for what in ("MiB", "added", "watched", "scatter")
     ]
-    headings = (
-        "model",
-        "blocks",
-        "peak MiB",
-        "added MiB",
-        "watched",
-        "scatter",
-        "heap MiB",
-        "added MiB",
-        "watched",
-    )
-    print(table(headings, cells))
-    if options.json:
-        write_json(options.json, {"machine": machine(), "rows": rows})
+    print(table(["model", "blocks", *headings], rows))
 
 
 if __name__ == "__main__":

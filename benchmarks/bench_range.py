@@ -313,24 +313,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     every = torch.get_num_threads()
-    parser.add_argument(
-        "--quick", action="store_true", help="few rows and rounds: a smoke test, not a result"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write machine, rows and targets to this file"
-    )
+    parser.add_argument("--quick", action="store_true", help="few rows and rounds: no result")
+    parser.add_argument("--json", type=Path, help="write machine, rows and targets here")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, metavar="DTYPE", help="default: all nine")
     parser.add_argument(
         "--sizes", nargs="+", type=whole, metavar="N", help="elements; default: 16, 100 … 1e8"
     )
-    parser.add_argument(
-        "--threads",
-        nargs="+",
-        type=whole,
-        default=sorted({1, every}),
-        metavar="N",
-        help=f"default: 1 {every}",
-    )
+    parser.add_argument("--threads", nargs="+", type=whole, default=sorted({1, every}), metavar="N")
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}")
     options = parser.parse_args(arguments)
     options.dtype = options.dtype or (QUICK_DTYPES if options.quick else tuple(DTYPES))

@@ -5,8 +5,7 @@
 
 Needs vLLM (`make test-vllm` makes an environment with it) and nanwatch installed there. The second line has the shape
 of Qwen3-0.6B. Eight requests decode; the median of the rounds' ratios is what watching costs, in wall time and in CPU
-time of this process, in which the model runs. Other programs disturb the wall time more. "Own time" is what the
-recorder measures itself, of which the noise of other processes takes the same share as of the step.
+time of this process, in which the model runs. Other programs disturb the wall time more.
 """
 
 from __future__ import annotations
@@ -34,10 +33,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24)
     options = parser.parse_args()
     from vllm import LLM, SamplingParams
-
-    from nanwatch.recording.events import Event
-    from nanwatch.session.api import start_watch
-    from nanwatch.session.options import make_options
 
     heads = options.hidden // 64
     config = {
@@ -85,14 +80,6 @@ def main() -> None:
         order = (watched, watched.__wrapped__)[:: 1 if number % 2 else -1]
         times = {step: run(step) for step in order}
         pairs.append((times[watched], times[watched.__wrapped__]))
-    run(watched.__wrapped__)
-    with start_watch(worker.get_model(), make_options({"on_nonfinite": "record"})) as watch:
-        watch._recorder.subscribe(Event.OWN_TIME)
-        before, begun = watch.counters["nanoseconds"], time.perf_counter()
-        for _ in range(options.rounds):
-            engine.generate(prompts, asked, use_tqdm=False)
-        own = (watch.counters["nanoseconds"] - before) / (time.perf_counter() - begun) / 1e7
-    print(f"own time {own:.1f} %")
     for number, name in enumerate(("wall time", "CPU time")):
         ratios = sorted(on[number] / off[number] for on, off in pairs)
         off = statistics.median(off[number] for _, off in pairs)

@@ -24,7 +24,7 @@ BUILD="$PYTHON setup.py build_ext --inplace"
 TESTS="$PYTEST -n 6 --dist worksteal tests/gpu --durations=8"
 MEMCHECK="$SANITIZE $PYTEST tests/gpu/test_cuda.py -k small"
 COST="$PYTHON benchmarks/bench_gpu.py --json $RESULTS/gpu.json"
-HOST="$PYTHON benchmarks/bench_host.py --tokens 150 --json $RESULTS/host.json"
+HOST="$PYTHON benchmarks/bench_host.py --tokens 150"
 
 case "${1:-}" in
   --plan)

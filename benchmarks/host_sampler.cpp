@@ -1,56 +1,48 @@
-// A sampler of one thread: a timer sends it a signal, whose handler notes the instruction. The clock is wall time, as a
-// clock of processor time ticks only every few ms.
+// Samples one thread: a timer sends it a signal, whose handler notes the instruction. The timer's clock is wall time,
+// as one of processor time ticks only every few ms.
 //   g++ -O2 -shared -fPIC host_sampler.cpp -o host_sampler.so
-#include <csignal>
-#include <cstdint>
-#include <ctime>
 #include <sys/syscall.h>
 #include <ucontext.h>
 #include <unistd.h>
 
-namespace {
-constexpr int64_t kMost = 1 << 20;
-uint64_t addresses[kMost];
-volatile int64_t count = 0;
-timer_t timer;
+#include <csignal>
+#include <cstdint>
+#include <ctime>
 
-void note(int, siginfo_t*, void* context) {
+static uint64_t addresses[1 << 20];
+static volatile int64_t count = 0;
+static timer_t timer;
+
+static void note(int, siginfo_t*, void* context) {
   const auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
-#if defined(__x86_64__)
-  const auto address = uint64_t(machine.gregs[REG_RIP]);
+  if (count == 1 << 20) return;
+#ifdef __x86_64__
+  addresses[count] = uint64_t(machine.gregs[REG_RIP]);
 #else
-  const auto address = uint64_t(machine.pc);
+  addresses[count] = uint64_t(machine.pc);
 #endif
-  if (count < kMost) addresses[count] = address, count = count + 1;
+  count = count + 1;
 }
-}  // namespace
 
-extern "C" {
-
-// Begins to sample the calling thread every `nanoseconds`. 0, or the error of the system.
-int sampler_start(long nanoseconds) {
+// Samples the calling thread every `period` nanoseconds. Not 0 where the system has no such timer.
+extern "C" int sampler_start(long period) {
   struct sigaction action = {};
   action.sa_sigaction = note;
   action.sa_flags = SA_SIGINFO | SA_RESTART;
-  if (sigaction(SIGPROF, &action, nullptr) != 0) return -1;
   sigevent event = {};
   event.sigev_notify = SIGEV_THREAD_ID;
   event.sigev_signo = SIGPROF;
   event._sigev_un._tid = int(syscall(SYS_gettid));
-  if (timer_create(CLOCK_MONOTONIC, &event, &timer) != 0) return -2;
-  const itimerspec period = {{0, nanoseconds}, {0, nanoseconds}};
-  return timer_settime(timer, 0, &period, nullptr);
+  const itimerspec times = {{0, period}, {0, period}};
+  return sigaction(SIGPROF, &action, nullptr) || timer_create(CLOCK_MONOTONIC, &event, &timer) ||
+         timer_settime(timer, 0, &times, nullptr);
 }
 
-void sampler_stop() {
+// Ends it. Copies the samples, at most `most`, and returns how many.
+extern "C" int sampler_stop(uint64_t* to, int most) {
   timer_delete(timer);
-}
-
-// Moves the samples since the last call to `to`, at most `most`; how many there were.
-int64_t sampler_take(uint64_t* to, int64_t most) {
-  const int64_t all = count < most ? count : most;
-  for (int64_t i = 0; i < all; ++i) to[i] = addresses[i];
+  const int taken = count < most ? int(count) : most;
+  for (int i = 0; i < taken; ++i) to[i] = addresses[i];
   count = 0;
-  return all;
-}
+  return taken;
 }

@@ -204,7 +204,6 @@ void bind_recorder(py::module_& m) {
         counters["bytes_read"] = c.bytes_read;
         counters["cache_hits"] = c.cache_hits;
         counters["stale_hits"] = c.stale_hits;
-        counters["nanoseconds"] = self.subscriptions->nanoseconds.load();
         counters["labels"] = observer.labels().size();
         counters["weights_remembered"] = observer.num_weights();
         return counters;

@@ -24,9 +24,8 @@ class GradientHook : public torch::autograd::FunctionPreHook {
 
  protected:
   template <typename Action>
-  static void guarded(GradientRecorder& recorder, const Action& action) {
+  static void guarded(const Action& action) {
     try {
-      const Stopwatch stopwatch(*recorder.subscriptions);
       action();
     } catch (python_error&) {
       throw;  // Ctrl-C
@@ -45,7 +44,7 @@ class TensorHook final : public GradientHook {
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
     const std::shared_ptr<GradientRecorder> recorder = recorder_.lock();
     if (recorder != nullptr && nr_ < gradients.size() && gradients[nr_].defined())
-      guarded(*recorder, [&] { recorder->on_gradient(gradients[nr_], node_, nr_, users_); });
+      guarded([&] { recorder->on_gradient(gradients[nr_], node_, nr_, users_); });
     return gradients;
   }
 
@@ -76,7 +75,7 @@ class LeafHook final : public GradientHook {
       }
     }
     for (const auto& [recorder, alive] : followed)
-      guarded(*recorder, [&, &recorder = recorder, &alive = alive] {
+      guarded([&, &recorder = recorder, &alive = alive] {
         const std::vector<GradientUser> users = recorder->users_now(alive);
         if (!users.empty()) recorder->on_gradient(gradients[0], this, 0, users);
       });

@@ -409,7 +409,6 @@ void Backward::take_completed() {
 bool GradientRecorder::report(CallRecorder& recorder, Backward& backward) {
   CallObserver& observer = recorder.observer();
   FrameRing& ring = recorder.ring();
-  const Stopwatch stopwatch(*subscriptions);
   backward.take_completed();
   observer.counters.tensors += int64_t(backward.events.size());
   observer.counters.tensors_read += backward.tensors_read;

@@ -255,7 +255,6 @@ PyObject* CallRecorder::run(int32_t index, PyObject* module, PyObject* inner, Py
   box::BlackBox::begin(thread.slot, node.box, thread.batch, thread.recomputed);
   ++observer_.counters.calls;
   py::object output = py::reinterpret_steal<py::object>(call_past_wrappers(inner, module, args, kwargs));
-  const Stopwatch stopwatch(*subscriptions);
   thread.nodes.pop_back();
   box::BlackBox::end(thread.slot, !output);
   note_class(node, module);

@@ -3,7 +3,6 @@
 
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <limits>
 #include <list>
 #include <memory>
@@ -21,9 +20,8 @@
 
 namespace nanwatch {
 
-// Events that the recorder reports only while somebody subscribes to them, numbered as in recording/events.py. While
-// there is a subscription to kOwnTime the recorder counts its nanoseconds.
-enum Event : uint32_t { kBatchStart = 1, kBatchEnd = 2, kFrame = 4, kBackwardStart = 8, kOwnTime = 16 };
+// Events that the recorder reports only while somebody subscribes to them, numbered as in recording/events.py.
+enum Event : uint32_t { kBatchStart = 1, kBatchEnd = 2, kFrame = 4, kBackwardStart = 8 };
 
 // Counts the subscriptions to each event. Changed under the interpreter lock, asked on any thread.
 class Subscriptions {
@@ -38,30 +36,9 @@ class Subscriptions {
     mask_.store(mask, std::memory_order_relaxed);
   }
 
-  std::atomic<int64_t> nanoseconds{0};  // spent in the recorder while there is a subscription to kOwnTime
-
  private:
-  std::array<int, 5> counts_{};
+  std::array<int, 4> counts_{};
   std::atomic<uint32_t> mask_{0};
-};
-
-// Adds the nanoseconds until its end to those of the recorder, if somebody subscribes to them.
-class Stopwatch {
- public:
-  explicit Stopwatch(Subscriptions& subscriptions)
-      : total_(subscriptions.has(kOwnTime) ? &subscriptions.nanoseconds : nullptr),
-        start_(total_ != nullptr ? now() : 0) {}
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-  ~Stopwatch() {
-    if (total_ != nullptr) *total_ += now() - start_;
-  }
-
- private:
-  static int64_t now() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-  std::atomic<int64_t>* const total_;
-  const int64_t start_;
 };
 
 // One subscription to some events. It does not keep the recorder alive.

@@ -54,7 +54,6 @@ class Event(IntEnum):  # not IntFlag, whose `&` takes 1 µs
     BATCH_END = 2
     FRAME = 4
     BACKWARD_START = 8
-    OWN_TIME = 16  # no event: the compiled recorder counts its nanoseconds meanwhile
 
 
 Part: TypeAlias = Literal["output", "input", "weight"]
