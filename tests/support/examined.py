@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.search import Diagnosis, find_operation
 from nanwatch.instrumentation.execution_context import RngState
-from nanwatch.recording.events import start_of
+from nanwatch.recording.calls import start_of
 from nanwatch.report.finding import Finding
 from nanwatch.session.api import watch
 

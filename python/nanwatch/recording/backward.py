@@ -1,107 +1,13 @@
-"""Calls that gradients come for, as PythonRecorder follows them, and the first non-finite gradient of a backward."""
+"""The first non-finite gradient of a backward."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
 
-from torch import Tensor
-
-from ..numerics.readable import unreadable
-from ..records.record import Frame, Record, Role
+from ..records.record import Frame, Record
 from ..report.finding import Finding, OriginKind, finding_of
-from .events import Arrival, BackwardCall, Batch, Part
-from .masks import Excuses
-
-
-class Node(NamedTuple):
-    """A watched module: its name, its class, and whether its calls are recorded."""
-
-    name: str
-    class_name: str
-    observed: bool
-    allow_inf: bool | Excuses
-
-
-@dataclass(eq=False)
-class Call:
-    """A call under way, and then one that gradients may come for: hooks in the graph keep it."""
-
-    node: Node
-    batch: Batch
-    caller: Call | None
-    frame: Frame
-    added: list[tuple[Role, str, Any]] = field(default_factory=list)  # outputs that `add_output` gave it
-    number: int = 0
-    backward: int = -1  # the one that last brought a gradient of its outputs
-    handles: list[Any] = field(default_factory=list)  # of the hooks on leaves, which outlive the graph
-
-    def remove_hooks(self) -> None:
-        """Take the hooks off the leaves."""
-        for handle in self.handles:
-            handle.remove()
-
-    __del__ = remove_hooks
-
-
-@dataclass(slots=True)
-class Backward:
-    """Gradients that came in one run of the autograd engine."""
-
-    end: weakref.ref[Any]  # the callback at its end, which is gone if an exception has ended it
-    # The third item is the gradient's place, tensor and version. One gradient may come to several calls in turn.
-    arrivals: list[tuple[Call, Part, object, Record]] = field(default_factory=list)
-    weights: set[object] = field(default_factory=set)
-
-    @property
-    def has_fault(self) -> bool:
-        """Whether a gradient so far is not finite, and not meant to be so."""
-        return any(record.is_fault for *_, record in self.arrivals)
-
-    def frames(self) -> tuple[list[BackwardCall], list[Arrival]]:
-        """Return the calls with their frames, a parent after its children as in the forward, and the arrivals."""
-        # A call is done when it and all calls in it had their last gradient.
-        records: dict[Call, list[Record]] = {call: [] for call, *_ in self.arrivals}
-        done: dict[Call, int] = {}
-        for position, (call, *_) in enumerate(self.arrivals):
-            around: Call | None = call
-            while around in records:
-                done[around] = position
-                around = around.caller
-        calls = sorted(records, key=lambda call: (done[call], call.number))
-        positions: dict[Call | None, int] = {call: position for position, call in enumerate(calls)}
-        arrivals: list[Arrival] = []
-        time, latest = 0, None
-        for call, part, gradient, record in self.arrivals:
-            time, latest = time + (gradient != latest), gradient
-            arrivals.append(Arrival(positions[call], len(records[call]), part, time))
-            records[call].append(record)
-        ended = []
-        for call in calls:
-            frame = call.frame._replace(records=tuple(records[call]), phase="backward")
-            ended.append(BackwardCall(frame, positions.get(call.caller), call.number))
-        return ended, arrivals
-
-
-def place_of(x: Tensor) -> tuple[Any, ...]:
-    """Return the place of a tensor in the graph: a leaf's own, or an output of a node."""
-    return ("leaf", id(x)) if x.grad_fn is None else (x.grad_fn._sequence_nr(), x.output_nr)
-
-
-def has_gradient(x: Any) -> bool:
-    """Return whether hooks on this value would ever see a gradient of numbers."""
-    if not issubclass(type(x), Tensor) or not x.requires_grad or x.is_meta:
-        return False
-    if unreadable(x).startswith("inside a functorch transform"):
-        return False
-    try:
-        return x.grad_fn is not None or x.is_leaf
-    except RuntimeError:
-        # One of several views, as unbind gives them, after their base was written into: it has no graph any more, and
-        # autograd refuses each use of it.
-        return False
+from .events import Arrival, BackwardCall
 
 
 def find_in_backward(

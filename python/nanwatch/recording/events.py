@@ -5,10 +5,7 @@ Two recorders do the same work; see recorder.py.
 
 from __future__ import annotations
 
-import time
-import weakref
-from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -118,21 +115,6 @@ class Start(NamedTuple):
     extra: Any
 
 
-def start_of(
-    batch: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, extra: object
-) -> Start:
-    """Return the start of a batch that begins now, as csrc/recorder/batch_start.h makes it."""
-    autocast = tuple(
-        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")
-    )
-    modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    # CUDA's generators refuse while a graph is captured.
-    is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    cuda = tuple(x.get_state() for x in (() if is_captured else torch.cuda.default_generators))
-    state = (torch.get_rng_state(), cuda, autocast, *modes, versions_of(args, kwargs))
-    return Start(batch, module, args, kwargs, *state, 0.0, extra)
-
-
 def versions_of(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> list[tuple[Tensor, int]]:
     """Return the tensors among the arguments, and in their lists, tuples and dicts, with their versions."""
     values = [*args, *(kwargs or {}).values()]
@@ -142,62 +124,6 @@ def versions_of(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> list
     with torch._C.DisableTorchFunction():  # no function mode of the user sees the reads
         # By the class alone: an object may say by its `__class__` that it is a tensor.
         return [(x, x._version) for x in values if issubclass(type(x), Tensor) and not x.is_inference()]
-
-
-class Batch:
-    """A batch under way, and then one that gradients may come for: its calls keep it, and the graph keeps them.
-
-    Refers weakly to its module, as a model may keep its own output.
-    """
-
-    def __init__(self, number: int, recomputed: bool, module: nn.Module, given: tuple[Any, Any]) -> None:
-        self.number, self.recomputed = number, recomputed
-        self.given = given  # arguments of the outermost call, until it ends
-        self._began = time.monotonic()
-        self._module: Callable[[], nn.Module | None] = weakref.ref(module)
-        self.kept: Start | None = None
-
-    @property
-    def start(self) -> Start | None:
-        """The start with its module, as long as that lives."""
-        if self.kept is None:
-            return None
-        return self.kept._replace(module=self._module(), elapsed=time.monotonic() - self._began)
-
-    def forget_call(self) -> None:
-        """Keep nothing of the call."""
-        self._module = lambda: None
-        self.kept = self.kept and self.kept._replace(args=(), kwargs=None, versions=[], extra=None)
-
-
-# A model that names its outputs anew in every batch must not fill the memory: no peak is added beyond this many.
-MAX_PEAKS = 1 << 16
-
-
-class Peaks(dict[PeakName, float]):
-    """The largest magnitude of each tensor of a batch, or of each gradient of several backwards."""
-
-    batch = -1
-    num_taken = 0  # names, in the order in which they came
-
-    def add(self, frame: Frame, with_inputs: bool = True) -> None:
-        """Take the finite records of a frame: reports have the others. The forward of another batch begins anew."""
-        if frame.phase == "forward" and frame.batch != self.batch:
-            self.update(dict.fromkeys(self, 0.0))
-        self.batch = max(self.batch, frame.batch) if frame.phase == "backward" else frame.batch
-        for record in frame.records:
-            name = (frame.name, record.label, record.dtype)
-            is_known = name in self or (len(self) < MAX_PEAKS and record.ends is not None)
-            is_meant = record.is_excused or (record.role == "input" and not with_inputs)
-            if record.isfinite and is_known and not is_meant:
-                self[name] = max(self.get(name, 0.0), record.abs_max or 0.0)
-
-    def take(self) -> tuple[int, list[PeakName], bytes]:
-        """Return `(batch, new, values)`, and forget the peaks; see PythonRecorder.take_peaks."""
-        batch, new, values = self.batch, list(self)[self.num_taken :], array("d", self.values())
-        self.batch, self.num_taken = -1, len(self)
-        self.update(dict.fromkeys(self, 0.0))
-        return batch, new, values.tobytes()
 
 
 class RecorderEvents(Protocol):

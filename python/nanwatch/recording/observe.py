@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..numerics import readable
 from ..numerics._fingerprint import sketch
@@ -239,7 +238,7 @@ def completed_record(
 
 
 class _SketchedRecord(Record):
-    """Record of an output with its sketch, until somebody takes it."""
+    """Record of an output with its sketch, up to 512 KiB, until somebody takes it."""
 
     sketch: bytes
 
@@ -256,16 +255,8 @@ def _sketched(x: Tensor, record: Record) -> Record:
 
 
 def take_sketch(record: Record) -> bytes | None:
-    """Return the sketch of a record, None where there is none, and remove it.
-
-    The recorder's ring keeps the record for as long as a thousand further calls, and a sketch is up to 512 KiB.
-    """
+    """Return the sketch of a record, None where there is none, and remove it: the recorder's ring keeps the record."""
     return vars(record).pop("sketch", None) if isinstance(record, _SketchedRecord) else None
-
-
-def sketch_bytes(record: Record) -> int:
-    """Return the size of the sketch that the record has."""
-    return len(vars(record).get("sketch", b"")) if isinstance(record, _SketchedRecord) else 0
 
 
 def holds_fractions(x: Tensor) -> bool:
@@ -298,22 +289,16 @@ def _mesh_places(mesh: Any, here: tuple[int, ...]) -> list[str]:
     return [f"{name}={coordinate} of {size}" for name, coordinate, size in places]
 
 
-_meshes = WeakIdKeyDictionary()  # by model
-
-
 def parameter_mesh(model: nn.Module | None) -> tuple[str, ...]:
     """Return `dp=1 of 4` for each dimension of the meshes that parameters of `model` are sharded over. Never raises.
 
-    Includes meshes that an earlier call has seen: during a call FSDP has plain tensors in place of its parameters.
+    During a call FSDP has plain tensors in place of its parameters.
     """
-    if model is None:
-        return ()
-    places: dict[str, None] = _meshes.get(model) or {}
+    places: dict[str, None] = {}
     with suppressing("the device meshes of the parameters could not be told"):
-        for _, module in each_module(model):
+        for _, module in () if model is None else each_module(model):
             x: Any
             for x in module._parameters.values():
                 if type(x).__name__ == "DTensor" and (here := x.device_mesh.get_coordinate()):
                     places |= dict.fromkeys(_mesh_places(x.device_mesh, tuple(here)))
-    _meshes[model] = places
     return tuple(places)

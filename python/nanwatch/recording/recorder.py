@@ -12,8 +12,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,11 @@ from torch.compiler import is_compiling
 
 from ..numerics import _extension
 from ..records.record import PLAIN_MASK, Frame, Note, Record
-from .backward import Backward, Call, Node, has_gradient, place_of
-from .events import Batch, Event, Part, PeakName, Peaks, Recorder, RecorderEvents, Settings, Start, start_of
+from .calls import Backward, Batch, Call, Node, Peaks, place_of
+from .events import Event, Part, PeakName, Recorder, RecorderEvents, Settings, Start
 from .masks import Excuses
 from .observe import call_values, completed_record, observe
 from .walk import is_container, leaves, spell_key
-
-if TYPE_CHECKING:
-    from .._C import CallRecorder
 
 # More than one batch is under way where several threads call the model.
 _COUNTED_BATCHES = 16
@@ -47,9 +45,10 @@ class _Thread(threading.local):
         self.calls: list[Call] = []
 
 
+@dataclass
 class _Subscription:
-    def __init__(self, events: int) -> None:
-        self.events, self.active = events, True
+    events: int
+    active: bool = True
 
     def remove(self) -> None:
         self.active = False
@@ -69,8 +68,9 @@ class PythonRecorder:
         self.keeps_starts = self.gathers_inputs = self.gathers_gradient_peaks = self.gathers_weights = False
         self.gathers_from = sys.maxsize
         self.latest_batch = -1
-        names = ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits")
-        self.counters = dict.fromkeys(names, 0)
+        self.counters = dict.fromkeys(
+            ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits"), 0
+        )
         # Nobody calls back or reads a tensor while holding the lock. Reentrant, as a signal's handler may ask for a
         # report at any moment.
         self._lock = threading.RLock()
@@ -100,7 +100,7 @@ class PythonRecorder:
 
     def set_allow_inf(self, node: int, allow_inf: bool | Excuses, /) -> None:
         """Give the number to another module of the same name and class."""
-        self._nodes[node] = self._nodes[node]._replace(allow_inf=allow_inf)
+        self._nodes[node].allow_inf = allow_inf
 
     @property
     def paused(self) -> bool:  # noqa: D102
@@ -119,9 +119,6 @@ class PythonRecorder:
         """Report these events from now on. Several subscriptions to one event are counted."""
         self._subscriptions.append(_Subscription(events))
         return self._subscriptions[-1]
-
-    def _reports(self, event: Event) -> bool:
-        return any(known.active and known.events & event for known in self._subscriptions)
 
     def watch_buffers(self, *_: object) -> None:
         """Do nothing: this recorder has no cache, and calls `on_batch_start` for each batch."""
@@ -162,28 +159,26 @@ class PythonRecorder:
 
     def start(self) -> Start | None:
         """Return the start of the batch under way in this thread."""
-        return None if self._thread.batch is None else self._thread.batch.start
+        return None if self._thread.batch is None else self._thread.batch.start()
 
     def ended_starts(self) -> list[Start]:
         """Return the starts of ended batches of which a gradient may still come.
 
         Of those before the latest batch only their numbers are kept.
         """
-        with self._lock:
-            starts = [start for batch in self._ended if (start := batch.start) is not None]
-        return sorted(starts, key=lambda start: start.batch)
+        starts = [batch.start() for batch in list(self._ended)]
+        return sorted((start for start in starts if start is not None), key=lambda start: start.batch)
 
     def forget_starts(self) -> None:
         """Forget the starts of ended batches."""
-        with self._lock:
-            for batch in self._ended:
-                batch.forget_call()
-            self._ended.clear()
+        for batch in list(self._ended):
+            batch.forget_call()
+            self._ended.discard(batch)
 
     def call_under_way(self) -> tuple[int, str, str] | None:
         """Return the batch, and name and class of the module, of this thread's innermost call if it is recorded."""
-        thread = self._thread
-        return thread.calls[-1].frame[:3] if thread.calls and self._records(thread) else None
+        calls = self._thread.calls
+        return calls[-1].frame[:3] if calls and self._records(calls[-1]) else None
 
     def outermost(self) -> str | None:
         """Return the name of the module of this thread's outermost call."""
@@ -222,9 +217,9 @@ class PythonRecorder:
         """Record a call that has returned `outputs[0]`, or raised the exception being handled."""
         thread = self._thread
         thread.calls.pop()
-        is_recorded = outputs and call.node.observed and self._records(thread)
-        completed = False
-        thread.recording = True
+        is_recorded = outputs and call.node.observed and self._records(call)
+        completed, thread.recording = False, True
+        # No context managers, which need more of the stack than is perhaps left.
         try:
             if is_recorded:
                 self._record(call, module, args, kwargs, *outputs)
@@ -232,7 +227,7 @@ class PythonRecorder:
         finally:
             try:
                 if call.caller is None:
-                    self._end_batch(thread, completed)
+                    self._end_batch(call.batch, completed)
             finally:
                 thread.recording = False
 
@@ -242,20 +237,26 @@ class PythonRecorder:
         if call is not None and self._settings.outputs:
             call.added.append(("output", label, tensor))
 
-    def _records(self, thread: _Thread) -> bool:
-        if self.paused or thread.recording or thread.batch is None:
-            return False
-        return thread.batch.number % self._settings.every == 0
+    def add_frame(self, batch: int, node: int, records: list[Record]) -> None:
+        """Keep a frame of an optimizer's step."""
+        name, class_name = self._nodes[node].name, self._nodes[node].class_name
+        self._keep(Frame(batch, name, class_name, tuple(records), "step"))
+
+    def _records(self, call: Call) -> bool:
+        return not (self.paused or self._thread.recording or call.batch.number % self._settings.every)
+
+    def _reports(self, event: Event, batch: int = -1) -> bool:
+        """Return whether an event is reported, as somebody has subscribed to it or the batch is traced."""
+        is_wanted = any(known.active and known.events & event for known in self._subscriptions)
+        return is_wanted or batch in self._settings.traced
 
     def _record(self, call: Call, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        allow_inf, batch = call.node.allow_inf, call.batch
+        number, settings = call.batch.number, self._settings
         try:
-            values = call_values(self._settings, module, args, kwargs, output) + call.added
+            values = call_values(settings, module, args, kwargs, output) + call.added
             call.added.clear()
-            records = [
-                observe(x, label, role, allow_inf, batch.number, wanted=self._settings)
-                for role, label, x in values
-            ]
+            read = partial(observe, allow_inf=call.node.allow_inf, batch=number, wanted=settings)
+            records = [read(x, label, role) for role, label, x in values]
             if self._follows:
                 self._follow(call, values)
         except RecursionError:
@@ -263,23 +264,24 @@ class PythonRecorder:
             records = [_NO_STACK]
         frame = call.frame._replace(records=tuple(records))
         with self._lock:
-            self._append(frame, sum(record.isfinite is not None for record in records))
+            self._keep(frame, sum(record.isfinite is not None for record in records))
             self._called.add(frame.name)
-            if frame.batch >= self.gathers_from and not frame.recomputed:
+            if number >= self.gathers_from and not frame.recomputed:
                 self._peaks.add(frame, self.gathers_inputs)  # an input counts at the module that made it
-        if self._reports(Event.FRAME) or frame.batch in self._settings.traced:
+        if self._reports(Event.FRAME, number):
             self._events.on_frame(frame)
         if any(record.is_fault for record in records):
             caller = None if call.caller is None else call.caller.node.name
-            self._events.on_nonfinite(frame, caller, *batch.given, False)
+            self._events.on_nonfinite(frame, caller, *call.batch.given, False)
 
-    def _append(self, frame: Frame, num_read: int = 0) -> None:
-        self._frames.append(frame)
-        for name, count in (("frames", 1), ("tensors", num_read), ("tensors_read", num_read)):
-            self.counters[name] += count
-        self._num_frames[frame.batch] = self._num_frames.get(frame.batch, 0) + 1
-        if len(self._num_frames) > _COUNTED_BATCHES:
-            del self._num_frames[min(self._num_frames)]
+    def _keep(self, frame: Frame, num_read: int = 0) -> None:
+        with self._lock:
+            self._frames.append(frame)
+            for name, count in (("frames", 1), ("tensors", num_read), ("tensors_read", num_read)):
+                self.counters[name] += count
+            self._num_frames[frame.batch] = self._num_frames.get(frame.batch, 0) + 1
+            if len(self._num_frames) > _COUNTED_BATCHES:
+                del self._num_frames[min(self._num_frames)]
 
     def _begin_batch(self, module: nn.Module, args: Any, kwargs: Any) -> Batch:
         self.settle()
@@ -287,22 +289,20 @@ class PythonRecorder:
         recomputed = torch._C._current_graph_task_id() != -1
         with self._lock:
             self.latest_batch += not recomputed
-            batch = Batch(self.latest_batch, recomputed, module, (args, kwargs or None))
+            batch = Batch(self.latest_batch, recomputed, args, kwargs)
         if not recomputed:
             # Also of a batch that is not recorded: its thread is inside the model.
             is_traced = batch.number in self._settings.traced
             extra = self._events.on_batch_start(batch.number, is_traced, module, *batch.given)
             if self.keeps_starts:
-                batch.kept = start_of(batch.number, module, *batch.given, extra)._replace(module=None)
-                with self._lock:
-                    for ended in () if hasattr(type(module), "is_watched_function") else self._ended:
-                        ended.forget_call()
+                batch.keep_start(module, extra)
+                for ended in () if hasattr(type(module), "is_watched_function") else list(self._ended):
+                    ended.forget_call()
             self._threads_inside.add(threading.get_ident())
         self._thread.batch = batch
         return batch
 
-    def _end_batch(self, thread: _Thread, completed: bool) -> None:
-        batch = cast(Batch, thread.batch)
+    def _end_batch(self, batch: Batch, completed: bool) -> None:
         is_reported = self._reports(Event.BATCH_END) or batch.number >= self.gathers_from
         error = None if completed else sys.exc_info()[1]
         try:
@@ -314,58 +314,50 @@ class PythonRecorder:
                 raise
         finally:
             self._threads_inside.discard(threading.get_ident())
-            thread.batch = None
+            self._thread.batch = None
             batch.given = (), None
-            if batch.kept is not None and batch.kept.grad:
-                with self._lock:
-                    self._ended.add(batch)
-
-    def add_frame(self, batch: int, node: int, records: list[Record]) -> None:
-        """Keep a frame of an optimizer's step."""
-        with self._lock:
-            self._append(Frame(batch, *self._nodes[node][:2], tuple(records), "step"))
+            if (start := batch.start()) is not None and start.grad:
+                self._ended.add(batch)
 
     # Gradients. A recorded call leaves a hook at each of its tensors; csrc/gradients/gradient_recorder.h says how.
 
     def _follow(self, call: Call, values: Iterable[tuple[Any, str, Any]]) -> None:
-        arrive = weakref.WeakMethod(self._arrive)  # a graph keeps its hooks, and they must not keep this
-
-        def hook(place: object, call_of: Callable[[], Call | None], part: Part, label: str, x: Any) -> None:
-            # Autograd gives None for a result that nobody used, as a part of unbind, and for a Function whose backward
-            # returns none. Compiled autograd would follow this hook into code that it cannot compile.
-            if x is None or is_compiling():
-                return
-            call, method = call_of(), arrive()
-            if call is not None and method is not None:
-                method(place, call, part, label, x)
-
+        arrive = partial(
+            PythonRecorder._arrive, weakref.ref(self)
+        )  # a graph keeps its hooks, which must not keep this
         with torch._C.DisableTorchFunction():
-            tensors = [value for value in values if value[0] != "buffer" and has_gradient(value[2])]
-            outputs = {place_of(x) for part, _, x in tensors if part == "output" and not x.is_leaf}
+            places = [(part, label, x, place_of(x)) for part, label, x in values if part != "buffer"]
+            outputs = {place for part, _, x, place in places if part == "output" and place and not x.is_leaf}
             if not outputs or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
                 return
             call.number = next(self._call_numbers)
-            with self._lock:
-                self._followed.add(call)
-            for part, label, x in tensors:
+            self._followed.add(call)
+            for part, label, x, place in places:
                 # An output that is a leaf is handed through. An input that the module writes into is its output.
-                if part == "output" if x.is_leaf else part == "input" and place_of(x) in outputs:
+                if place is None or (part == "output" if x.is_leaf else part == "input" and place in outputs):
                     continue
                 call_of = weakref.ref(call) if x.is_leaf else lambda: call
-                handle = x.register_hook(partial(hook, place_of(x), call_of, part, label))
+                handle = x.register_hook(partial(arrive, call_of, place, part, label))
                 if x.is_leaf:
-                    call.handles.append(handle)
+                    call.leaf_hooks.callback(handle.remove)
 
     def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
         """Remove the hooks from all leaves, and look at no gradient any more."""
         self._follows = False
-        with self._lock:
-            calls = list(self._followed)
-        for call in calls:
-            call.remove_hooks()
+        for call in list(self._followed):
+            call.leaf_hooks.close()
 
-    def _arrive(self, place: object, call: Call, part: Part, label: str, gradient: Tensor) -> None:
+    @staticmethod
+    def _arrive(recorder_of: Any, call_of: Any, place: object, part: Part, label: str, gradient: Any) -> None:
         """Take a gradient that came at a place of the graph, of a tensor that the call has used."""
+        # Autograd gives None for a result that nobody used, as a part of unbind, and for a Function whose backward
+        # returns none. Compiled autograd would follow this hook into code that it cannot compile.
+        if gradient is None or is_compiling():
+            return
+        self: PythonRecorder | None = recorder_of()
+        call: Call | None = call_of()
+        if self is None or call is None:
+            return
         task = torch._C._current_graph_task_id()
         # An argument or a weight may get its gradient from elsewhere, too: a call whose outputs had none has no part in
         # this backward.
@@ -400,20 +392,18 @@ class PythonRecorder:
 
     def settle(self) -> None:
         """Make frames of the backwards that an exception ended without a sign."""
-        with self._lock:
-            broken = [task for task, backward in self._backwards.items() if backward.end() is None]
-        for task in broken:
-            self._finish(task)
+        for task, backward in list(self._backwards.items()):
+            if backward.end() is None:
+                self._finish(task)
 
     def finish_nonfinite_backward(self) -> None:
         """Make frames of this thread's backward, as far as it has come, if a gradient in it is not finite."""
-        task = torch._C._current_graph_task_id()
-        if task in self._backwards and self._backwards[task].has_fault:
+        backward = self._backwards.get(task := torch._C._current_graph_task_id())
+        if backward is not None and backward.has_fault:
             self._finish(task)
 
     def _finish(self, task: int) -> None:
-        with self._lock:
-            backward = self._backwards.pop(task, None)
+        backward = self._backwards.pop(task, None)
         if backward is None or self.paused or not self._follows:
             return
         ended, arrivals = backward.frames()
@@ -428,9 +418,8 @@ class PythonRecorder:
             if backward.has_fault:
                 self._events.on_backward_end(ended, arrivals)
         finally:
-            with self._lock:
-                for frame in frames:
-                    self._append(frame, len(frame.records))
+            for frame in frames:
+                self._keep(frame, len(frame.records))
 
     def excuse_gradients(self, batches: Sequence[int], note: Note) -> None:
         """Note on every non-finite gradient of these batches why it is meant."""
@@ -457,5 +446,5 @@ def make_recorder(settings: Settings, events: RecorderEvents) -> Recorder:
         "completed_record": completed_record,
         "plain_mask": PLAIN_MASK,
     }
-    native: type[CallRecorder] = _extension.C.CallRecorder
+    native: Callable[..., Recorder] = _extension.C.CallRecorder
     return native(settings, events=events, frame_type=Frame, start_type=Start, helpers=helpers)

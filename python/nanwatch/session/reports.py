@@ -182,7 +182,7 @@ class Reports:
         self._starts, self._suspicion = starts, suspicion
         self.describe: Describe | None = None
         self.explain_weight: Callable[[Finding], Finding] = lambda finding: finding
-        self._mesh: tuple[str, ...] = ()  # kept, because a report may be asked for when the model has gone
+        self._mesh = parameter_mesh(model())  # kept: a report may be asked for when the model has gone
 
     def look_at_mesh(self) -> None:
         """Remember the place of this rank in the device meshes of the model's parameters."""

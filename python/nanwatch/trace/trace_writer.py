@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from ..recording.observe import sketch_bytes, take_sketch
+from ..recording.observe import take_sketch
 from ..util.visible import spell, warn_user
 from . import columns
 from .columns import SUFFIX
@@ -93,13 +93,13 @@ class TraceWriter:
         frames = [frame for frame in frames if frame.records]
         if not frames or not self.is_open:
             return
-        rows = sum(1 + sketch_bytes(row) // _ROW_BYTES for frame in frames for row in frame.records)
+        records = [record for frame in frames for record in frame.records]
+        rows = sum(1 + len(getattr(record, "sketch", b"")) // _ROW_BYTES for record in records)
         with self._condition:
             if self._waiting_rows + rows > MAX_WAITING_ROWS:
                 self._facts["lost_frames"] += len(frames)
-                for frame in frames:
-                    for row in frame.records:
-                        take_sketch(row)
+                for record in records:
+                    take_sketch(record)
             else:
                 self._waiting.append(frames)
                 self._waiting_rows += rows

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
-from nanwatch.recording.events import start_of
+from nanwatch.recording.calls import start_of
 from nanwatch.recording.observe import state_tensors
 from nanwatch.recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, Unwalked, call_leaves, leaves
 from nanwatch.records.record import Frame
