@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.global_hooks import find_scaler
@@ -406,9 +405,8 @@ def _drops(module: nn.Module) -> bool:
 
 def _takes_statistics(module: nn.Module) -> bool:
     """Return whether a module in training mode changes running statistics. Those with other momenta recalibrate."""
-    if not isinstance(module, _NormBase) or not module.track_running_stats:
-        return False
-    return module.momentum is not None and module.momentum < 1
+    momentum = getattr(module, "momentum", None)
+    return bool(getattr(module, "track_running_stats", False)) and momentum is not None and momentum < 1
 
 
 def _in_evaluation_mode(step: Step) -> Iterator[Suspect]:

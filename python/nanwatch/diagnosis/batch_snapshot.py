@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, jit, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -79,7 +78,7 @@ class BufferHistory:
             self._modules = [
                 weakref.ref(module)
                 for _, module in each_module(root)
-                if not isinstance(module, _NormBase) and module._buffers
+                if module._buffers and not getattr(module, "track_running_stats", False)
             ]
         if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             with torch._C.DisableTorchFunction():  # no subclass and no function mode sees the reads

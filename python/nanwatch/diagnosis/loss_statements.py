@@ -43,7 +43,8 @@ from .patching.source import (
     paths_to,
 )
 
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_BACKWARD = torch.autograd.backward.__code__
+_RUNS_ENGINE = (_BACKWARD, torch.autograd.grad.__code__)
 # Lightning has twenty between the loss and the engine.
 _MOST_FRAMES = 32
 _RESULT = "__nanwatch_loss__"
@@ -93,7 +94,8 @@ class BackwardCall:
         frame = _engine_frame()
         if frame is None:
             return None
-        records = [observe(x.detach(), "output", "output") for x in frame.f_locals["t_outputs"]]
+        roots = frame.f_locals["tensors" if frame.f_code is _BACKWARD else "t_outputs"]
+        records = [observe(x.detach(), "output", "output") for x in roots]
         value = next((value_of(record) for record in records if record.is_fault), None)
         return cls(value, _callers(frame), [*rngs, RngState.capture()])
 
@@ -112,15 +114,14 @@ class BackwardCall:
 def loss_under_way() -> Tensor | None:
     """Return the loss whose `backward()` is under way, None where what it began at is no single number."""
     frame = _engine_frame()
-    names: dict[str, Any] = {} if frame is None else frame.f_locals
-    roots: Sequence[Tensor] = names["t_outputs"] if names.get("kwargs", {}).get("accumulate_grad") else ()
+    roots: Any = () if frame is None or frame.f_code is not _BACKWARD else frame.f_locals["tensors"]
     return roots[0] if len(roots) == 1 and roots[0].numel() == 1 else None
 
 
 def _engine_frame() -> FrameType | None:
     """Return the frame that runs this thread's backward; in a thread of the engine, the only one there is."""
     for tops in [sys._getframe(1)], sys._current_frames().values():
-        engines = (next((x for x, _ in walk_stack(top) if x.f_code is _ENGINE), None) for top in tops)
+        engines = (next((x for x, _ in walk_stack(top) if x.f_code in _RUNS_ENGINE), None) for top in tops)
         if frames := [frame for frame in engines if frame is not None]:
             return frames[0] if len(frames) == 1 else None
     return None

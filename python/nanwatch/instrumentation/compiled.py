@@ -131,11 +131,10 @@ def _attempt(step: Callable[..., Any], module: Any, *args: Any) -> Any:
 def _variable(tx: Any, value: Any, source: Any = None, name: str = "") -> Any:
     """Return Dynamo's variable for a constant, or for the attribute `name` of what has this source: an input."""
     from torch._dynamo.source import AttrSource
-    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
-    if source is None:
-        return VariableTracker.build(tx, value)
-    return VariableTracker.build(tx, value, AttrSource(source, name)).realize()
+    build = UnspecializedNNModuleVariable.build  # as every class of Dynamo's variables has it
+    return build(tx, value) if source is None else build(tx, value, AttrSource(source, name)).realize()
 
 
 def _site(variable: Any, tx: Any) -> Any:

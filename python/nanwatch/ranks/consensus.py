@@ -222,9 +222,9 @@ class OriginConsensus:
 
 def default_store() -> Store:
     """Return the store of the default process group."""
-    from torch.distributed.distributed_c10d import _get_default_store
+    from torch.distributed import group
 
-    return _get_default_store()
+    return group.WORLD.get_group_store()  # type: ignore[union-attr] # a job has one
 
 
 def own_store(prefix: str, store: Store | None = None) -> Store:
