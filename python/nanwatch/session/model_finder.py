@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from traceback import walk_stack
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.compiler import is_compiling
 from ..instrumentation.calls import leave_torch
 from ..instrumentation.slot import default_call, set_default_call
 from ..numerics._extension import instances_of
+from ..util.program_code import frame_values
 from ..util.visible import spell, warn_user
 from .watch import Watch, watch_starts
 
@@ -28,10 +30,11 @@ _PACKAGE = f"{__name__.partition('.')[0]}."
 MAX_MODELS = 32
 
 
-def topmost(module: nn.Module, alive: Iterable[nn.Module]) -> nn.Module:
-    """Return the outermost living module that holds `module` at any depth, or `module` if there are several or none.
+def topmost(module: nn.Module, alive: Iterable[nn.Module], caller: FrameType | None) -> nn.Module:
+    """Return the outermost living module that holds `module` at any depth.
 
-    A LightningModule is never called itself: its `training_step` is called, and calls its parts.
+    A LightningModule is never called itself: its `training_step` is called, and calls its parts. Of several, or of
+    none as a part holds its parent, it is the one whose method has led to `caller`, else `module`.
     """
     holders: dict[int, list[nn.Module]] = {}
     for holder in alive:
@@ -44,19 +47,16 @@ def topmost(module: nn.Module, alive: Iterable[nn.Module]) -> nn.Module:
         around |= {id(holder): holder for holder in new}
         ahead += new
     tops = [holder for key, holder in around.items() if key not in holders]
-    return tops[0] if len(tops) == 1 else module
+    if len(tops) != 1:
+        frames = ((frame_values(frame), frame.f_code.co_varnames) for frame, _ in walk_stack(caller))
+        callers = [id(values.get(names[0])) for values, names in frames if names]  # the first is `self`
+        tops = [module, *(around[key] for key in callers if key in around)]
+    return tops[-1]
 
 
 def has_state(module: nn.Module) -> bool:
     """Return whether the module or one inside it has a weight or a buffer."""
     return any(True for tensors in (module.parameters(), module.buffers()) for _ in tensors)
-
-
-def is_inside_a_call(frame: FrameType | None) -> bool:
-    """Return whether a call of a module is under way in `frame` or in one that led to it."""
-    while frame is not None and frame.f_code is not _CALL:
-        frame = frame.f_back
-    return frame is not None
 
 
 class ModelFinder:
@@ -115,11 +115,12 @@ class ModelFinder:
         """Return whether the module was found to be a model. `caller` is the frame of whoever calls it."""
         is_ours = type(module).__module__.startswith(_PACKAGE)  # a loss that a re-run computes again
         try:
-            if is_ours or is_inside_a_call(caller) or not self._accepts(module):
+            is_inside = any(frame.f_code is _CALL for frame, _ in walk_stack(caller))
+            if is_ours or is_inside or not self._accepts(module):
                 return False
             # A module without a dict is not made yet: it is before its __init__, or a copy under way.
             alive = [module for module in instances_of(nn.Module) if getattr(module, "__dict__", None)]
-            self._take(module, topmost(module, alive))
+            self._take(module, topmost(module, alive, caller))
             return True
         except Exception as error:  # an unwatched program is better than one that ends here
             self.stop()

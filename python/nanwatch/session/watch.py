@@ -20,7 +20,7 @@ from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
 from ..instrumentation.global_hooks import GlobalHooks
 from ..ranks.replicas import ReplicaWatch, StepRanks
-from ..recording.events import Arrival, BackwardCall, Event, Recorder
+from ..recording.events import Arrival, BackwardCall, Event
 from ..recording.recorder import make_recorder
 from ..records.record import Frame
 from ..report.events import ReplicaDifference, SkippedStep, UpdateFinding
@@ -72,8 +72,7 @@ class Watch:
         self._box = open_box(options.output_dir, options.stall_timeout) if options.black_box else None
         events = events or EventDispatch()
         events.watch = self
-        recorder = make_recorder(options.recorder_settings(ring, **settings), events)
-        self._recorder: Recorder = recorder
+        self._recorder = recorder = make_recorder(options.recorder_settings(ring, **settings), events)
         # Trace and sinks
         self._tracer: Tracer | None = None
         if options.trace is not None:

@@ -182,13 +182,19 @@ def test_a_deferred_watch_watches_one_model_at_a_time():
 
 
 def test_the_holder_is_the_model():
-    """Parts that are called one by one belong to the module that holds them, as with a LightningModule."""
-    whole = nn.ModuleDict({"encoder": nn.Linear(3, 3), "head": nn.Linear(3, 3)})
-    found: list[nn.Module] = []
-    with ModelFinder(found.append):
-        whole["head"](whole["encoder"](torch.ones(2, 3)))
-    assert found[0] is whole
-    assert nn.Module._compiled_call_impl is None
+    """Parts that are called one by one belong to the module that holds them, also where one of them holds it too."""
+
+    class Whole(nn.ModuleDict):
+        def training_step(self):
+            self["head"](self["encoder"](torch.ones(2, 3)))
+
+    for is_held in (False, True):
+        whole, found = Whole({"encoder": nn.Linear(3, 3), "head": nn.Linear(3, 3)}), list[nn.Module]()
+        whole["head"].parent = whole if is_held else None
+        with ModelFinder(found.append):
+            whole.training_step()
+        assert found[0] is whole
+        assert nn.Module._compiled_call_impl is None
 
 
 @pytest.mark.compile

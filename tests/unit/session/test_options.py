@@ -54,9 +54,7 @@ def test_pause_leaves_batches_out_and_resume_goes_on() -> None:
 
 
 @pytest.mark.parametrize(("word", "watches"), [("0", False), ("1", True)])
-def test_the_environment_switches_watches_off(
-    monkeypatch: pytest.MonkeyPatch, word: str, watches: bool
-) -> None:
+def test_nanwatch_0_is_off(monkeypatch: pytest.MonkeyPatch, word: str, watches: bool) -> None:
     """NANWATCH=0 turns every watch off; a Watch that is off is whole."""
     monkeypatch.setenv("NANWATCH", word)
     model = nn.Sequential(Scale(INF))
@@ -141,9 +139,7 @@ def test_signature_fields_flags_and_page_agree() -> None:
         ("replicas=true", 100),
     ],
 )
-def test_an_option_means_the_same_in_all_three_places(
-    monkeypatch: pytest.MonkeyPatch, text: str, value: Any
-) -> None:
+def test_an_option_means_the_same_everywhere(monkeypatch: pytest.MonkeyPatch, text: str, value: Any) -> None:
     """On the command line, in NANWATCH_OPTIONS, which goes before the code, and in code."""
     name, _, words = text.partition("=")
     dashed = name.replace("_", "-")
@@ -185,9 +181,7 @@ def test_arguments_of_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         ("modules='a", "No closing quotation"),
     ],
 )
-def test_what_the_environment_says_wrong_is_refused(
-    monkeypatch: pytest.MonkeyPatch, text: str, message: str
-) -> None:
+def test_wrong_words_are_refused(monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
     """The error names the variable, what it has and what is accepted."""
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ValueError, match=f"NANWATCH_OPTIONS=.*{message}"):
@@ -224,9 +218,7 @@ def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, option:
     assert [written.name for written in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_place_that_can_be_written_is_left_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No folder is made before there is something to write. No shell expands a tilde in the environment."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert make_options({"output_dir": "~/out"}).output_dir == tmp_path / "out"

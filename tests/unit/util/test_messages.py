@@ -85,9 +85,7 @@ def test_failures_that_never_end_are_worked_on_ever_less() -> None:
     assert due == [*range(1, MANY + 1), 2 * MANY, 4 * MANY, 8 * MANY]
 
 
-def test_a_warning_behind_a_scripts_end_is_at_its_last_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_warning_is_at_the_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of `nanwatch run`, when no frame of the script is left."""
     main = ModuleType("__main__")
     main.__file__ = str(tmp_path / "train.py")
