@@ -281,14 +281,11 @@ class _Recorder:
             if not slot.wrappers(module):  # what `compile` has put there comes before the default call
                 slot.attach(module, slot.TemporaryWrapper(module, call_compiled))
 
-        def skip() -> None:
-            for function in (slot._PythonCallSlot._get, call, call_compiled, self._call):
-                torch._dynamo.eval_frame.skip_code(function.__code__)
-
         compile_module, nn.Module.compile = nn.Module.compile, compile_recorded  # type: ignore[assignment]
         slot.set_default_call(call)
-        # Dynamo compiles what eager code calls between two graphs too, and compiled calls are not recorded.
-        when_imported("torch._dynamo", skip)
+        # Dynamo compiles what eager code calls between two graphs too. There the slot of Python would fail.
+        get = slot._PythonCallSlot._get.__code__
+        when_imported("torch._dynamo", lambda: torch._dynamo.eval_frame.skip_code(get))
         before_steps.add(partial(self._add_parameters, "gradient"))
         after_steps.add(partial(self._add_parameters, "step"))
 
