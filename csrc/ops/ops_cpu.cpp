@@ -15,45 +15,42 @@ void parallel_for(int64_t count, int64_t grain, ParallelWork work, const void* c
 
 namespace {
 
-at::Tensor abs_range(const at::Tensor& x) {
-  const std::optional<View> view = readable(x, "abs_range");
-  if (!view.has_value()) return reference("nanwatch::abs_range", x);
-  at::Tensor row = at::empty({kRangeColumns}, at::kDouble);
-  range_cpu(*view).write(row.mutable_data_ptr<double>());
-  return row;
-}
-
-at::Tensor abs_ranges(at::TensorList xs) {
-  for (const at::Tensor& x : xs)  // where devices are mixed, the reference names them in its error
-    if (!x.is_cpu()) return call_reference<at::Tensor(at::TensorList)>("nanwatch::abs_ranges", xs);
-  at::Tensor rows = at::empty({int64_t(xs.size()), kRangeColumns}, at::kDouble);
+// Returns a tensor of `shape` with a row for each of `xs`: by write(view, row), or by the operator's reference.
+template <typename Write>
+at::Tensor rows_of(at::TensorList xs, at::IntArrayRef shape, const char* caller, const char* op, const Write& write) {
+  at::Tensor rows = at::empty(shape, at::kDouble);
   double* row = rows.mutable_data_ptr<double>();
   for (const at::Tensor& x : xs) {
-    if (const std::optional<View> view = readable(x, "abs_ranges")) {
-      range_cpu(*view).write(row);
-    } else {
-      const at::Tensor values = reference("nanwatch::abs_range", x);
-      std::copy_n(values.const_data_ptr<double>(), kRangeColumns, row);
-    }
-    row += kRangeColumns;
+    if (const std::optional<View> view = readable(x, caller))
+      write(*view, row);
+    else
+      std::copy_n(reference(op, x).const_data_ptr<double>(), shape.back(), row);
+    row += shape.back();
   }
   return rows;
 }
 
-at::Tensor health(const at::Tensor& x) {
-  const std::optional<View> view = readable(x, "tensor_health");
-  if (!view.has_value()) return reference("nanwatch::health", x);
-  at::Tensor row = at::empty({kHealthColumns}, at::kDouble);
-  health_cpu(*view, row.mutable_data_ptr<double>());
-  return row;
+constexpr auto write_range = [](const View& view, double* row) { range_cpu(view).write(row); };
+
+at::Tensor abs_ranges(at::TensorList xs) {
+  for (const at::Tensor& x : xs)  // where devices are mixed, the reference names them in its error
+    if (!x.is_cpu()) return call_reference<at::Tensor(at::TensorList)>("nanwatch::abs_ranges", xs);
+  return rows_of(xs, {int64_t(xs.size()), kRangeColumns}, "abs_ranges", "nanwatch::abs_range", write_range);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(nanwatch, CPU, m) {
-  m.impl("abs_range", abs_range);
+  m.impl("abs_range", [](const at::Tensor& x) {
+    return rows_of(x, {kRangeColumns}, "abs_range", "nanwatch::abs_range", write_range);
+  });
   m.impl("abs_ranges", abs_ranges);
-  m.impl("health", health);
+  m.impl("health", [](const at::Tensor& x) {
+    return rows_of(x, {kHealthColumns}, "tensor_health", "nanwatch::health", health_cpu);
+  });
+  m.impl("healths", [](at::TensorList xs) {
+    return rows_of(xs, {int64_t(xs.size()), kHealthColumns}, "tensor_health", "nanwatch::health", health_cpu);
+  });
 }
 
 }  // namespace nanwatch

@@ -50,6 +50,7 @@ def test_opcheck(name: str) -> None:
     [
         (lambda x: ops.abs_range(x), (3,)),
         (lambda x: ops.health(x), (11,)),
+        (lambda x: ops.healths([x, x]), (2, 11)),
         (lambda x: ops.abs_ranges([x, x]), (2, 3)),
     ],
 )

@@ -133,6 +133,11 @@ def health(x: Tensor) -> Tensor:
         return row
 
 
+def healths(xs: Sequence[Tensor]) -> Tensor:
+    """Return a `health` row per tensor, shape (n, 11)."""
+    return torch.stack([health(x) for x in xs])
+
+
 def merged(rows: Tensor) -> Tensor:
     """Return the row of `health` of a tensor by those of its parts, in which the place of the first bad may be inf."""
     low, high = rows.amin(0), rows.amax(0)  # both pass a nan on

@@ -188,31 +188,17 @@ def range_and_fingerprint(x: Tensor) -> tuple[AbsRange, int | None]:
         return to_range(row.tolist()), None if number is None else int(number) % 2**64
 
 
-class PartialHealth:
-    """Health and fingerprint of a tensor that is read part by part, such as one in a file larger than memory."""
+def healths(xs: Sequence[Tensor]) -> list[list[float]]:
+    """Return the columns of `torch.ops.nanwatch.health` of strided tensors of a CPU, by one call."""
+    rows: list[list[float]] = _extension.healths(xs).tolist()
+    return rows
 
-    def __init__(self) -> None:
-        self._rows: list[list[float]] = [[inf, 0, 1, inf, *[0] * 6, inf]]  # that of no element
-        self._sums: list[Tensor] = []
 
-    def add(self, x: Tensor, start: int) -> None:
-        """Read the health of a part that begins at element `start` of the tensor, in C order."""
-        *row, first = _extension.health(x).tolist()
-        self._rows.append([*row, first + start if first >= 0 else inf])
-
-    def add_bits(self, x: Tensor) -> None:
-        """Read the fingerprint of a part. All parts but the last are multiples of BLOCK bytes."""
-        self._sums.append(_fingerprint.block_sums(x))
-
-    def health(self, shape: Sequence[int]) -> TensorHealth:
-        """Return the health of the tensor, whose parts have all been read."""
-        if len(self._rows) == 2:  # to merge one part with nothing takes as long as to read 1 MiB
-            *row, first = self._rows[1]
-            return health_of([*row, first if first < inf else -1.0], shape)
-        merged = _reference.merged(torch.tensor(self._rows, dtype=torch.float64))
-        return health_of(merged.tolist(), shape)
-
-    def fingerprint(self, dtype_name: str, shape: Sequence[int]) -> int:
-        """Return `nanwatch.fingerprint` of the tensor, whose parts have all been read."""
-        sums = torch.cat([torch.zeros(0, dtype=torch.int64), *self._sums])
-        return _fingerprint.sealed(sums, dtype_name, shape)
+def health_of_parts(rows: dict[int, list[float]], shape: Sequence[int]) -> TensorHealth:
+    """Return the health of a tensor by the columns of its parts, which begin at these elements in C order."""
+    if [*rows] == [0]:  # to merge one part with nothing takes as long as to read 1 MiB
+        return health_of(rows[0], shape)
+    firsts = [start + row[-1] if row[-1] >= 0 else inf for start, row in rows.items()]
+    parts = [[*row[:-1], first] for row, first in zip(rows.values(), firsts, strict=True)]
+    nothing = [inf, 0, 1, inf, *[0] * 6, inf]
+    return health_of(_reference.merged(torch.tensor([nothing, *parts], dtype=torch.float64)).tolist(), shape)

@@ -37,6 +37,7 @@ _SUFFIXES = (".safetensors", ".gguf", ".npz", ".npy", ".pt", ".pth", ".bin", ".c
 _READS = "safetensors, GGUF, NumPy and torch.save, an index of such files, a folder of them or of DCP"
 _INDEX, _METADATA = ".index.json", ".metadata"
 _DONTNEED = 4  # of madvise(2)
+_AROUND = 1 << 16  # bytes that Linux maps around a page, from a multiple of them on
 _libc = ctypes.CDLL(None)
 
 
@@ -58,7 +59,7 @@ class Stored(NamedTuple):
         """Yield the parts of the loaded tensor in C order: the first element's number, the bytes, and the elements.
 
         A part has `step` elements: a power of two from 2**13 on gives whole blocks of GGUF and of a fingerprint. The
-        mapped pages of several parts leave this process's memory after each.
+        mapped pages of a part leave this process's memory after it.
         """
         flat = x.detach().reshape(-1)
         if flat.dtype is torch.bool:
@@ -73,13 +74,18 @@ class Stored(NamedTuple):
                     blocks = _gguf().dequantize(raw.numpy().reshape(-1, width), self.encoding)
                 values = torch.from_numpy(blocks).flatten()
             yield start // width * elements, raw, values
-            if len(flat) > length:
-                self.release()
+            self.release([raw])
 
-    def release(self) -> None:
-        """Give all pages of the file back to the kernel. A thread that is reading one maps it again."""
+    def release(self, tensors: Sequence[Tensor]) -> None:
+        """Give the mapped pages from the first to the last of these back to the kernel.
+
+        No others: the program may have written to a mapping of its own. A thread that is reading one maps it again.
+        """
         for region in self.regions:
-            _libc.madvise(ctypes.c_void_p(region.start), ctypes.c_size_t(len(region)), _DONTNEED)
+            if inside := [x for x in tensors if x.data_ptr() in region]:
+                first = max(min(x.data_ptr() for x in inside) // _AROUND * _AROUND, region.start)
+                last = min(max(x.data_ptr() + x.nbytes for x in inside) + _AROUND, region.stop)
+                _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _DONTNEED)
 
 
 Entries: TypeAlias = Iterator[Stored | Problem]
@@ -106,9 +112,7 @@ def open_checkpoint(path: Path) -> Entries:
         why = f"{_METADATA} is missing, which torch.distributed.checkpoint writes last: the save did not end"
         yield _fault(path, why)
     else:
-        raise ValueError(
-            f"{path} has no checkpoint: no {_METADATA}, no *{_INDEX}, and no file of {', '.join(_SUFFIXES)}"
-        )
+        raise ValueError(f"{path} has no checkpoint: no {_METADATA}, *{_INDEX} or any {', '.join(_SUFFIXES)}")
 
 
 def _fault(path: Path, text: str) -> Problem:

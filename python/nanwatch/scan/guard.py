@@ -94,7 +94,10 @@ class CheckpointGuard:
             bad = [tensors[id(x)] for x in nonfinite(x for _, x in tensors.values())]
             self._meant.update(name for name, x in bad if not bool(torch.isnan(x).any()))
         self.remove = weakref.finalize(self, _forget, reference := weakref.ref(self))
-        _remember(reference)
+        with _changing:
+            _guards.append(reference)
+            for seam in _SEAMS if len(_guards) == 1 else ():
+                _undo.append(when_imported(seam.module, functools.partial(_replace, seam)))
 
     def examine(self, save: Save) -> list[Record]:
         """Return the records of what is not finite in it and is the watched model's."""
@@ -240,10 +243,9 @@ class Save:
         """Whether several ranks save the same checkpoint, and fail or succeed together."""
         arguments, distributed = self._bound.arguments, torch.distributed
         is_alone = arguments.get("no_dist") or not arguments.get("use_collectives", True)
-        is_job = distributed.is_available() and distributed.is_initialized()
-        if not self.function.startswith(_DCP) or is_alone or not is_job:
+        if is_alone or not (self.function.startswith(_DCP) and distributed.is_available()):
             return False
-        return distributed.get_world_size(arguments.get("process_group")) > 1
+        return distributed.is_initialized() and distributed.get_world_size(arguments.get("process_group")) > 1
 
     def write_beside(self, path: str) -> tuple[str, Any]:
         """Save beside `path`, so that the checkpoint there stays. Return where, and the result."""
@@ -281,13 +283,6 @@ _guards: list[weakref.ref[CheckpointGuard]] = []
 _undo: list[Callable[[], object]] = []
 
 
-def _remember(reference: weakref.ref[CheckpointGuard]) -> None:
-    with _changing:
-        _guards.append(reference)
-        for seam in _SEAMS if len(_guards) == 1 else ():
-            _undo.append(when_imported(seam.module, functools.partial(_replace, seam)))
-
-
 def _forget(reference: weakref.ref[CheckpointGuard]) -> None:
     with _changing:
         _guards.remove(reference)
@@ -304,7 +299,7 @@ def _replace(seam: Seam) -> None:
         *owners, name = seam.name.split(".")
         owner: Any = functools.reduce(getattr, owners, sys.modules[seam.module])
         original = vars(owner)[name]
-        function = _guarded(seam, original) if seam.called else _removing(original)
+        function = _guarded(seam, original)
         with _changing:
             if _guards:
                 _undo.append(functools.partial(_swap, owner, function, original))
@@ -328,6 +323,8 @@ def _guarded(seam: Seam, original: Any) -> Any:
 
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
+        if not seam.called:
+            return None if any(guard.keeps for guard in _live()) else original(*args, **kwargs)
         guards, bound = [] if _is_saving.get() else _live(), None
         if guards:
             with suppress(TypeError):  # the function itself says what is wrong
@@ -346,11 +343,3 @@ def _guarded(seam: Seam, original: Any) -> Any:
         return result
 
     return save
-
-
-def _removing(original: Any) -> Any:
-    @functools.wraps(original)
-    def remove(*args: Any, **kwargs: Any) -> Any:
-        return None if any(guard.keeps for guard in _live()) else original(*args, **kwargs)
-
-    return remove

@@ -93,9 +93,6 @@ class Scan:
     problems: tuple[Problem, ...]
     changes: tuple[Change, ...] = ()
 
-    def __repr__(self) -> str:
-        return self.to_text()
-
     @property
     def is_sound(self) -> bool:
         """Whether all files are whole and no value is nan or inf, but for those of masks."""
@@ -121,9 +118,9 @@ class Scan:
         """Return the result for people."""
         num_faults = sum(problem.is_fault for problem in self.problems)
         num_unread = sum(bool(tensor.unread) for tensor in self.tensors)
-        verdict = f"{num_faults} fault{'s' * (num_faults > 1)}" if num_faults else "sound"
-        if not num_faults and not self.is_checked:
-            verdict = "nothing was checked"
+        verdict = "sound" if self.is_checked else "nothing was checked"
+        if num_faults:
+            verdict = f"{num_faults} fault{'s' * (num_faults > 1)}"
         not_checked = f", {num_unread} tensors not checked" if num_unread else ""
         size = sum(tensor.nbytes for tensor in self.tensors)
         unit, name = next((pair for pair in _UNITS if size >= pair[0]), _UNITS[-1])
@@ -141,32 +138,30 @@ class Scan:
             lines += [line for texts in by_kind.values() for line in _shortened(texts)]
         return "\n".join(map(visible, [*lines, *self._change_lines()]))
 
+    __repr__ = to_text
+
     def _change_lines(self) -> Iterator[str]:
         """Yield which side is the original, the verdict, the largest changes, and what has another name or none."""
         if self.against is None:
             return
-        by_kind: dict[str, list[Change]] = {}
-        for change in self.changes:
-            by_kind.setdefault(change.kind, []).append(change)
-        counts = ", ".join(f"{len(changes):,} {kind}" for kind, changes in by_kind.items())
+
+        def of(*kinds: str) -> list[Change]:
+            return [change for change in self.changes if change.kind in kinds]
+
+        counts = Counter(change.kind for change in self.changes).items()
+        listed = ", ".join(f"{count:,} {kind}" for kind, count in counts)
         yield from ("", f"Original: {', '.join(self.paths)}. What became of it: {self.against}.")
-        yield f"{'Faithful' if self.is_faithful else 'Not the same'}: {counts or 'nothing to compare'}"
-        kinds = ("converted", "changed", "not compared")
-        if compared := [change for change in self.changes if change.kind in kinds]:
+        yield f"{'Faithful' if self.is_faithful else 'Not the same'}: {listed or 'nothing to compare'}"
+        if compared := of("converted", "changed", "not compared"):
             yield from ("", f"  {'relative':>9} {'largest':>9} {'kind':>12}  tensor")
         compared.sort(key=lambda change: -change.relative)
-        yield from _shortened(
-            [f"  {row.relative:>9.3g} {row.largest:>9.3g} {row.kind:>12}  {row}" for row in compared]
-        )
-        renamed = [
-            change
-            for change in by_kind.get("equal", ())
-            if without_wrappers(change.name) != without_wrappers(change.other)
-        ]
+        texts = [f"  {row.relative:>9.3g} {row.largest:>9.3g} {row.kind:>12}  {row}" for row in compared]
+        yield from _shortened(texts)
+        renamed = [row for row in of("equal") if without_wrappers(row.name) != without_wrappers(row.other)]
         for words, changes in (
             ("equal under other names", renamed),
-            ("in the original only", by_kind.get("missing there")),
-            (f"in {self.against} only", by_kind.get("only there")),
+            ("in the original only", of("missing there")),
+            (f"in {self.against} only", of("only there")),
         ):
             if changes:
                 yield f"  {words}: {first_few([*map(str, changes)])}"

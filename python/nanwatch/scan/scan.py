@@ -1,7 +1,4 @@
-"""Scan of checkpoints: what is in each tensor, what is wrong with it, and what differs in another checkpoint.
-
-Each file is read once, in threads.
-"""
+"""Scan of checkpoints in threads: what is in each tensor, what is wrong with it, and what differs in another."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
-from itertools import islice
+from itertools import accumulate, groupby, islice
 from math import inf, isinf, prod, sqrt
 from os import PathLike
 from pathlib import Path
@@ -24,8 +21,9 @@ from torch import Tensor
 
 from ..history.monitor import apart_from_siblings
 from ..numerics import _extension
-from ..numerics.formats import TensorHealth, limits
-from ..numerics.ranges import PartialHealth, tensor_health
+from ..numerics._fingerprint import block_sums, sealed
+from ..numerics.formats import BY_NAME, TensorHealth, limits
+from ..numerics.ranges import health_of_parts, healths, tensor_health
 from ..numerics.readable import dtype_name, is_plain, type_name, unreadable
 from ..util.progress import Tell, silent
 from ..util.visible import spell, without_wrappers
@@ -37,14 +35,16 @@ _STEP = 1 << 18  # elements of a comparison: its temporaries stay in the caches
 _MANY_ZEROS, _MANY_ENCODED_ZEROS = 0.1, 0.25  # blocks of 4 bits make up to 17 % of random numbers zero
 _MANY_SUBNORMALS = 0.01
 _SHOWN = 5  # dead rows whose numbers are kept
-_CASTS = ("float16", "bfloat16")
+_CASTS = {name: BY_NAME[name].ends for name in ("float16", "bfloat16")}
 _MOST_THREADS = 16  # more are no faster, and each has a part in memory
-_MOST_AT_A_TIME = 8  # tensors that a thread takes together
+_MOST_LOADED = 64  # tensors that a thread loads together
+_MOST_READ = 32 << 20  # bytes that it maps for one call
 # Relative, of a tensor: rounding to float8_e5m2 takes at most this. A cast that makes everything zero takes more.
 _MOST_ROUNDED = 0.125
 _loading = Lock()
 
 Member: TypeAlias = tuple[Stored, TensorScan]
+_Row: TypeAlias = list[float] | None  # the columns of the health of a tensor that is read already
 
 
 def scan(
@@ -103,7 +103,7 @@ def _read_all(
     entries = [entry for path in paths for entry in open_checkpoint(Path(path))]
     tensors = [entry for entry in entries if isinstance(entry, Stored)]
     num_threads = min(torch.get_num_threads(), _MOST_THREADS)
-    size = min(_MOST_AT_A_TIME, 1 + len(tensors) // (8 * num_threads))
+    size = min(_MOST_LOADED, 1 + len(tensors) // (8 * num_threads))
     batches = [tensors[first : first + size] for first in range(0, len(tensors), size)]
     scans: list[TensorScan] = []
     tell("reading", 0, len(tensors), "tensors")
@@ -127,12 +127,24 @@ def _compute_alone() -> None:
 
 @torch.inference_mode()  # without autograd a tensor of 1 MiB takes a tenth less
 def _read_batch(batch: Sequence[Stored], fingerprints: bool) -> list[TensorScan]:
-    # All loads come first: a read drives the interpreter out of the caches, after which a load takes twice as long.
+    # First all loads, then few reads: a read drives the interpreter out of the caches, and a load takes twice as long.
     tensors = [_mapped(stored) for stored in batch]
-    scans = [_read(stored, x, fingerprints) for stored, x in zip(batch, tensors, strict=True)]
-    for stored in {stored.regions: stored for stored in batch}.values():
-        stored.release()
-    return scans
+    members = [*zip(batch, tensors, strict=True)]
+    rows: dict[int, list[float]] = {}
+    whole = [] if fingerprints else [x for stored, x in members if x is not None and _is_whole(stored, x)]
+    ends = accumulate(x.nbytes for x in whole)
+    for _, group in groupby(zip(ends, whole, strict=True), lambda pair: pair[0] // _MOST_READ):
+        together = [x for _, x in group]
+        rows |= zip(map(id, together), healths(together), strict=True)
+        for stored in {stored.regions: stored for stored in batch}.values():
+            stored.release(together)
+    return [_read(stored, x, rows.get(id(x)), fingerprints) for stored, x in members]
+
+
+def _is_whole(stored: Stored, x: Tensor) -> bool:
+    """Return whether the tensor is read in one piece, as it is."""
+    is_small = stored.encoding is None and x.dtype is not torch.bool and x.numel() <= PART
+    return is_small and is_plain(x) and not unreadable(x)
 
 
 def _mapped(stored: Stored) -> Tensor | None:
@@ -143,39 +155,36 @@ def _mapped(stored: Stored) -> Tensor | None:
     return None
 
 
-def _read(stored: Stored, mapped: Tensor | None, fingerprints: bool) -> TensorScan:
+def _read(stored: Stored, mapped: Tensor | None, row: _Row, fingerprints: bool) -> TensorScan:
     facts: dict[str, Any] = {}  # those that are known before an error stay
     try:
         # One tensor at a time is in memory where the file is not mapped.
         with _loading if mapped is None else nullcontext():
-            _read_values(stored, stored.load() if mapped is None else mapped, fingerprints, facts)
+            _read_values(stored, stored.load() if mapped is None else mapped, row, fingerprints, facts)
     except ImportError:
         raise
-    except (TypeError, NotImplementedError) as error:  # a dtype or a layout that PyTorch does not read
-        facts["unread"] = spell(error)
-    except Exception as error:  # a library meets the damage when it loads the tensor
-        facts["lost"] = spell(error)
+    except Exception as error:
+        # PyTorch does not read the dtype or layout, or a library meets the damage when it loads the tensor.
+        facts["unread" if isinstance(error, TypeError | NotImplementedError) else "lost"] = spell(error)
     return TensorScan(stored.name, str(stored.file), **facts)
 
 
-def _read_values(stored: Stored, x: Tensor, fingerprints: bool, facts: dict[str, Any]) -> None:
-    dtype, shape, kind = dtype_name(x.dtype), tuple(x.shape), (dtype_name(x.dtype), x.shape)
+def _read_values(stored: Stored, x: Tensor, row: _Row, fingerprints: bool, facts: dict[str, Any]) -> None:
+    dtype, shape = dtype_name(x.dtype), tuple(x.shape)
     if is_encoded := stored.encoding is not None:
-        dtype, shape, kind = stored.encoding.name.lower(), stored.shape, ("uint8", x.shape)
-    facts.update(dtype=dtype, shape=shape, unread=unreadable(x))
-    if facts["unread"]:
+        dtype, shape = stored.encoding.name.lower(), stored.shape
+    facts.update(dtype=dtype, shape=shape, unread="" if row else unreadable(x))
+    if facts["unread"] or not (row or is_plain(x)):
+        facts["health"] = None if facts["unread"] else tensor_health(x)
         return
-    if not is_plain(x):
-        facts["health"] = tensor_health(x)
-        return
-    total = PartialHealth()
-    for start, raw, values in stored.parts(x, PART):
-        total.add(values, start)
-        if fingerprints:
-            total.add_bits(raw)
-    facts["nbytes"], facts["health"] = x.nbytes, total.health(shape)
+    rows = {} if row is None else {0: row}
+    sums, nothing = list[Tensor](), torch.empty(0, dtype=torch.int64)
+    for start, raw, values in () if row else stored.parts(x, PART):
+        (rows[start],) = healths([values])
+        sums += [block_sums(raw)] if fingerprints else []
+    facts["nbytes"], facts["health"] = x.nbytes, health_of_parts(rows, shape)
     if fingerprints:
-        facts["fingerprint"] = total.fingerprint(*kind)
+        facts["fingerprint"] = sealed(torch.cat([nothing, *sums]), dtype_name(x.dtype), x.shape)
     if not is_encoded and x.is_floating_point() and x.dim() > 1:
         width = prod(shape[1:])
         # With fewer zeros than a row has elements no row is dead.
@@ -235,9 +244,7 @@ def _remarks(tensor: TensorScan, health: TensorHealth) -> Iterator[tuple[str, st
     if num_subnormal >= _MANY_SUBNORMALS * numel:
         yield "subnormal", f"{num_subnormal / numel:.1%} of {numel:,} are subnormal in {tensor.dtype}"
     ends, largest = limits(tensor.dtype), health.finite_abs_max
-    for target in _CASTS:
-        narrow = limits(target)
-        assert narrow is not None
+    for target, narrow in _CASTS.items():
         if ends is None or ends.largest <= narrow.largest or largest == 0:  # nothing but zeros and nan
             continue
         if isinf(torch.tensor(largest, dtype=torch.float64).to(getattr(torch, target))):

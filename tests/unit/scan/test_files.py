@@ -146,7 +146,9 @@ def test_parameters_views_and_arrays_of_torch_save(tmp_path):
         "sparse": weight.to_sparse(),
     }
     torch.save(content, tmp_path / "x.pt")
+    mapped = torch.load(tmp_path / "x.pt", mmap=True, weights_only=False)["w"].fill_(7)
     result = nanwatch.scan(tmp_path / "x.pt", against=tmp_path / "x.pt")
+    assert (mapped == 7).all()  # the program's own mapping of the file keeps what was written to it
     read = {tensor.name: tensor for tensor in result.tensors}
     assert read["w"].health.first_nonfinite == (1, 2)
     assert read["t"].health.first_nonfinite == (2, 1)

@@ -19,7 +19,6 @@ def layers():
 
 
 def names(result, kind):
-    """Return the tensors of the problems of a kind."""
     return [name for problem in result.problems if problem.kind == kind for name in problem.tensors]
 
 
