@@ -92,8 +92,8 @@ BROKEN = [
     ("recording.observe.tensor_health", forward, "the elements of a tensor could not be counted"),
     ("diagnosis.search._of_backward", backward, "the finding could not be examined: RuntimeError: broken"),
     ("diagnosis.experiment.run_backward", backward, "the backward could not be examined: RuntimeError: broken"),
-    ("session.reports.BackwardCall.capture", loss, "the statements of the loss could not be kept"),
-    ("diagnosis.rerun.BackwardCall.statements", loss, "the loss was not computed again: RuntimeError: broken"),
+    ("session.reports.ProgramCall.of_backward", loss, "the statements of the loss could not be kept"),
+    ("diagnosis.rerun.ProgramCall.statements", loss, "the loss was not computed again: RuntimeError: broken"),
 ]  # fmt: skip
 
 

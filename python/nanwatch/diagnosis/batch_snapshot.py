@@ -75,11 +75,10 @@ class BufferHistory:
         """Return the present values, in a mapping that never changes."""
         self._num_batches += 1
         if self._num_batches & (self._num_batches - 1) == 0:  # modules may have come meanwhile
-            self._modules = [
-                weakref.ref(module)
-                for _, module in each_module(root)
-                if module._buffers and not getattr(module, "track_running_stats", False)
-            ]
+            modules = (
+                x for _, x in each_module(root) if x._buffers and not getattr(x, "track_running_stats", False)
+            )
+            self._modules = [weakref.ref(module) for module in modules]
         if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             with torch._C.DisableTorchFunction():  # no subclass and no function mode sees the reads
                 self._values = {id(x): self._value_of(x) for _, _, x in self._buffers() if x is not None}
@@ -87,12 +86,8 @@ class BufferHistory:
 
     def names(self) -> list[tuple[weakref.ref[nn.Module], str]]:
         """Return the buffers whose changes count, each by its module and name. Large ones are not copied."""
-        values = self._values
-        return [
-            (module, name)
-            for module, name, x in self._buffers()
-            if (known := values.get(id(x))) is None or known.value is not None
-        ]
+        large = {key for key, known in self._values.items() if known.value is None}
+        return [(module, name) for module, name, x in self._buffers() if id(x) not in large]
 
     def _buffers(self) -> Iterator[tuple[weakref.ref[nn.Module], str, Tensor | None]]:
         for reference in self._modules:
@@ -225,7 +220,9 @@ def begin_again(root: nn.Module, given: Iterable[Tensor], before: BufferValues) 
         # Those of a ScriptModule cannot be exchanged.
         tables = [(x._buffers, dict(x._buffers)) for x in modules if not isinstance(x, jit.ScriptModule)]
         buffers = [x for module in modules for _, x in module._buffers.items() if x is not None]
-        tensors = {id(x): x for x in (*buffers, *given) if not _is_fixed(x)}.values()
+        # Nothing writes to tensors without values, or whose elements share their memory.
+        written = (x for x in (*buffers, *given) if not (x.is_meta or without_repeats(x)[1] > 1))
+        tensors = {id(x): x for x in written}.values()
         kept = [(x, None if x.is_inference() else x._version, x.detach().clone()) for x in tensors]
         for x in buffers:
             known = before.get(id(x))
@@ -246,11 +243,6 @@ def begin_again(root: nn.Module, given: Iterable[Tensor], before: BufferValues) 
                 module.training = flag
 
     return put_back
-
-
-def _is_fixed(x: Tensor) -> bool:
-    """Return whether nothing writes to it: it has no values, or elements that share their memory."""
-    return x.is_meta or without_repeats(x)[1] > 1
 
 
 def _write(x: Tensor, value: Tensor, version: int | None) -> None:
@@ -365,8 +357,7 @@ def open_calls(frame: FrameType | None = None) -> list[LeftCall]:
 
     The innermost may have returned to the wrapper that records it. `frame` is the innermost of another stack.
     """
-    stack = walk_stack(frame or sys._getframe(1))
-    return [_left_call(place) for place, _ in stack if place.f_code is _WRAPPED_CALL]
+    return [_left_call(x) for x, _ in walk_stack(frame or sys._getframe(1)) if x.f_code is _WRAPPED_CALL]
 
 
 def left_calls(error: BaseException) -> list[LeftCall]:

@@ -86,7 +86,18 @@ def run_in_child(work: Callable[[], Any], seconds: float) -> Iterator[Any]:
             if child == 0:
                 _be_child(work, parent, writing, drawn)
         try:
-            yield from _documents(child, reading, seconds)
+            document, is_last, reason = None, False, ""
+            while not is_last:
+                if not reading.poll(seconds):
+                    raise ChildEndedError(f"it took longer than {seconds:.0f} s, and was ended")
+                try:
+                    document, is_last, reason = reading.recv()
+                except (EOFError, OSError):
+                    raise ChildEndedError(f"its process ended{_status(child)}") from None
+                if reason:
+                    raise ChildEndedError(reason)
+                if document is not None:
+                    yield document
         finally:
             # The program's own handler may have taken the status.
             with suppress(ProcessLookupError, ChildProcessError):
@@ -94,28 +105,12 @@ def run_in_child(work: Callable[[], Any], seconds: float) -> Iterator[Any]:
                 os.waitpid(child, 0)
 
 
-def _documents(child: int, reading: Connection, seconds: float) -> Iterator[Any]:
-    while reading.poll(seconds):
-        try:
-            document, is_last, error = reading.recv()
-        except (EOFError, OSError):
-            raise ChildEndedError(f"its process ended{_status(child)}") from None
-        if error:
-            raise ChildEndedError(error)
-        if document is not None:
-            yield document
-        if is_last:
-            return
-    raise ChildEndedError(f"it took longer than {seconds:.0f} s, and was ended")
-
-
 def _status(child: int) -> str:
-    """Return in words how the child ended. Its number stays taken."""
     with suppress(ChildProcessError):
-        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-        if ended is not None and ended.si_code == os.CLD_EXITED:
-            return f" with status {ended.si_status}"
-        return f" by {signal.Signals(ended.si_status).name}" if ended is not None else ""
+        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # so that its number stays taken
+        is_exit = ended.si_code == os.CLD_EXITED  # type: ignore[union-attr]
+        status = ended.si_status  # type: ignore[union-attr]
+        return f" with status {status}" if is_exit else f" by {signal.Signals(status).name}"
     return ""
 
 
@@ -164,12 +159,12 @@ def limited(seconds: float) -> Iterator[None]:
     # Only the main thread gets signals, and a handler of the program's stays.
     is_main = threading.current_thread() is threading.main_thread()
     is_free = is_main and _ENDS_RUN and signal.getsignal(_ENDS_RUN) in (signal.SIG_DFL, signal.SIG_IGN)
-    lock, is_armed, words = threading.Lock(), True, ""
+    lock, is_over, words = threading.Lock(), False, ""
 
     def strike() -> None:
-        nonlocal is_armed, words
+        nonlocal words
         with lock:
-            if not is_armed:
+            if is_over:
                 return
             where = _line(sys._current_frames().get(thread))
             words = f"it took longer than {seconds:.0f} s at {where}, and was ended"
@@ -179,13 +174,11 @@ def limited(seconds: float) -> Iterator[None]:
                 signal.pthread_kill(thread, _ENDS_RUN)
             else:
                 # Where this thread waits for a lock, the error comes with the lock: no signal reaches the thread.
-                is_armed, error = False, ctypes.py_object(RerunEndedError)
+                error = ctypes.py_object(RerunEndedError)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
 
     def at_signal(*_: Any) -> None:
-        nonlocal is_armed
-        if is_armed and words:
-            is_armed = False
+        if words and not is_over:
             raise RerunEndedError
 
     timer = threading.Timer(seconds, strike)
@@ -196,7 +189,7 @@ def limited(seconds: float) -> Iterator[None]:
             timer.start()
             yield
         finally:
-            is_armed = False  # before it waits, so that the handler raises nothing here
+            is_over = True  # before it waits, so that the handler raises nothing here
             with lock:
                 timer.cancel()
             if is_free:

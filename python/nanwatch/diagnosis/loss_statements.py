@@ -1,7 +1,8 @@
-"""The statements of a function from the model's call to its `backward()`, to be run again, from the backward's stack.
+"""Statements of a function of the program, to be run again: those that made a loss, or gradients for a step.
 
-The names of a frame keep their values until the backward. So only those statements run again that bind or fill a value
-with a graph, as the graph is gone, or a bad one: no step of an optimizer, nothing that hands out data.
+The names of a frame keep their values. So only those statements run again that bind or fill a value with a graph, as
+it is gone, or a bad one: no step of an optimizer, nothing that hands out data. Gradients that became bad behind a
+backward need its statement, and all between that and the step.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from ..instrumentation.execution_context import Autocast, RngState
@@ -30,23 +32,16 @@ from ..report.finding import Value, value_of
 from ..util.program_code import SKIPPED_FILES, frame_values
 from . import isolation
 from .operation import Expression, tensors_in
-from .patching.source import (
-    Probe,
-    SourceFile,
-    Span,
-    Target,
-    called_name,
-    compiled_with,
-    find_target,
-    names_in,
-    node_of,
-    paths_to,
-)
+from .patching import source
 
 _BACKWARD = torch.autograd.backward.__code__
 _RUNS_ENGINE = (_BACKWARD, torch.autograd.grad.__code__)
 # Lightning has twenty between the loss and the engine.
 _MOST_FRAMES = 32
+# The lines of frames, by their addresses and codes.
+Lines: TypeAlias = dict[tuple[int, CodeType], int]
+# Blocks down to a statement, each with its statement that covers that.
+_Path: TypeAlias = list[tuple[list[ast.stmt], ast.stmt]]
 _RESULT = "__nanwatch_loss__"
 # A second call of these would take data, change an optimizer, or write something.
 _NOT_TWICE = frozenset({
@@ -62,10 +57,15 @@ class Refused(Exception):  # noqa: N818 - a reason, in words
     """The statements cannot run a second time."""
 
 
-class Caller(NamedTuple):
-    """A function of the program that is under way at a line, and has called what leads to the backward.
+class _Reached(BaseException):
+    """The step of an optimizer that the statements lead to, which is not taken."""
 
-    `deleted`: parameters that it has deleted, as Trainer does. Their `names` have what its own caller calls so.
+
+class Caller(NamedTuple):
+    """A function of the program that is under way at a line, and has called what leads to the backward or the step.
+
+    `deleted`: parameters that it has deleted, as Trainer does. Their `names` have what its own caller calls so. `since`
+    is the line of the backward before a step.
     """
 
     code: CodeType
@@ -73,65 +73,92 @@ class Caller(NamedTuple):
     names: dict[str, Any]
     globals: dict[str, Any]
     deleted: frozenset[str]
+    since: int = 0
 
 
 @dataclass(slots=True)
-class BackwardCall:
-    """A backward under way: what the loss holds, and the frames of the program that called it, the innermost first.
+class ProgramCall:
+    """A call by the program of a backward or of an optimizer's step, and its callers, the innermost first.
 
-    `rngs` are random states from which the loss may have begun: that of the last step of an optimizer, that of the
-    model's first call, as data may be drawn between the two, and the present one.
+    `rngs` are random states from which the statements may have begun: that of the last step of an optimizer, that of
+    the model's first call, as data may be drawn between the two, and the present one. `value`: what a loss holds.
+    `between`: the lines between which a gradient became bad.
     """
 
-    value: Value | None
     callers: list[Caller]
     rngs: Sequence[RngState] = ()
+    value: Value | None = None
     autocast: tuple[Autocast, ...] = field(default_factory=Autocast.capture)
+    between: str = ""
 
     @classmethod
-    def capture(cls, rngs: Sequence[RngState]) -> BackwardCall | None:
+    def of_backward(cls, rngs: Sequence[RngState]) -> ProgramCall | None:
         """Return the backward under way, None where it is not known. `rngs`: random states of before it."""
-        frame = _engine_frame()
-        if frame is None:
+        if (frame := _engine_frame()) is None:
             return None
         roots = frame.f_locals["tensors" if frame.f_code is _BACKWARD else "t_outputs"]
         records = [observe(x.detach(), "output", "output") for x in roots]
         value = next((value_of(record) for record in records if record.is_fault), None)
-        return cls(value, _callers(frame), [*rngs, RngState.capture()])
+        return cls(_callers(frame), [*rngs, RngState.capture()], value)
+
+    @classmethod
+    def of_step(cls, lines: Lines) -> ProgramCall | None:
+        """Return the step under way in the function that made the latest backward too, which had these `lines`."""
+        for frame in _program_frames(sys._getframe(1)):
+            if since := lines.get((id(frame), frame.f_code)):
+                words = f"backward() at line {since} and the step at line {frame.f_lineno}"
+                between = f"look between the {words} of {frame.f_code.co_filename}"
+                return cls([_callers(frame)[0]._replace(since=since)], [RngState.capture()], between=between)
+        return None
 
     def statements(self, model: nn.Module, *, keeps_outputs: bool = False) -> Iterator[LossStatements]:
-        """Yield for each caller the statements that computed the loss. Raises Refused, with the reason.
+        """Yield for each caller the statements that led to the call. Raises Refused, with the reason.
 
         keeps_outputs: the model is not called again, and the names of its outputs keep their values.
         """
         kept = model if keeps_outputs else None
         for caller in self.callers:
-            file = SourceFile.load(caller.code.co_filename)
+            file = source.SourceFile.load(caller.code.co_filename)
             if file is not None and (part := _part_of(caller, file, kept)) is not None:
                 yield LossStatements(model, caller, file, part)
 
 
-def loss_under_way() -> Tensor | None:
-    """Return the loss whose `backward()` is under way, None where what it began at is no single number."""
-    frame = _engine_frame()
-    roots: Any = () if frame is None or frame.f_code is not _BACKWARD else frame.f_locals["tensors"]
-    return roots[0] if len(roots) == 1 and roots[0].numel() == 1 else None
+def backward_under_way() -> tuple[Tensor | None, Lines]:
+    """Return the loss of the backward under way, None where it is no single number, and the lines of its callers."""
+    lines: Lines = {}
+    if (frame := _engine_frame()) is None:
+        return None, lines
+    outer = frame.f_back
+    while outer is not None and len(lines) < _MOST_FRAMES:  # 0.1 µs each
+        lines[id(outer), outer.f_code] = outer.f_lineno
+        outer = outer.f_back
+    roots: Any = frame.f_locals["tensors"] if frame.f_code is _BACKWARD else ()
+    is_number = len(roots) == 1 and roots[0].numel() == 1 and roots[0].is_floating_point()
+    return roots[0] if is_number else None, lines
 
 
 def _engine_frame() -> FrameType | None:
     """Return the frame that runs this thread's backward; in a thread of the engine, the only one there is."""
-    for tops in [sys._getframe(1)], sys._current_frames().values():
-        engines = (next((x for x, _ in walk_stack(top) if x.f_code in _RUNS_ENGINE), None) for top in tops)
-        if frames := [frame for frame in engines if frame is not None]:
-            return frames[0] if len(frames) == 1 else None
-    return None
+    if (frame := _engine_of(sys._getframe(1))) is not None:
+        return frame
+    frames = [*filter(None, map(_engine_of, sys._current_frames().values()))]
+    return frames[0] if len(frames) == 1 else None
 
 
-def _callers(frame: FrameType) -> list[Caller]:
-    stack = (above for above, _ in walk_stack(frame))
-    frames = [above for above in stack if not above.f_code.co_filename.startswith(SKIPPED_FILES)]
+def _engine_of(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code not in _RUNS_ENGINE:
+        frame = frame.f_back
+    return frame
+
+
+def _program_frames(frame: FrameType) -> list[FrameType]:
+    frames = (x for x, _ in walk_stack(frame) if not x.f_code.co_filename.startswith(SKIPPED_FILES))
+    return [*islice(frames, _MOST_FRAMES)]
+
+
+def _callers(top: FrameType) -> list[Caller]:
     callers, values = list[Caller](), dict[str, Any]()
-    for frame in reversed(frames[:_MOST_FRAMES]):
+    for frame in reversed(_program_frames(top)):
         code, outer, values = frame.f_code, values, frame_values(frame)
         deleted = {*code.co_varnames[: code.co_argcount]} & outer.keys() - values.keys()
         names = values | {name: outer[name] for name in deleted}
@@ -139,44 +166,73 @@ def _callers(frame: FrameType) -> list[Caller]:
     return callers[::-1]
 
 
-def _part_of(caller: Caller, file: SourceFile, kept: nn.Module | None) -> _Part | None:
-    """Return the statements that computed the loss of the call under way; None where the frame was only handed it."""
-    top = node_of(file, caller.code)
-    parts = (_Part(caller, path, kept) for path in (() if top is None else paths_to(top, caller.line)))
+def _part_of(caller: Caller, file: source.SourceFile, kept: nn.Module | None) -> _Part | None:
+    """Return the statements that led to the call under way; None where the frame was only handed what they made."""
+    top = source.node_of(file, caller.code)
+    paths = [] if top is None else [*source.paths_to(top, caller.line)]
+    if top is None or not caller.since:
+        parts = (_Part(caller, path, kept) for path in paths)
+    elif isolation.is_child():
+        begins = [*source.paths_to(top, caller.since)]
+        pairs = ((since, _between(since, path)) for since in begins for path in paths)
+        parts = (_Part(caller, since, kept, following) for since, following in pairs if following)
+    else:
+        raise Refused("the backward runs a second time in a process of its own alone")
     return next((part for part in parts if part.body), None)
 
 
-class _Part:
-    """Statements of a function before its backward, found from the loss backwards by the names that they have to make.
+def _between(since: _Path, path: _Path) -> list[list[ast.stmt]]:
+    """Return, by block, what follows the last statement of one path, up to that which leads to the other's last."""
+    for depth, ((block, first), (_, last)) in enumerate(zip(since, path, strict=False)):
+        if first is not last:
+            inner, after = [x[x.index(y) + 1 :] for x, y in since[:depth:-1]], block[block.index(first) + 1 :]
+            return [*inner, after[: after.index(last) + 1]] if last in after else []
+    return []
 
-    `body`: they bind the loss to `_RESULT`; [] where they make none. `reads`: values of the names that they read.
-    `is_whole`: they make all that has a graph. Else a parameter of the function has one that its caller has made.
-    `kept`: the model whose calls are left out, if any: the names of their results keep their values.
+
+class _Part:
+    """Statements of a function before its call, found from there backwards by the names that they have to make.
+
+    `body`: they bind the loss to `_RESULT`, or end with the call; [] where they make nothing. `reads`: values of the
+    names that they read. `is_whole`: they make all that has a graph. Else a parameter of the function has one that its
+    caller has made. `kept`: the model whose calls are left out, if any: the names of their results keep their values.
+    `following`: statements behind a backward, up to the call of a step.
     """
 
     def __init__(
-        self, caller: Caller, path: list[tuple[list[ast.stmt], ast.stmt]], kept: nn.Module | None
+        self, caller: Caller, path: _Path, kept: nn.Module | None, following: Sequence[list[ast.stmt]] = ()
     ) -> None:
         self._caller, self._values, self.kept = caller, caller.names, kept
         self.body: list[ast.stmt] = []
         self.reads: dict[str, Any] = {}
         # Names that a later statement binds: their values are no longer those that an earlier one read.
         self._bound: set[str] = set()
-        statement = path[-1][1]
-        if (loss := self._loss_in(statement)) is None:
+        statement = last = path[-1][1]
+        made: ast.AST | None = statement if following else self._loss_in(statement)
+        if made is None:
             return
-        self._refuse_twice(loss)
-        needed, result = self._read(loss), ast.Assign([ast.Name(_RESULT, ast.Store())], loss)
-        body: list[ast.stmt] = [ast.copy_location(result, statement)]
+        if isinstance(made, ast.expr):
+            self._refuse_twice(made)
+            last = ast.copy_location(ast.Assign([ast.Name(_RESULT, ast.Store())], made), statement)
+        needed, body = self._read(made), [last]
         for block, inner in reversed(path):
             before, needed = self._block(block[: block.index(inner)], needed)
             body = [*before, *body]
-        is_computed = len(body) > 1 or any(isinstance(x, ast.Call | ast.BinOp) for x in ast.walk(loss))
+        is_computed = len(body) > 1 or any(isinstance(x, ast.Call | ast.BinOp) for x in ast.walk(made))
+        body += [self._once(statements) for statements in following if statements]
         if is_computed and not needed - self._values.keys():
             # A bad parameter, one with a graph, and a list or dict of others that these statements fill.
             known = {name: self._values[name] for name in needed}
             self.is_whole = not any(_has_graph(x) for x in known.values() if not isinstance(x, list | dict))
             self.body, self.reads = body, self.reads | known
+
+    def _once(self, statements: Sequence[ast.stmt]) -> ast.stmt:
+        """Return the statements as a loop of one turn, which they may leave. Counters have counted already."""
+        counters = [x for x in statements if isinstance(x, ast.AugAssign)]
+        counted = [x for x in counters if isinstance(self._value_of(x.target), int | float)]
+        body = [x for x in statements if x not in counted] or [ast.Pass()]
+        loop = ast.For(ast.Name(_RESULT, ast.Store()), ast.Tuple([ast.Constant(0)], ast.Load()), body, [])
+        return ast.copy_location(loop, statements[-1])
 
     def _loss_in(self, statement: ast.stmt) -> ast.expr | None:
         """Return the loss: what has the method `backward`, else the only made argument of a call."""
@@ -194,7 +250,7 @@ class _Part:
     def _read(self, node: ast.AST) -> set[str]:
         """Return the names in the node that earlier statements have to make. Keep the values of the others."""
         needed = set()
-        for name in names_in(node, ast.Load):
+        for name in source.names_in(node, ast.Load):
             value, code = self._values.get(name), self._caller.code
             # A statement may have bound a deleted parameter anew, as Trainer's does that prepares the inputs.
             is_gone = name in self._caller.deleted or (name not in self._values and name in code.co_varnames)
@@ -210,7 +266,7 @@ class _Part:
         """Return those of the statements that make the needed names, and the names that they need themselves."""
         body: list[ast.stmt] = []
         for statement in reversed(statements):
-            later, bound = set(self._bound), names_in(statement, ast.Store)
+            later, bound = set(self._bound), source.names_in(statement, ast.Store)
             filled = _filled_by(statement) & (needed | self.reads.keys())
             wanted = bound & needed | filled
             # The statements of a block bind one after the other, those of a loop in any order.
@@ -231,8 +287,8 @@ class _Part:
                 # Bad data stays as it was handed out. A branch that is not taken may have what is lost.
                 if not is_lost:
                     self.reads |= values
-                source = f"raise RuntimeError({str(reason)!r})" if is_lost else "pass"
-                kept, needed = ast.copy_location(ast.parse(source).body[0], statement), needed - wanted
+                stand_in = f"raise RuntimeError({str(reason)!r})" if is_lost else "pass"
+                kept, needed = ast.copy_location(ast.parse(stand_in).body[0], statement), needed - wanted
             self._bound |= bound | filled
             body = [kept, *body]
         return body, needed
@@ -259,11 +315,9 @@ class _Part:
                 self._refuse_twice(statement)
             else:
                 made.body = body
-            needed, header = needed - names_in(statement.target, ast.Store), [statement.iter]
+            needed, header = needed - source.names_in(statement.target, ast.Store), [statement.iter]
         elif isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr):
-            if isinstance(statement, ast.AnnAssign):
-                made.annotation = ast.Constant(None)  # a function evaluates none
-            needed = needed - names_in(statement, ast.Store)
+            needed = needed - source.names_in(statement, ast.Store)
         elif not isinstance(statement, ast.AugAssign):
             raise self._refused(statement)
         self._refuse_twice(*header)
@@ -291,7 +345,7 @@ class _Part:
     def _refuse_twice(self, *nodes: ast.AST) -> None:
         for node in (inner for top in nodes for inner in ast.walk(top)):
             is_once = isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom)
-            if is_once or (isinstance(node, ast.Call) and called_name(node) in _NOT_TWICE):
+            if is_once or (isinstance(node, ast.Call) and source.called_name(node) in _NOT_TWICE):
                 raise self._refused(node)
 
     def _refused(self, node: ast.AST) -> Refused:
@@ -317,7 +371,7 @@ def _filled_by(statement: ast.stmt) -> set[str]:
     """Return the names whose values the statement changes in place: `p.clamp_()`, `s.den = x`, `losses["a"] = x`."""
     filled = set[str]()
     for node in ast.walk(statement):
-        name, owner = called_name(node), node.func if isinstance(node, ast.Call) else node
+        name, owner = source.called_name(node), node.func if isinstance(node, ast.Call) else node
         is_method = isinstance(owner, ast.Attribute) and owner is not node
         is_change = is_method and (name in _CHANGES or (name.endswith("_") and not name.endswith("__")))
         if is_change or isinstance(getattr(node, "ctx", None), ast.Store):
@@ -327,6 +381,10 @@ def _filled_by(statement: ast.stmt) -> set[str]:
     return filled
 
 
+def _reach(*_: Any) -> None:
+    raise _Reached
+
+
 def _refuse_backward(*_: Any, **__: Any) -> None:
     raise Refused("a function that the statements call makes a backward of its own")
 
@@ -334,19 +392,21 @@ def _refuse_backward(*_: Any, **__: Any) -> None:
 class LossStatements(nn.Module):
     """The statements as a module, whose call runs them. `inputs` are what they read, by name.
 
-    A call returns the loss and the outputs of the model's calls, these without a graph.
+    A call returns the loss, if they make one, and the outputs of the model's calls, these without a graph; of
+    statements that lead to a step the gradients that it would take.
     """
 
-    def __init__(self, model: nn.Module, caller: Caller, file: SourceFile, part: _Part) -> None:
+    def __init__(self, model: nn.Module, caller: Caller, file: source.SourceFile, part: _Part) -> None:
         super().__init__()
         self.model = model
         self.is_whole = part.is_whole
-        first, last = part.body[0].lineno, part.body[-1].end_lineno
+        first, last = part.body[0].lineno, part.body[-1].end_lineno or 0
+        self._lines = range(first, last + 1)
         lines = f"line {first}" if first == last else f"lines {first} to {last}"
         self.where = f"{lines} of {file.name}"
         self._names = {**caller.globals, **caller.names, **part.reads}
         tree = ast.Module(part.body, [])
-        mentioned = [self._names.get(name) for name in names_in(tree, ast.Load)]
+        mentioned = [self._names.get(name) for name in source.names_in(tree, ast.Load)]
         for function in [x for x in mentioned if isinstance(x, FunctionType)]:
             with suppress(ValueError):  # of a name that its outer function has deleted
                 mentioned += chain(*(x.values() for x in inspect.getclosurevars(function)[:2]))
@@ -354,11 +414,14 @@ class LossStatements(nn.Module):
         # A re-run puts back the state of all modules that the statements call, and no watch sees their calls.
         self.modules_read = nn.ModuleList(x for x in mentioned if isinstance(x, nn.Module))
         self._generators = [x for x in mentioned if isinstance(x, torch.Generator)]
-        # `self` is the module in a call of it.
-        self.inputs = {name: x for name, x in sorted(part.reads.items()) if tensors_in(x) and name != "self"}
-        self._caller, self._file, self._body, self._kept = caller, file, part.body, part.kept
+        # `self` is the module in a call of it. Weights stay what they are: a run makes leaves of its inputs.
+        kinds = {
+            name: [*map(type, tensors_in(part.reads[name]))] for name in sorted({*part.reads} - {"self"})
+        }
+        self.inputs = {name: part.reads[name] for name, x in kinds.items() if x and nn.Parameter not in x}
+        self._caller, self._file, self._kept = caller, file, part.kept
         self._filled = set().union(*map(_filled_by, part.body))
-        self._code = compiled_with(tree, file, (), Probe())
+        self._code = source.compiled_with(tree, file, (), source.Probe())
 
     def forward(self, **inputs: Any) -> Any:
         """Run the statements with these values of the names they read."""
@@ -374,34 +437,38 @@ class LossStatements(nn.Module):
                 stack.callback(generator.set_state, generator.get_state())
             hook = self.model.register_forward_hook(lambda *call: outputs.extend(tensors_in(call[-1])))
             stack.callback(hook.remove)
-            exec(self._code, names)
-        return names[_RESULT], [x.detach() for x in outputs]
+            if not self._caller.since:
+                exec(self._code, names)
+                return names[_RESULT], [x.detach() for x in outputs]
+            stack.callback(register_optimizer_step_pre_hook(_reach).remove)
+            self.model.zero_grad()
+            with suppress(_Reached):
+                exec(self._code, names)
+        return [x.grad for x in self.model.parameters() if x.grad is not None]
 
-    def from_outputs(self) -> LossStatements | None:
-        """Return the statements without the model's calls, which start from its outputs; None where none are left."""
-        part = _part_of(self._caller, self._file, self.model)
-        return None if part is None else LossStatements(self.model, self._caller, self._file, part)
-
-    def target(self, place: Expression) -> Target | str:
+    def target(self, place: Expression) -> source.Target | str:
         """Return the statements as what runs a line, if it is one of theirs; else as `find_target` does."""
-        node = node_of(self._file, self._caller.code)
-        is_own = any(x.lineno <= place.line <= (x.end_lineno or x.lineno) for x in self._body)
-        if place.filename != self._file.name or not is_own or node is None:
-            return find_target(place)
-        return Target((FunctionType(self._code, self._names),), self._file, node, self.exchanged)
+        node = source.node_of(self._file, self._caller.code)
+        if place.filename != self._file.name or place.line not in self._lines or node is None:
+            return source.find_target(place)
+        return source.Target((FunctionType(self._code, self._names),), self._file, node, self.exchanged)
 
     @contextmanager
-    def exchanged(self, file: SourceFile, looks: Sequence[Span], probe: Probe) -> Iterator[None]:
+    def exchanged(
+        self, file: source.SourceFile, looks: Sequence[source.Span], probe: source.Probe
+    ) -> Iterator[None]:
         """Run the same statements of the edited file in the block, as `source.exchanged` does for a function.
 
         Raises ValueError where the edit moved the statements.
         """
         # A line that was added stands before the backward.
-        added = file.text.count("\n") - self._file.text.count("\n")
-        part = _part_of(self._caller._replace(line=self._caller.line + added), file, self._kept)
+        caller, old, new = self._caller, self._file.text.split("\n"), file.text.split("\n")
+        added = len(new) - len(old)
+        since = caller.since + added * (new[: caller.since] != old[: caller.since])
+        part = _part_of(caller._replace(line=caller.line + added, since=since), file, self._kept)
         if part is None:
             raise ValueError("the edit moved the statements")
-        before, self._code = self._code, compiled_with(ast.Module(part.body, []), file, looks, probe)
+        before, self._code = self._code, source.compiled_with(ast.Module(part.body, []), file, looks, probe)
         try:
             yield
         finally:

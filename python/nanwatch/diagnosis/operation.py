@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..numerics import _reference
@@ -38,24 +37,29 @@ _LOGARITHMS = frozenset({"log", "log_", "log2", "log2_", "log10", "log10_"})
 _COUNTS = Settings(), Settings(counts=True)
 
 
-class Operation(NamedTuple):
-    """The schema of an operation, as far as a re-run needs it.
+class Operation:
+    """The schema of an overload, as far as a re-run needs it.
 
     `values` are the arguments that take part in the arithmetic (an `int` is a dimension or a size), `written` those
     that it writes to, `overwritten` those of them that it does not read before; `fresh` are the positions of the
     results that are memory of their own. `allocates`: it leaves that memory unwritten.
     """
 
-    name: str
-    base: str
-    arguments: tuple[str, ...]
-    values: frozenset[str]
-    written: tuple[str, ...]
-    overwritten: frozenset[str]
-    fresh: tuple[int, ...]
-    num_results: int
-    allocates: bool
-    pointwise: bool
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.name, self.base = str(func), schema.name.split("::")[-1]
+        self.arguments = [x.name for x in schema.arguments]
+        # A Python number is also given where the schema has a tensor, as in x * 2.
+        self.values = {x.name for x in schema.arguments if _VALUE.search(str(x.type))}
+        self.written = [x.name for x in schema.arguments if x.alias_info and x.alias_info.is_write]
+        results = [x.name for x in schema.arguments if x.kwarg_only and x.name in self.written]
+        self.overwritten = self.written[:1] if self.base in _OVERWRITING else results
+        # Its result is its argument, by the schema: memory that Python data was written to, unseen.
+        is_lifted = self.base == "lift_fresh"
+        self.fresh = [i for i, x in enumerate(schema.returns) if is_lifted or x.alias_info is None]
+        self.num_results = len(schema.returns)
+        self.allocates = self.base.startswith(("empty", "new_empty", "_empty"))
+        self.pointwise = torch.Tag.pointwise in func.tags
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Return `(name, value)` of the arguments that were given."""
@@ -70,36 +74,16 @@ class Operation(NamedTuple):
         return [x for value in values for x in tensors_in(value)]
 
 
-@functools.cache
-def schema_of(func: Any) -> Operation:
-    """Return the Operation of an overload."""
-    schema = func._schema
-    base = schema.name.split("::")[-1]
-    written = tuple(x.name for x in schema.arguments if x.alias_info and x.alias_info.is_write)
-    overwritten = [x.name for x in schema.arguments if x.kwarg_only and x.name in written]
-    # Its result is its argument, by the schema: memory that Python data was written to, unseen.
-    is_lifted = base == "lift_fresh"
-    return Operation(
-        name=str(func),
-        base=base,
-        arguments=tuple(x.name for x in schema.arguments),
-        # A Python number is also given where the schema has a tensor, as in x * 2.
-        values=frozenset(x.name for x in schema.arguments if _VALUE.search(str(x.type))),
-        written=written,
-        overwritten=frozenset(written[:1] if base in _OVERWRITING else overwritten),
-        fresh=tuple(i for i, x in enumerate(schema.returns) if is_lifted or x.alias_info is None),
-        num_results=len(schema.returns),
-        allocates=base.startswith(("empty", "new_empty", "_empty")),
-        pointwise=torch.Tag.pointwise in func.tags,
-    )
+operation_of = functools.cache(Operation)
 
 
 class Operands(NamedTuple):
-    """The operands of a call: its tensors, a record with counts for each, and its numbers by name.
+    """The operands of a call of `operation`: its tensors, a record with counts for each, and its numbers by name.
 
     `zero_one`: a logarithm was given zeros and ones, and nothing else.
     """
 
+    operation: Operation
     tensors: list[Tensor]
     records: list[Record]
     numbers: list[tuple[str, float]]
@@ -108,24 +92,19 @@ class Operands(NamedTuple):
 
 def operands_of(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operands:
     """Return the operands of a call that is about to be made, or has been made and wrote to none of them."""
-    tensors: list[Tensor] = []
-    numbers: list[tuple[str, float]] = []
+    tensors, numbers = list[Tensor](), list[tuple[str, float]]()
     for name, value in operation.given(args, kwargs):
         if isinstance(value, int | float) and not isinstance(value, bool):
             numbers += [(name, value)] if name in operation.values else []
         elif operation.base != "lift_fresh" and name not in operation.overwritten:
             tensors += tensors_in(value)
-    records = [
-        observe(x, f"operand[{i}]", "input", wanted=_COUNTS[x.dtype.is_floating_point])
-        for i, x in enumerate(tensors)
-    ]
-    is_zero_one = operation.base in _LOGARITHMS and all(map(_is_choice, tensors))
-    return Operands(tensors, records, numbers, is_zero_one)
-
-
-def _is_choice(x: Tensor) -> bool:
+    labelled = ((f"operand[{i}]", x, _COUNTS[x.dtype.is_floating_point]) for i, x in enumerate(tensors))
+    records = [observe(x, label, "input", wanted=wanted) for label, x, wanted in labelled]
     # Zeros alone choose nothing: a value that has vanished looks so.
-    return is_plain(x) and bool(((x == 0) | (x == 1)).all()) and bool((x == 1).any())
+    is_zero_one = operation.base in _LOGARITHMS and all(
+        is_plain(x) and bool(((x == 0) | (x == 1)).all()) and bool((x == 1).any()) for x in tensors
+    )
+    return Operands(operation, tensors, records, numbers, is_zero_one)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -135,69 +114,52 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [x for _, x in leaves(value, "", objects=False) if isinstance(x, Tensor)]
 
 
-# Storages of which the log knows a write. An entry keeps the address of a storage from being given away, and no memory.
-_MANY = 4096
 # Who wrote an element last is found with an int32 for each byte of a storage that several operations wrote to.
 _MOST_BYTES = 1 << 28
-
-
-@dataclass(slots=True)
-class _Writes:
-    """Writes to one storage, the oldest first, and for each byte the number of its latest write, from 1.
-
-    Without `latest` the last write stands for all bytes. 0 stands for a write of finite values.
-    """
-
-    storage: StorageWeakRef
-    writes: list[Any]
-    latest: Tensor | None = None
 
 
 class WriteLog:
     """Log of non-finite writes: which one wrote each element that is in memory.
 
-    A sparse or nested tensor is a place of its own. The shard of a DTensor stands for it.
+    By storage it has the writes, the oldest first, and for each byte the number of its latest write, from 1 (0: one of
+    finite values), unless the last stands for all. A sparse or nested tensor is a place of its own. The shard of a
+    DTensor stands for it.
     """
 
     def __init__(self) -> None:
-        self._storages: dict[int, _Writes] = {}
-        self._others: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def put(self, x: Tensor, write: Any) -> None:
         """Note that `x` was written, by the non-finite `write`, or with finite values only (None)."""
-        x = addressable(x)
-        if not is_plain(x):
-            self._others[x] = write
+        x, place = _place_of(x)
+        size = place.nbytes() if is_plain(x) else 0
+        is_whole = not size or x.numel() * x.itemsize == size
+        writes, latest = ([], None) if is_whole else self._places.get(place, ([], None))
+        if write is None and not writes:
+            self._places.pop(place, None)
             return
-        storage = x.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        is_whole = x.numel() * x.itemsize == size
-        if (entry := self._storages.get(key)) is None or is_whole:
-            self._storages.pop(key, None)
-            if write is None:
-                return
-            if len(self._storages) >= _MANY:
-                self._storages = {k: v for k, v in self._storages.items() if not v.storage.expired()}
-            entry = self._storages[key] = _Writes(StorageWeakRef(storage), [])
-        if entry.latest is None and not is_whole and size <= _MOST_BYTES:
-            entry.latest = torch.full((size,), len(entry.writes), dtype=torch.int32, device=x.device)
-        entry.writes += [] if write is None else [write]
-        if entry.latest is not None:
-            _bytes_of(x, entry.latest).fill_(0 if write is None else len(entry.writes))
+        if latest is None and not is_whole and size <= _MOST_BYTES:
+            latest = torch.full((size,), len(writes), dtype=torch.int32, device=x.device)
+        writes += [] if write is None else [write]
+        if latest is not None:
+            _bytes_of(x, latest).fill_(0 if write is None else len(writes))
+        self._places[place] = writes, latest
 
     def find(self, x: Tensor) -> list[Any]:
         """Return the last write to each non-finite element of `x`, the oldest write first."""
-        x = addressable(x)
-        if not is_plain(x):
-            return [write for write in (self._others.get(x),) if write is not None]
-        if (entry := self._storages.get(x.untyped_storage()._cdata)) is None:
-            return []
-        if entry.latest is None:
-            return entry.writes[-1:]
-        latest, once = _bytes_of(x, entry.latest), x.detach().as_strided(*_once(x), x.storage_offset())
+        x, place = _place_of(x)
+        writes, latest = self._places.get(place, ([], None))
+        if latest is None:
+            return writes[-1:]  # type: ignore[no-any-return]
+        latest, once = _bytes_of(x, latest), x.detach().as_strided(*_once(x), x.storage_offset())
         nonfinite = ~torch.isfinite(_reference._to_arithmetic(once))
         numbers = latest[nonfinite].unique().tolist() if bool(nonfinite.any()) else latest.unique().tolist()
-        return [entry.writes[number - 1] for number in numbers if number]
+        return [writes[number - 1] for number in numbers if number]
+
+
+def _place_of(x: Tensor) -> tuple[Tensor, Any]:
+    x = addressable(x)
+    return x, x.untyped_storage() if is_plain(x) else x
 
 
 def addressable(x: Tensor) -> Tensor:

@@ -22,11 +22,12 @@ from ..numerics import _reference
 from ..numerics.readable import is_plain, only_our_dispatch
 from ..recording.observe import observe
 from ..records.record import Note, Record
+from ..report.finding import Value
 from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
 from .causes import causes
-from .operation import Expression, Operands, Operation, Step, WriteLog, operands_of, schema_of, values_of
+from .operation import Expression, Operands, Operation, Step, WriteLog, operands_of, operation_of, values_of
 
 _MASK = Note("mask")
 _UNWRITTEN = (
@@ -70,7 +71,7 @@ class ProvenanceMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what it wrote."""
         kwargs = kwargs or {}
-        operation = schema_of(func) if self.active and hasattr(func, "_schema") else None
+        operation = operation_of(func) if self.active and hasattr(func, "_schema") else None
         if operation is None or not (operation.written or operation.fresh):
             return func(*args, **kwargs)
         # An operation in place overwrites its operand, so the operands are read before it runs.
@@ -116,45 +117,42 @@ class ProvenanceMode(TorchDispatchMode):
             for x in targets:
                 self._writes.put(x, step)
             return
-        records = [observe(x, "", "output") for x in targets]
-        pairs = list(zip(targets, records, strict=True))
-        step = Step(self._number, operation.name, frozenset().union(*map(values_of, records)))
+        pairs = [(x, observe(x, "", "output")) for x in targets]
+        values = frozenset[Value]().union(*(values_of(record) for _, record in pairs))
+        step = Step(self._number, operation.name, values)
         if step.values:
             (step.place, step.module), node = self._site()
             step.in_backward = torch._C._current_autograd_node() is not None
             step.operation = node or step.operation
             given = before or operands_of(operation, args, kwargs)
             bad = [x for x, record in pairs if record.isfinite is False]
-            self._explain(step, operation, given, bad, dict(operation.given(args, kwargs)))
+            self._explain(step, given, bad, dict(operation.given(args, kwargs)))
             if len(self.steps) < _MOST_STEPS:
                 self.steps.append(step)
         for x, record in pairs:
             self._writes.put(x, step if record.isfinite is False else None)
 
-    def _explain(
-        self, step: Step, operation: Operation, given: Operands, bad: Sequence[Tensor], named: dict[str, Any]
-    ) -> None:
+    def _explain(self, step: Step, given: Operands, bad: Sequence[Tensor], named: dict[str, Any]) -> None:
         """Fill in where the step's values in the `bad` tensors come from, and what is so of its operands."""
         step.operands = tuple(given.records)
         suspects = [i for i, record in enumerate(given.records) if record.isfinite is False]
         writers = {i: self._writes.find(given.tensors[i]) for i in suspects}
-        guilty = _guilty(operation, given, suspects, bad)
+        guilty = _guilty(given, suspects, bad)
         sources = [writer for i in guilty for writer in writers[i]]
         strangers = [i for i in guilty if not writers[i] and given.records[i].note != _MASK]
         is_live = any(not source.meant for source in sources)
         if not is_live and not strangers and "nan" not in step.values:
-            step.meant = _is_meant(operation, given, step, bad, guilty, sources)
+            step.meant = _is_meant(given, step, bad, guilty, sources)
         if is_live or (sources and step.meant):
             step.origin = _origin(sources, "nan" in step.values)
             return
         step.call = self.open_calls[-1] if self.open_calls else None
         step.strangers = tuple(given.tensors[i] for i in strangers)
-        remarks = [
-            f"{operation.name} was given the number {name} = {value!r}" for name, value in given.numbers
-        ]
+        name = given.operation.name
+        remarks = [f"{name} was given the number {key} = {value!r}" for key, value in given.numbers]
         remarks += [_of_meant(i, _origin(writers[i], False)) for i in guilty if i not in strangers]
         if not step.meant:
-            remarks += causes(operation, named, given.tensors, strangers, self.open_calls)
+            remarks += causes(given.operation, named, given.tensors, strangers, self.open_calls)
         step.remarks = tuple(remarks)
 
     def _site(self) -> tuple[Site, str]:
@@ -210,13 +208,13 @@ def _origin(steps: Sequence[Step], nan: bool) -> Step | None:
     return min(origins, key=lambda step: step.number, default=None)
 
 
-def _guilty(operation: Operation, given: Operands, suspects: list[int], bad: Sequence[Tensor]) -> list[int]:
+def _guilty(given: Operands, suspects: list[int], bad: Sequence[Tensor]) -> list[int]:
     """Return the operands that made the result non-finite: of an elementwise one, those non-finite where it is."""
-    if not suspects or not _is_elementwise(operation, given, bad):
+    if not suspects or not _is_elementwise(given, bad):
         return suspects
     hit = _nonfinite(bad[0])
     where = [hit] * len(given.tensors)
-    if operation.base == "where" and len(given.tensors) == 3:
+    if given.operation.base == "where" and len(given.tensors) == 3:
         condition = given.tensors[0]
         where[1:] = [hit & condition, hit & ~condition]
     return [i for i in suspects if bool((where[i] & _nonfinite(given.tensors[i])).any())]
@@ -226,30 +224,25 @@ def _nonfinite(x: Tensor) -> Tensor:
     return ~torch.isfinite(_reference._to_arithmetic(x))
 
 
-def _is_elementwise(operation: Operation, given: Operands, bad: Sequence[Tensor]) -> bool:
+def _is_elementwise(given: Operands, bad: Sequence[Tensor]) -> bool:
     """Return whether result and operands can be compared, element by element."""
     # An operation in place has overwritten an operand.
-    is_comparable = operation.pointwise and not operation.written and len(bad) == 1
+    is_comparable = given.operation.pointwise and not given.operation.written and len(bad) == 1
     return is_comparable and all(map(is_plain, (*bad, *given.tensors)))
 
 
 def _is_meant(
-    operation: Operation,
-    given: Operands,
-    step: Step,
-    bad: Sequence[Tensor],
-    guilty: Sequence[int],
-    sources: Sequence[Step],
+    given: Operands, step: Step, bad: Sequence[Tensor], guilty: Sequence[int], sources: Sequence[Step]
 ) -> bool:
     """Return whether infinities are meant: written as constants, or passed on from such."""
-    if operation.base == "lift_fresh" or any(isinf(value) for _, value in given.numbers):
+    if given.operation.base == "lift_fresh" or any(isinf(value) for _, value in given.numbers):
         return True
     # Also one whose rows are masked throughout, which has the dtype's minimum and no note.
     is_masked = any(x.note == _MASK or (x.ends and x.abs_max == x.ends.largest) for x in given.records)
     if not guilty:
         # The sum of two masks that hold the dtype's minimum; the logarithm of a mask of zeros and ones.
         return "inf" not in step.values and (is_masked or given.zero_one)
-    if _is_elementwise(operation, given, bad):
+    if _is_elementwise(given, bad):
         made = _nonfinite(bad[0])
         for i in guilty:
             made &= ~_nonfinite(given.tensors[i])

@@ -6,10 +6,12 @@ and the report is what it was before.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -25,17 +27,16 @@ from .batch_snapshot import BatchSnapshot, no_second_run
 from .cures import try_formats, try_patches
 from .experiment import Allows, nothing_allowed
 from .incident import Incident, attempt, write_failure
-from .loss_statements import BackwardCall, LossStatements, Refused
+from .loss_statements import LossStatements, ProgramCall, Refused
 from .patching.source import find_target
 from .search import Diagnosis, enrich, find_operation
 from .trials import Trials
 
-_ADVICE = (
-    "put the loss into a function below `@nanwatch.watched`: a report then has its line and its operands"
-)
+_ADVICE = "put the loss into a function below `@nanwatch.watched`: a report then has its line and operands"
 _NOT_KEPT = (
-    "the start of the batch was not kept. Run it alone, uncompiled and with one call of the model, for that"
+    "the start of the batch was not kept. Run it alone, uncompiled, with one call of the model, for that"
 )
+_AGAIN = "found by running {} again"
 # Runs of a part of the batch. One of 64 samples takes 9.
 _MOST_RUNS = 24
 
@@ -48,22 +49,23 @@ def examine(
     *,
     examines: bool,
     reason: str = "",
-    loss: BackwardCall | None = None,
+    call: ProgramCall | None = None,
     allows: Allows = nothing_allowed,
     loss_scale: float | None = None,
 ) -> None:
     """Complete the incident by a re-run, if it `examines`, and write it to `output_dir`, if any.
 
-    `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `loss` is the
-    backward that made the value, `loss_scale` its scale where it is known. `allows` tells which infinities are meant.
+    `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `call` is the
+    program's: the backward or the step that failed. `loss_scale` is None where it is not known.
+    `allows` tells which infinities are meant.
     """
     run = _Rerun(incident, model, allows, loss_scale)
     try:
-        if examines and (reason or (snapshot is None and loss is None)):
+        if examines and (reason or (snapshot is None and call is None)):
             incident.remark(f"no re-run was made: {reason or _NOT_KEPT}")
-        elif examines and incident.finding.phase == "backward":
-            run.examine_backward(snapshot, loss)
-        elif examines and snapshot is not None and incident.finding.phase != "step":
+        elif examines and incident.finding.phase in ("backward", "step"):
+            run.examine_backward(snapshot, call)
+        elif examines and snapshot is not None:
             run.examine_batch(snapshot)
     except isolation.RerunEndedError as ended:
         incident.remark(f"the re-run of the batch ended: {ended}")
@@ -75,12 +77,11 @@ def examine(
 class _Rerun:
     """The re-run of one incident's batch, which completes the incident. `call` is that in which a forward failed."""
 
-    def __init__(
-        self, incident: Incident, model: nn.Module, allows: Allows, loss_scale: float | None
-    ) -> None:
-        self.call: BatchSnapshot | None = None
+    call: BatchSnapshot | None = None
+
+    def __init__(self, incident: Incident, model: nn.Module, allows: Allows, scale: float | None) -> None:
         self._incident, self._model, self._allows = incident, model, allows
-        self._trials = partial(Trials, model=model, allows=allows, loss_scale=loss_scale)
+        self._trials = partial(Trials, model=model, allows=allows, loss_scale=scale)
 
     def send(self) -> None:
         """Send what is known to the process of the program, should a later step not end."""
@@ -95,21 +96,20 @@ class _Rerun:
         if diagnosis.holder is not None:
             frames = with_earlier(incident.report.frames, diagnosis.holder)
             incident.report = replace(incident.report, frames=tuple(frames))
-        doubts = snapshot.doubts()
         was_there = finding.origin in ("data", "buffer") and diagnosis.step is not None
         if diagnosis.transient is False or was_there:
-            if doubts:
+            if doubts := snapshot.doubts():
                 incident.remark(f"no cure was tried, as {doubts[0]}")
             else:
                 self._cure(snapshot, diagnosis, "forward")
         if diagnosis.step is not None or incident.finding.origin == "data":
             self._find_samples(snapshot, diagnosis, batch_size(snapshot))
 
-    def examine_backward(self, snapshot: BatchSnapshot | None, loss: BackwardCall | None) -> None:
+    def examine_backward(self, snapshot: BatchSnapshot | None, call: ProgramCall | None) -> None:
         """Run the batch again with its backward to find the operation, cures and samples."""
-        incident, remarks = self._incident, list[str]()
+        incident, remarks = self._incident, [call.between] if call is not None and call.between else []
         best: tuple[Diagnosis, BatchSnapshot] | None = None
-        for start in self._starts(snapshot, loss, remarks):
+        for start in self._starts(snapshot, call, remarks):
             diagnosis = find_operation(start, incident.finding, model=self._model, allows=self._allows)
             if diagnosis.step is not None:
                 best = diagnosis, start
@@ -117,58 +117,57 @@ class _Rerun:
                 if all(x.grad_fn is None for x in diagnosis.step.strangers):
                     break
             elif diagnosis.remarks:
-                remarks.append(f"{'; '.join(diagnosis.remarks)}; {_ADVICE}")
+                remarks.append("; ".join(diagnosis.remarks))
         if best is None:
-            incident.remark(*dict.fromkeys(remarks))
+            advice = "" if incident.finding.phase == "step" else f"; {_ADVICE}"
+            incident.remark(*dict.fromkeys(f"{remark}{advice}" for remark in remarks))
             return
         diagnosis, start = best
         self._learn(diagnosis)
-        self._cure(start, diagnosis, "backward" if loss is None or loss.value is None else "forward")
+        self._cure(start, diagnosis, "backward" if call is None or call.value is None else "forward")
         size = batch_size(start if snapshot is None else snapshot)
-        where = "the batch without its loss"
-        if isinstance(start.module, LossStatements):
-            where = start.module.where
-            if incident.finding.is_of_loss:
-                # The outputs have the samples, also where an attribute holds what the model was called with.
-                with suppress(Refused):
-                    module = start.module.from_outputs() or start.module
+        is_part = isinstance(module := start.module, LossStatements)
+        incident.remark(_AGAIN.format(module.where if is_part else "the batch without its loss"))
+        if call is not None and is_part and incident.finding.is_of_loss:
+            # The outputs have the samples, also where an attribute holds what the model was called with.
+            with suppress(Refused):
+                for module in islice(call.statements(self._model, keeps_outputs=True), 1):
                     start = replace(start, module=module, kwargs=module.inputs, draws=[])
-        incident.remark(f"found by running {where} again")
-        self._find_samples(start, diagnosis, size)
+        if incident.finding.phase == "backward":
+            self._find_samples(start, diagnosis, size)
 
     def _learn(self, diagnosis: Diagnosis) -> None:
         self._incident.finding = enrich(self._incident.finding, diagnosis)
         self.send()
 
     def _starts(
-        self, snapshot: BatchSnapshot | None, loss: BackwardCall | None, remarks: list[str]
+        self, snapshot: BatchSnapshot | None, call: ProgramCall | None, remarks: list[str]
     ) -> Iterator[BatchSnapshot]:
-        """Yield the starts from which the backward may come again, the exact ones first; remark why there are none.
+        """Yield the starts from which the failure may come again, the exact ones first; remark why there are none.
 
-        It runs as the statements of the program that computed the loss, with the model's calls. Where that shows
-        nothing, a loss runs from the outputs of the model, and a model runs alone.
+        They are the statements of the program that computed the loss, with the model's calls. Where that shows
+        nothing, a loss runs from the outputs of the model, and a backward of the model alone.
         """
-        is_of_loss = self._incident.finding.is_of_loss
+        phase, is_of_loss = self._incident.finding.phase, self._incident.finding.is_of_loss
         kept = () if snapshot is None else (snapshot.buffers, snapshot.seconds)
-        reason = "" if loss is None else "its source was not found"
+        reason = "" if call is None else "its source was not found"
         # The outputs also hold what the program has changed since, such as the state of a recurrent model.
         for keeps_outputs in (False, True):
-            if loss is None or (keeps_outputs and not is_of_loss):
+            if call is None or (keeps_outputs and not is_of_loss):
                 break
             try:
-                for statements in loss.statements(self._model, keeps_outputs=keeps_outputs):
+                for statements in call.statements(self._model, keeps_outputs=keeps_outputs):
                     if statements.is_whole or is_of_loss:
                         reason = ""
-                        for rng in loss.rngs:
-                            facts = statements.inputs, rng, loss.autocast, False, True, ()
+                        for rng in call.rngs:
+                            facts = statements.inputs, rng, call.autocast, False, True, ()
                             yield BatchSnapshot(statements, (), *facts, *kept)
-            except Refused as refusal:
-                reason = str(refusal)
             except Exception as error:
-                reason = spell(error)
+                reason = str(error) if isinstance(error, Refused) else spell(error)
         if reason:
-            remarks.append(f"the loss was not computed again: {reason}; {_ADVICE}")
-        if snapshot is not None and not is_of_loss:
+            what = "loss was" if phase == "backward" else "gradients were"
+            remarks.append(f"the {what} not computed again: {reason}")
+        if snapshot is not None and phase == "backward" and not is_of_loss:
             yield snapshot
 
     def _cure(self, start: BatchSnapshot, diagnosis: Diagnosis, phase: Phase) -> None:
@@ -179,7 +178,7 @@ class _Rerun:
         patches = partial(try_patches, trials, diagnosis.step, at)
         try:
             attempt("the search for a change of the source", patches, trials.remarks.append)
-            if not finding.is_of_loss:
+            if not (finding.is_of_loss or finding.phase == "step"):
                 # The cure is judged at the gradient, also where the loss fails.
                 trials.finding = finding
                 attempt("the search for other formats", partial(try_formats, trials), trials.remarks.append)
@@ -220,19 +219,13 @@ def find_samples(trials: Trials, size: int) -> tuple[int, ...]:
 
         args, kwargs = replaced((start.args, dict(start.kwargs)), chosen)
         experiment = trials.run(snapshot=replace(start, args=args, kwargs=kwargs))
-        if experiment.error is not None:
-            return None
-        return not experiment.bad_labels()
+        return not experiment.bad_labels() if experiment.error is None else None
 
-    bad: list[int] = []
-    rest = list(range(size))
+    bad, rest = list[int](), list(range(size))
     while 2 * (len(bad) + 1) <= size and trials.runs < _MOST_RUNS:
-        # Find the shortest beginning that is not finite: its last sample is bad.
-        low, high = 0, len(rest)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if is_finite(rest[:middle]) is False else (middle, high)
-        bad.append(rest.pop(high - 1))
+        # The last sample of the shortest beginning that is not finite is bad.
+        most = range(1, len(rest))
+        bad.append(rest.pop(bisect_left(most, True, key=lambda count: is_finite(rest[:count]) is False)))
         if is_finite(rest):
             return tuple(sorted(bad)) if is_finite(bad) is False else ()
     return ()
@@ -241,7 +234,5 @@ def find_samples(trials: Trials, size: int) -> tuple[int, ...]:
 def batch_size(snapshot: BatchSnapshot) -> int:
     """Return the number of samples; 0 where the tensors of the call do not agree on it."""
     tensors = [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]
-    if any(x.layout is not torch.strided or x.is_nested for x in tensors):
-        return 0
-    sizes = {x.shape[0] for x in tensors if x.ndim}
+    sizes = {x.shape[0] if x.layout is torch.strided and not x.is_nested else 0 for x in tensors if x.ndim}
     return sizes.pop() if len(sizes) == 1 else 0

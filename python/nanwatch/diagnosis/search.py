@@ -102,7 +102,7 @@ def find_operation(
             return diagnosis if reason else _with_spread(diagnosis, snapshot)
         if reason:
             return Diagnosis(remarks=(f"no re-run was made: {reason}",))
-        if finding.phase == "backward":
+        if finding.phase in ("backward", "step"):
             return _of_backward(snapshot, finding, model, allows)
         if called is None:
             return Diagnosis(remarks=(f"the model has no module {finding.module!r} any more",))

@@ -254,8 +254,7 @@ class FailureHandler:
     def _examine(self, incident: Incident) -> None:
         """Complete the incident by a re-run of this thread's batch, if it may run again, and write it to output_dir."""
         options, finding, model = self._options, incident.finding, self._reports.model()
-        # What wrote a weight before it was saved, or a gradient before a step, lies behind the batch.
-        is_of_batch = finding.phase not in ("save", "step")
+        is_of_batch = finding.phase not in ("save", "step")  # what wrote there lies behind the batch
         goes_on = options.rerun is None and not options.acts
         if goes_on and is_of_batch and finding.origin in ("produced", "received"):
             incident.remark(_GOES_ON)
@@ -269,20 +268,20 @@ class FailureHandler:
             number = f"this is failure {self._num_examined} of the watch"
             incident.remark(f"no re-run was made: {number}, and {_RARER}")
             return
-        examines = options.reruns and is_of_batch
-        start, loss = self.starts.of(finding) if examines else (None, None)
+        start, call = self.starts.of(finding) if options.reruns and finding.phase != "save" else (None, None)
+        examines = options.reruns and (is_of_batch or call is not None)
         examine = partial(
             rerun.examine,
             incident,
             model=model,
             output_dir=options.output_dir,
-            loss=loss,
+            call=call,
             # A module that is not watched is not judged either.
             allows=lambda name, module: not options.observes(name) or options.excuses(name, module),
             loss_scale=scale_of(options.scaler),
         )
         try:
-            if start is None and loss is None:
+            if not examines or (start is None and call is None):
                 examine(start, examines=examines)
             else:
                 self._run_again(incident, model, start, partial(examine, start, examines=True))

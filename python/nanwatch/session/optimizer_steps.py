@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..blackbox.process import process_box
 from ..diagnosis.causes import take_apart
 from ..diagnosis.incident import Incident
-from ..diagnosis.loss_statements import loss_under_way
+from ..diagnosis.loss_statements import backward_under_way
 from ..instrumentation.global_hooks import (
     Handles,
     after_steps,
@@ -124,10 +124,8 @@ class OptimizerSteps:
         self.settle()
         if self.spikes is not None:
             self.spikes.backward_started()
-        loss = None if self._recorder.paused else loss_under_way()
-        if loss is None or not is_plain(loss) or not loss.is_floating_point():
-            return
-        if loss.device.type not in ("cpu", "cuda"):
+        loss, self._failures.starts.lines = (None, {}) if self._recorder.paused else backward_under_way()
+        if loss is None or not is_plain(loss) or loss.device.type not in ("cpu", "cuda"):
             return
         batch, self._loss, numbers = self._recorder.latest_batch, None, Numbers(loss)
 

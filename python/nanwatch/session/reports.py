@@ -24,7 +24,7 @@ from ..diagnosis.batch_snapshot import (
     open_calls,
 )
 from ..diagnosis.incident import Incident
-from ..diagnosis.loss_statements import BackwardCall
+from ..diagnosis.loss_statements import Lines, ProgramCall
 from ..history.monitor import Suspicion
 from ..instrumentation.execution_context import RngState
 from ..instrumentation.functions import Function
@@ -96,7 +96,8 @@ class Starts:
         self._draws: bool | None = None
         # The start refers to `_NO_MODULE`, as a model that keeps this would keep itself. Its graph may be gone.
         self._failed: tuple[int, weakref.ref[nn.Module], BatchSnapshot] | None = None
-        self._backwards: dict[int, BackwardCall] = {}  # by batch
+        self._backwards: dict[int, ProgramCall] = {}  # by batch
+        self.lines: Lines = {}  # of the latest backward
         # The CPU's random state at the last step: what a loss draws before it calls the model, it draws from there.
         self._generator: Tensor | None = None
 
@@ -150,7 +151,7 @@ class Starts:
         with suppressing("the statements of the loss could not be kept"):
             first = starts[min(starts)]
             generators = [x for x in (self._generator, first.generator) if x is not None]
-            if (call := BackwardCall.capture([RngState(x, first.cuda) for x in generators])) is not None:
+            if (call := ProgramCall.of_backward([RngState(x, first.cuda) for x in generators])) is not None:
                 self._backwards[batch] = call
 
     def of_ended(self, batch: int) -> BatchSnapshot | None:
@@ -161,10 +162,12 @@ class Starts:
         starts = [BatchSnapshot.of(start) for start in self._recorder.ended_starts() if start.batch == batch]
         return next(filter(None, starts), None)
 
-    def of(self, finding: Finding) -> tuple[BatchSnapshot | None, BackwardCall | None]:
-        """Return the start of the failed batch of this thread, and its backward where that has failed."""
+    def of(self, finding: Finding) -> tuple[BatchSnapshot | None, ProgramCall | None]:
+        """Return the start of the failed batch of this thread, and its backward or step where that has failed."""
         if finding.phase == "backward":
             return self.of_ended(finding.batch), self._backwards.get(finding.batch)
+        if finding.phase == "step" and finding.label.endswith(".grad"):
+            return self.of_ended(finding.batch), ProgramCall.of_step(self.lines)
         start = self._recorder.start()
         return None if start is None else BatchSnapshot.of(start), None
 

@@ -1,4 +1,4 @@
-"""Losses outside all modules: the operation, its line and a cure, from the statements between model and backward."""
+"""Losses outside all modules, and gradients behind a backward: the operation, its line and a cure, from statements."""
 
 from __future__ import annotations
 
@@ -392,3 +392,17 @@ def test_a_re_run_in_this_process_leaves_what_the_loss_calls(
         torch.testing.assert_close(parameter.grad, before, rtol=0, atol=0)
     assert torch.autograd.backward.__module__ == "torch.autograd"
     assert {frame.batch for frame in watched.report().frames} == set(range(1 + trains))
+
+
+def test_gradients_that_became_bad_behind_the_backward() -> None:
+    """All up to the step runs again, and no step is taken."""
+    model, count, test = Net(), 0, test_gradients_that_became_bad_behind_the_backward
+    weight, optimizer = model.head.weight.detach().clone(), torch.optim.SGD(model.parameters(), lr=0.1)
+    with failing(model) as found:
+        model(BATCH).mean().backward()
+        for p in model.parameters():
+            p.grad.div_(count)  # type: ignore[union-attr]  # aten.div_.Tensor
+        optimizer.step()
+    (finding,) = found
+    assert (finding.operation, finding.source) == line_of("[union-attr]  # ", test)
+    assert finding.cures[0].works and torch.equal(weight, model.head.weight)  # noqa: PT018

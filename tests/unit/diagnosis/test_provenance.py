@@ -250,16 +250,6 @@ def test_the_log_knows_who_wrote_each_element_last(writes: list[tuple[int, int, 
     assert log.find(memory[3].expand(2, 5)) == [number for number in last[3:4] if number is not None]
 
 
-def test_a_full_log_forgets_no_storage_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes room by dropping those that are gone."""
-    monkeypatch.setattr("nanwatch.diagnosis.operation._MANY", 2)
-    log, alive = WriteLog(), [torch.full((2,), INF) for _ in range(4)]
-    for number, x in enumerate(alive):
-        log.put(torch.full((3,), INF), -1)
-        log.put(x, number)
-    assert [log.find(x) for x in alive] == [[0], [1], [2], [3]]
-
-
 @st.composite
 def programs(draw: st.DrawFn) -> list[tuple[str, int, int]]:
     """Operations on numbered tensors: the name, and the numbers of two operands, modulo how many there are."""

@@ -326,7 +326,8 @@ def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Pr
 def compiled_with(tree: ast.Module, file: SourceFile, looks: Sequence[Span], probe: Probe) -> CodeType:
     """Return the code of statements of the file, which gives the probe the values of the expressions at `looks`."""
     tree = _Looks(file, looks).visit(copy.deepcopy(tree))  # the file's own stays as it is
-    code = compile(ast.fix_missing_locations(tree), file.name, "exec", dont_inherit=True)
+    flags = annotations.compiler_flag  # a function evaluates none
+    code = compile(ast.fix_missing_locations(tree), file.name, "exec", flags, dont_inherit=True)
     return _with_constant(code, probe)
 
 
