@@ -1,43 +1,42 @@
 """The audit of an optimizer's steps: which steps are audited, and what becomes of a fault.
 
-Audits the steps 1, 2, 3 and every n-th, three steps after the gradients, the modes or the rates become what they were
+Audits the steps 1, 2, 3 and every n-th, four steps after the gradients, the modes or the rates become what they were
 never before, and up to ten in a row while a suspicion is neither certain nor gone.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.global_hooks import Handles, after_steps, before_steps, with_check_after_closure
-from ..instrumentation.wrapped_names import named_modules
 from ..recording.events import Event, Recorder, StepWeight
 from ..records.record import Frame
 from ..report.events import UpdateFinding, update_finding
 from ..report.finding import Place
-from ..util.modules import is_in
+from ..util.modules import each_module, each_parameter, is_in
 from ..util.visible import spell, suppressed, warn_user
-from .rules import Evaluations, Step, Suspect, ancestors, copies_among, suspects_of
+from .rules import Evaluations, Suspect, ancestors, copies_among, suspects_of
 from .window import (
-    Key,
-    WeightSample,
+    IsFrozen,
+    Step,
+    Weights,
     Window,
     each_weight,
     held_by_optimizers,
     ids_of,
-    place_of,
-    sample_after,
-    sample_step,
+    user_line,
+    weakly,
 )
 
 _T = TypeVar("_T")
+Tell: TypeAlias = Callable[[UpdateFinding], object]
 # Audits of the first steps, and of those after a state of the training that is new: as many as a suspicion needs.
 _FIRST, _AFRESH = 3, 4
 # Steps in a row that a suspicion may ask for, and states of a training that are told apart.
@@ -48,18 +47,14 @@ _AT_BACKWARD = ("missing-zero-grad", "accumulation", "no-gradient", "zero-gradie
 # Audits in a row in which a weight must be suspected. A head that the loss leaves out, an expert without tokens, a
 # branch behind a gain of 0 and a learning rate that warms up are no fault, and are over in fewer.
 _NEEDED = {
-    "no-gradient": 6,
-    "zero-gradient": 6,
+    **dict.fromkeys(("no-gradient", "zero-gradient", "other-module-trained:copy"), 6),
     "zero-lr": 5,
-    "absorbed": 3,
-    "not-in-optimizer": 3,
-    "other-module-trained": 3,
-    "other-module-trained:copy": 6,
+    **dict.fromkeys(("absorbed", "absorbed:state", "not-in-optimizer", "other-module-trained"), 3),
     "train-mode-wrong": 3,
 }
 _NEEDED_ELSE = 2
 # Share of a module's elements that need not have a fault of the module: its biases take any update.
-_MISSING = {"absorbed": 0.25, "zero-gradient": 0.25}
+_MISSING = {"absorbed": 0.25, "absorbed:state": 0.25, "zero-gradient": 0.25}
 
 
 def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
@@ -80,7 +75,9 @@ def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
     return safe
 
 
-def gathered(ripe: Sequence[Suspect], weights: Mapping[Key, int]) -> Iterator[tuple[Suspect, int]]:
+def gathered(
+    ripe: Sequence[Suspect], weights: Mapping[tuple[str, str], int]
+) -> Iterator[tuple[Suspect, int]]:
     """Yield one fault for each largest module whose weights have it: all of these, or nearly all of their elements.
 
     `weights` are the trained ones with their sizes. The number is that of the weights that are meant.
@@ -109,7 +106,7 @@ class _Track:
         self.due_until = _FIRST
         self.states: set[int] = set()
         self.is_relevant = self.has_learned = False
-        self.previous: Mapping[Key, WeightSample] = {}  # in the step before, if it was audited
+        self.previous: Weights = {}  # in the step before, if it was audited
         self.open: Step | None = None
         self.time = 0  # of the window, when the step before was over
         self._suspected: dict[tuple[str, str, str | None], int] = {}
@@ -122,7 +119,10 @@ class _Track:
 
     def is_new(self, model: nn.Module, optimizer: Optimizer) -> bool:
         """Return whether the gradients, the rates of 0 and the modes together are what they were at no step before."""
-        state = hash(tuple(_state_of(model, optimizer)))
+        rates = tuple(bool(group.get("lr")) for group in optimizer.param_groups)
+        modes = tuple(module.training for _, module in each_module(model))
+        gradients = tuple((x.grad is None, x.requires_grad) for x in each_parameter(model))
+        state = hash((rates, modes, gradients))
         is_new = state not in self.states and len(self.states) < _MOST_STATES
         self.states.add(state)
         return is_new
@@ -131,13 +131,10 @@ class _Track:
         """Take an audit, and yield the faults that are certain by now, each once: see `gathered`."""
         new = {suspect[:3]: suspect for suspect in suspects_of(step)}
         self._suspected = {key: self._suspected.get(key, 0) + 1 for key in new}
-        ripe = [
-            suspect
-            for key, suspect in new.items()
-            if key not in self._certain and self._suspected[key] >= _NEEDED.get(suspect.kind, _NEEDED_ELSE)
-        ]
-        self._certain |= {suspect[:3] for suspect in ripe}
-        sizes = {weight.key: torch.Size(weight.shape).numel() for weight in step.weights.values()}
+        often = {key for key, count in self._suspected.items() if count >= _NEEDED.get(key[0], _NEEDED_ELSE)}
+        ripe = [new[key] for key in new if key in often - self._certain]
+        self._certain |= often
+        sizes = {weight.key: weight.shape.numel() for weight in step.weights.values()}
         trained = {weight.key: sizes[weight.key] for weight in step.weights.values() if weight.is_trained}
         for kind in dict.fromkeys(suspect.kind for suspect in ripe):
             alike = [suspect for suspect in ripe if suspect.kind == kind]
@@ -153,13 +150,7 @@ class UpdateAudit:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        recorder: Recorder,
-        every: int,
-        tell: Callable[[UpdateFinding], object],
-        is_frozen: Callable[[str], bool],
-        ranks: Any,
+        self, model: nn.Module, recorder: Recorder, every: int, tell: Tell, is_frozen: IsFrozen, ranks: Any
     ) -> None:
         self.findings: list[UpdateFinding] = []
         self.is_over = False
@@ -171,16 +162,10 @@ class UpdateAudit:
         self._evaluations = Evaluations()
         self._named: set[tuple[str, str, str | None]] = set()
         self._window = Window(recorder, model)
+        self.on_frame: Callable[[Frame], None] = self._window.on_frame
         self._starts = recorder.subscribe(Event.BATCH_START)
-        reference = weakref.ref(self)
-
-        def before(*args: Any) -> Any:
-            return None if (audit := reference()) is None else audit._before(*args)
-
-        def after(optimizer: Optimizer, *_: Any) -> Any:
-            return None if (audit := reference()) is None else audit._after(optimizer)
-
-        self._hooks = Handles(self, [before_steps.add(before), after_steps.add(after)])
+        hooks = before_steps.add(weakly(self._before)), after_steps.add(weakly(self._after))
+        self._hooks = Handles(self, hooks)
 
     def remove(self) -> None:
         """Audit no more, and keep the findings."""
@@ -193,11 +178,8 @@ class UpdateAudit:
         self.is_over = True
         self._hooks.remove()
         self._starts.remove()
-        self._window.remove()
-
-    def on_frame(self, frame: Frame) -> None:
-        """Take a recorded call."""
-        self._window.on_frame(frame)
+        self._window.close()
+        self._window.taps.remove()
 
     @_harmless
     def batch_started(self, batch: int, module: nn.Module | None, args: tuple[Any, ...]) -> None:
@@ -209,7 +191,7 @@ class UpdateAudit:
         # A compiled call tells no module, and runs below autograd, so its mode is not known.
         if torch.is_grad_enabled() or module is None:
             self._num_forwards += 1
-            self._window.batch_started(batch)
+            self._window.batches.append(batch)
             self._tell_of_calls(inputs)
         elif module is model and model.training and self._step:
             self._evaluations.called(model, inputs)
@@ -247,11 +229,10 @@ class UpdateAudit:
             return None
         track.step += 1
         track.is_relevant = _is_relevant(model, optimizer)
-        if not track.is_relevant:
-            return None
-        changed = with_check_after_closure(optimizer, args, kwargs, lambda: self._begin(optimizer, track))
-        if changed is None:
-            self._begin(optimizer, track)
+        begin = functools.partial(self._begin, optimizer, track)
+        changed = with_check_after_closure(optimizer, args, kwargs, begin) if track.is_relevant else None
+        if changed is None and track.is_relevant:
+            begin()
         return changed
 
     @_harmless
@@ -259,10 +240,8 @@ class UpdateAudit:
         faults, model = self._ranks.faults(), self._model()
         if not faults or model is None:
             return
-        suspects = []
-        for kind, name, _, rank in faults:
-            module, _, label = name.rpartition(".")
-            suspects.append(Suspect(kind, module, label, {"rank": rank}))
+        split = [(kind, name.rpartition("."), rank) for kind, name, _, rank in faults]
+        suspects = [Suspect(kind, module, label, {"rank": rank}) for kind, (module, _, label), rank in split]
         trained = {(name, label): x.numel() for name, label, x in each_weight(model) if x.requires_grad}
         for suspect, count in gathered(suspects, trained):
             self._add(min(step for _, _, step, _ in faults), suspect, count, None)
@@ -272,20 +251,17 @@ class UpdateAudit:
         if (model := self._model()) is None or track.open is not None:  # L-BFGS calls its closure again
             return
         track.is_new(model, optimizer)
-        weights, clips = sample_step(model, optimizer, self._is_frozen), self._window.clips(optimizer)
+        before = track.previous, track.time, track.has_learned
+        track.open = Step(model, optimizer, self._window, self._is_frozen, *before)
         if track.step == 1:  # also of an optimizer that was made anew, with other weights perhaps
-            self._window.copies |= dict.fromkeys(copies_among(weights.values()))
-        track.open = Step(
-            model, optimizer, weights, clips, self._window, track.previous, track.time, track.has_learned
-        )
+            self._window.copies |= dict.fromkeys(copies_among(track.open.weights.values()))
         # A step without a forward before it is some library's, which fills the optimizer's state on one rank.
         is_regular = track.step <= _FIRST or track.step % self._every == 0
         if is_regular and self._recorder.latest_batch >= 0:
-            compared = list(_compared(track.open, self._window.group_sizes()))
-            self._ranks.check(track.step, self._num_forwards, compared)
+            self._ranks.check(track.step, self._num_forwards, list(_compared(track.open)))
 
     @_harmless
-    def _after(self, optimizer: Optimizer) -> None:
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
         track, model = self._tracks.get(optimizer), self._model()
         if track is None or model is None or not track.is_relevant:
             return
@@ -293,12 +269,12 @@ class UpdateAudit:
         track.in_a_row = 0 if step is None else track.in_a_row + 1
         track.previous = {} if step is None else step.weights
         if step is not None:
-            sample_after(step.weights.values(), self._window.arrivals)
+            step.finish()
             faults = list(track.add(step))
             self._window.has_trained |= model.training
-            track.has_learned |= any(weight.grad == "some" for weight in step.trained())
+            track.has_learned |= any(weight.grad == "some" for weight in step.trained)
             for suspect, count in faults:
-                place = _place(suspect.kind, step) or place_of(sys._getframe(1))
+                place = _place(suspect.kind, step) or user_line()
                 self._add(track.step, suspect, count, place)
         self._window.time += 1
         track.time = self._window.time
@@ -313,29 +289,18 @@ class UpdateAudit:
         if key in self._named or len(self.findings) >= _MOST_FINDINGS:
             return
         self._named.add(key)
-        where, batch = None if place is None else str(place), self._recorder.latest_batch
-        finding = update_finding(step, *key, count, suspect.numbers, where, batch)
+        where = None if place is None else str(place)
+        finding = update_finding(step, *key, count, suspect.numbers, where, self._recorder.latest_batch)
         self.findings.append(finding)
         self._tell(finding)
-
-
-def _state_of(model: nn.Module, optimizer: Optimizer) -> Iterator[bool]:
-    for group in optimizer.param_groups:
-        yield bool(group.get("lr"))
-    for _, _, module in named_modules(model):
-        yield module.training
-        for x in module._parameters.values():
-            if x is not None:
-                yield x.grad is None
-                yield x.requires_grad
 
 
 def _place(kind: str, step: Step) -> Place | None:
     """Return the line of the clip or the backward that a fault is of, None where it is of the step."""
     if kind.startswith(("clipping", "not-unscaled")) and step.clips:
         return step.clips[-1].place
-    arrivals = (arrival for weight in step.of_optimizer() for arrival in weight.arrivals)
-    places = [arrival.backward.place for arrival in arrivals] if kind in _AT_BACKWARD else []
+    arrivals = (arrival for weight in step.held for arrival in weight.arrivals)
+    places = [arrival.place for arrival in arrivals] if kind in _AT_BACKWARD else []
     return next(filter(None, places), None)
 
 
@@ -354,10 +319,10 @@ def _is_relevant(model: nn.Module, optimizer: Optimizer) -> bool:
     return any(x.grad is not None for x in trained) and held_by_optimizers().isdisjoint(map(id, trained))
 
 
-def _compared(step: Step, group_sizes: Mapping[int, int]) -> Iterator[StepWeight]:
+def _compared(step: Step) -> Iterator[StepWeight]:
     """Yield the weights of a step in the form in which ranks compare them."""
-    for weight in step.trained():
+    for weight in step.trained:
         x = weight.tensor()
         if x is not None and weight.before is not None:
-            size = None if x.grad is None else group_sizes.get(id(x.grad))
+            size = None if x.grad is None else step.window.group_sizes.get(x.grad)
             yield StepWeight(".".join(filter(None, weight.key)), x, weight.before, weight.gradient, size)

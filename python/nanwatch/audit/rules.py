@@ -5,31 +5,27 @@ A step does not show an evaluation in training mode: `Evaluations` look at the c
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise, permutations
 from math import inf, isclose
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
 
-from ..instrumentation.global_hooks import find_scaler
 from ..instrumentation.wrapped_names import named_modules
 from ..report.finding import Place
 from ..util.modules import is_in
 from ..util.visible import suppressed
-from . import window
-from .window import Call, Key, WeightSample, number, plain, same_bits, sample
+from .window import Clip, Key, Step, WeightSample, held_by_optimizers, number, same_bits, user_line
 
 # A weight has a fault when so much of its update is lost, by elements and by magnitude.
 _ABSORBED, _LOST = 0.75, 0.5
+_SHORT = (torch.bfloat16, torch.float16)
 _GREW = 1.01  # a norm is larger beyond rounding
+_PARALLEL = 0.999  # the cosine between a gradient and itself times a number
 # Means over so unequal numbers of tokens do not add up to a mean. Masked tokens of 8 rows of 64 are up to 1.27 apart,
 # which is taken for healthy. The last batch of an epoch may be smaller once.
 _UNEQUAL = 1.3
@@ -48,58 +44,6 @@ def _suspect(kind: str, weight: WeightSample, **numbers: float) -> Suspect:
     return Suspect(kind, weight.module, weight.label, numbers)
 
 
-@dataclass(eq=False)
-class Step:
-    """One audited step of `optimizer`, and what a Window gathered since the step before, which ended at `since`.
-
-    `previous` are the weights in the step before, where that was audited too. `has_learned` says whether an audit has
-    seen a gradient other than 0 in a step of this optimizer.
-    """
-
-    model: nn.Module
-    optimizer: Optimizer
-    weights: Mapping[Key, WeightSample]
-    clips: Sequence[window.Clip]
-    window: window.Window
-    previous: Mapping[Key, WeightSample]
-    since: int
-    has_learned: bool
-
-    def of_optimizer(self) -> Iterable[WeightSample]:
-        """Return the weights that the optimizer holds."""
-        return (weight for weight in self.weights.values() if weight.group is not None)
-
-    def trained(self) -> Iterable[WeightSample]:
-        """Return the weights that the optimizer is to train."""
-        return (weight for weight in self.of_optimizer() if weight.is_trained)
-
-    @cached_property
-    def calls(self) -> Mapping[str, Call]:
-        """The latest call of each module that was called since the step before."""
-        return self.window.calls_since(self.since)
-
-    def copied(self) -> Iterable[list[WeightSample]]:
-        """Return the weights that began with equal values, without those that are gone."""
-        return ([self.weights[key] for key in keys if key in self.weights] for keys in self.window.copies)
-
-    @cached_property
-    def factors(self) -> set[float]:
-        """The numbers that the losses of the step were multiplied by."""
-        return {factor for weight in self.of_optimizer() for factor in weight.factors}
-
-    @cached_property
-    def scaler(self) -> Any:
-        """The GradScaler that a loss was multiplied with, or None."""
-        scaler = find_scaler()() if self.factors else None
-        scale = number(getattr(scaler, "_scale", None)) or 0.0
-        return scaler if any(isclose(factor, scale, rel_tol=1e-3) for factor in self.factors) else None
-
-    @cached_property
-    def scale(self) -> float | None:
-        """The scale of that GradScaler."""
-        return None if self.scaler is None else float(self.scaler._scale)
-
-
 def suspects_of(step: Step) -> Iterator[Suspect]:
     """Yield what may be wrong with this step. A rule that raises is left out."""
     for rule in _RULES:
@@ -109,30 +53,28 @@ def suspects_of(step: Step) -> Iterator[Suspect]:
             suppressed("a rule of the audit raised")
 
 
-def ancestors(module: str) -> Iterator[str]:
-    """Yield the name of the module and of all that it is in, up to the root."""
-    while module:
-        yield module
-        module = module.rpartition(".")[0]
-    yield ""
+def ancestors(module: str) -> list[str]:
+    """Return the names of the module and of all that it is in, up to the root."""
+    parts = module.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
 
 
 def _no_gradient(step: Step) -> Iterator[Suspect]:
     """Yield weights without a gradient whose modules were called, unless their output may be a leftover."""
-    trained = list(step.trained())
+    trained = step.trained
     if not trained:  # and yet gradients come, or somebody has made them
-        yield from (_suspect("no-gradient", weight) for weight in step.of_optimizer() if weight.is_meant)
+        yield from (_suspect("no-gradient", weight) for weight in step.held if weight.is_meant)
         return
     # Some were set to None on purpose, as those of a last layer that rests. All were not.
-    cleared = {weight.key for weight in trained if any(arrival.is_full for arrival in weight.arrivals)}
+    cleared = {weight.key for weight in trained if weight.arrivals}
     without = [weight for weight in trained if weight.grad == "none"]
     if not (cleared and len(without) == len(trained)):
         without = [weight for weight in without if weight.module in step.calls and weight.key not in cleared]
     # A module that returns several tensors, of which a user may take one, as a BERT with its pooler where a tagger asks
     # for the tokens alone. What the outermost module returns goes to the user's code.
-    forks = [name for name, call in step.calls.items() if name and call.num_outputs > 1]
     fed = {weight.module for weight in trained if weight.grad != "none"}
-    forks = [name for name in forks if any(is_in(module, name) for module in fed)]
+    several = [name for name, call in step.calls.items() if name and call.num_outputs > 1]
+    forks = [name for name in several if any(is_in(module, name) for module in fed)]
     for weight in without:
         if not any(weight.module != name and is_in(weight.module, name) for name in forks):
             yield _suspect("no-gradient", weight)
@@ -140,11 +82,11 @@ def _no_gradient(step: Step) -> Iterator[Suspect]:
 
 def _without_effect(step: Step) -> Iterator[Suspect]:
     """Yield weights with a rate of 0, with a gradient of 0, or whose update rounds away."""
-    active = [weight for weight in step.trained() if weight.grad == "some"]
+    active = [weight for weight in step.trained if weight.grad == "some"]
     # A loss that has become 0, as that of triplets which are far enough apart, cuts off nothing.
     is_met = not active and step.has_learned
-    for weight in step.trained():
-        before = step.previous.get(weight.key)
+    for weight in step.trained:
+        before = weight.previous
         # A bias beside a weight with a gradient falls out of a difference of outputs, as in front of a batch norm. The
         # weight may be a parametrization's.
         cancels = weight.label == "bias" and any(
@@ -181,13 +123,12 @@ def _is_idle(step: Step, weight: WeightSample, active: set[str]) -> bool:
 
 
 def _absorbed(step: Step, weight: WeightSample) -> Iterator[Suspect]:
-    values, after, update = weight.before, weight.after, update_of(step.optimizer, weight)
+    values, after, update = weight.before, weight.after, update_of(step, weight)
     if values is None or after is None or update is None or len(update) != len(after):
         return
-    moving = (update != 0) & update.isfinite()
-    count, stays = int(moving.sum()), moving & (after == values)
-    share = int(stays.sum()) / max(1, count)
-    if share >= _ABSORBED and update[stays].abs().sum() >= _LOST * update[moving].abs().sum():
+    moving, share = _lost_share(values, update, after)
+    if share >= _ABSORBED:
+        count = int(moving.sum())
         in_float32 = (values.float() != (values.double() - update).float()) & moving
         size = values.abs().cpu()
         spacing = torch.nextafter(size, torch.full_like(size, inf)).double() - size.double()
@@ -196,41 +137,55 @@ def _absorbed(step: Step, weight: WeightSample) -> Iterator[Suspect]:
         yield _suspect("absorbed", weight, absorbed=share, **numbers)
 
 
-def update_of(optimizer: Optimizer, weight: WeightSample) -> Tensor | None:
+def _lost_share(values: Tensor, update: Tensor, after: Tensor) -> tuple[Tensor, float]:
+    """Return which elements were to move, and the share that stays; 0.0 while most of the update is kept."""
+    moving = (update != 0) & update.isfinite()
+    stays = moving & (after == values)
+    is_lost = bool(update[stays].abs().sum() >= _LOST * update[moving].abs().sum())
+    return moving, int(stays.sum()) / max(1, int(moving.sum())) * is_lost
+
+
+def update_of(step: Step, weight: WeightSample) -> Tensor | None:
     """Return what a step of SGD, Adam or AdamW subtracted from a 16-bit weight, in float64 and without weight decay.
 
     Other optimizers may round stochastically, or keep what was lost.
     """
-    x, kind = weight.tensor(), type(optimizer)
-    if x is None or weight.group is None or x.dtype not in (torch.bfloat16, torch.float16):
+    x, kind = weight.tensor(), type(step.optimizer)
+    if x is None or weight.group is None or x.dtype not in _SHORT:
         return None
-    group, state = optimizer.param_groups[weight.group], optimizer.state.get(x, {})
-    parts = {
-        key: sample(values).double()
-        for key, part in state.items()
-        if isinstance(part, Tensor) and part.shape == x.shape and (values := plain(part)) is not None
-    }
-    lr = weight.lr or 0.0
+    group, lr = step.optimizer.param_groups[weight.group], weight.lr or 0.0
+    parts = {name: part.double() for name, part in weight.end.items()}
     if kind is torch.optim.SGD and weight.gradient is not None:
         return lr * parts.get("momentum_buffer", weight.gradient.double())
     if kind not in (torch.optim.Adam, torch.optim.AdamW) or not {"exp_avg", "exp_avg_sq"} <= parts.keys():
         return None
-    count = number(state.get("step")) or 1.0
+    count = number(step.optimizer.state[x].get("step")) or 1.0
     first, second = (1 - float(beta) ** count for beta in group["betas"])
     update: Tensor = lr * (parts["exp_avg"] / first) / ((parts["exp_avg_sq"] / second).sqrt() + group["eps"])
     return update
 
 
+def _rounded_between_steps(step: Step) -> Iterator[Suspect]:
+    """Yield weights that are rounded to 16 bits after each step, or whose states are, and lose what it changed."""
+    for weight in step.trained:
+        previous = weight.previous or weight
+        for name in previous.begin.keys() & previous.end.keys() & weight.begin.keys():
+            before, written, now = previous.begin[name], previous.end[name], weight.begin[name]
+            if any(torch.equal(written.to(short).to(now.dtype), now) for short in _SHORT):
+                share = _lost_share(before, before - written, now)[1]
+                if share >= _ABSORBED:
+                    yield _suspect("absorbed:state", weight, absorbed=share)
+                    break
+
+
 def _outside(step: Step) -> Iterator[Suspect]:
     """Yield weights that get gradients, and that neither an optimizer has nor anything moves."""
-    pairs = [(weight, step.previous.get(weight.key)) for weight in step.weights.values()]
-    missing = [
-        (weight, before)
-        for weight, before in pairs
-        if weight.is_trained and weight.is_meant and weight.group is None
-        if before is not None and same_bits(before.before, weight.before)
+    outside = [weight for weight in step.weights.values() if weight.is_trained and weight.group is None]
+    pairs = [
+        (weight, weight.previous) for weight in outside if weight.is_meant and weight.previous is not None
     ]
-    others = window.held_by_optimizers(but=step.optimizer) if missing else set()
+    missing = [(weight, before) for weight, before in pairs if same_bits(before.before, weight.before)]
+    others = held_by_optimizers(but=step.optimizer) if missing else set()
     missing = [pair for pair in missing if id(pair[0].tensor()) not in others]
     # The optimizer has others of the same shapes: those of a copy, or what these were before they were replaced. In
     # another format these are masters of 16-bit weights, whose updates may round away for a while.
@@ -248,7 +203,7 @@ def _outside(step: Step) -> Iterator[Suspect]:
 
 
 def _frozen_moved(step: Step) -> Iterator[Suspect]:
-    for weight in step.of_optimizer():
+    for weight in step.held:
         has_moved = weight.after is not None and not same_bits(weight.before, weight.after)
         if has_moved and not (weight.is_trained and weight.is_meant):
             yield _suspect("frozen-moved", weight)
@@ -256,10 +211,10 @@ def _frozen_moved(step: Step) -> Iterator[Suspect]:
 
 def _stale(step: Step) -> Iterator[Suspect]:
     """Yield weights whose `.grad` holds gradients of before the latest step, or of another optimizer's backward."""
-    for weight in step.trained() if step.previous else ():
+    for weight in step.trained if step.previous else ():
         is_foreign = any(
-            late.was_full and early.place != late.backward.place and early.time < late.backward.time
-            for (early, *_), late in pairwise(weight.arrivals)
+            late.was_full and early.place != late.place and early.time < late.time
+            for early, late in pairwise(weight.arrivals)
         )
         if is_foreign or (weight.arrivals and all(arrival.was_full for arrival in weight.arrivals)):
             yield _suspect("missing-zero-grad", weight)
@@ -270,12 +225,10 @@ def _means_of_unequal_counts(step: Step) -> Iterator[Suspect]:
 
     Each loss is divided by the number of backwards. A loop over tasks divides by nothing, and means what it adds.
     """
-    for arrivals in (weight.arrivals for weight in step.of_optimizer()):
+    for arrivals in (weight.arrivals for weight in step.held):
         if not all(arrival.was_full for arrival in arrivals[1:]):  # emptied between two backwards
             continue
-        backwards = {
-            (arrival.backward.place, arrival.backward.batch): arrival.backward for arrival in arrivals
-        }
+        backwards = {(arrival.place, arrival.batch): arrival for arrival in arrivals}
         for place in dict.fromkeys(backward.place for backward in backwards.values()):
             line = [backward for backward in backwards.values() if backward.place == place]
             counts = [backward.elements or 0.0 for backward in line]
@@ -284,13 +237,13 @@ def _means_of_unequal_counts(step: Step) -> Iterator[Suspect]:
             is_one_step = len({backward.time for backward in line}) == 1
             if len(counts) > 1 and are_divided and is_one_step and max(counts) > _UNEQUAL * min(counts) > 0:
                 numbers = {"backwards": len(counts), "least": min(counts), "most": max(counts)}
-                yield from (_suspect("accumulation", weight, **numbers) for weight in step.trained())
+                yield from (_suspect("accumulation", weight, **numbers) for weight in step.trained)
                 return
 
 
 def _clips(step: Step) -> Iterator[Suspect]:
     """Yield weights that a clip has no effect on, whose gradients it has made 0, or lost in the optimizer's eps."""
-    with_gradient = [weight for weight in step.trained() if weight.grad != "none"]
+    with_gradient = [weight for weight in step.trained if weight.grad != "none"]
     group = step.optimizer.param_groups[0]
     eps = (number(group.get("eps")) or 0.0) if "betas" in group else 0.0
     for place, clip in enumerate(step.clips):
@@ -300,12 +253,13 @@ def _clips(step: Step) -> Iterator[Suspect]:
         is_at_work = clip.total > clip.max_norm > 0
         later = [each for each in step.clips[place + 1 :] if (each.ids, each.place) == (clip.ids, clip.place)]
         kind, norm = "", clip.total
-        if any(each.backwards > clip.backwards for each in later):
+        if any(each.sources > clip.sources for each in later):
             kind = "clipping:each-backward" if is_at_work else ""
         elif clip.at_step > max(clip.max_norm, clip.norm) * _GREW:
-            kind, norm = "clipping", clip.at_step
+            is_noise = clip.sources == step.sources and _has_turned(clip, clipped)
+            kind, norm = "" if is_noise else "clipping", clip.at_step
         elif step.scale not in (None, 1) and isclose(clip.norm, clip.at_step * step.scale, rel_tol=0.01):
-            yield from (_suspect("not-unscaled", weight, scale=step.scale) for weight in step.trained())
+            yield from (_suspect("not-unscaled", weight, scale=step.scale) for weight in step.trained)
         elif is_at_work and clip.total == inf and all(weight.grad == "zero" for weight in clipped):
             kind = "clipping:to-zero" if gradients else ""
         elif is_at_work and 0 < size < eps <= size * clip.total / clip.max_norm:
@@ -314,24 +268,35 @@ def _clips(step: Step) -> Iterator[Suspect]:
             yield from (_suspect(kind, weight, norm=norm, max_norm=clip.max_norm) for weight in clipped)
 
 
+def _has_turned(clip: Clip, clipped: Iterable[WeightSample]) -> bool:
+    """Return whether the first gradient is no multiple of what the clip has left of it, as code has added noise."""
+    first = clip.weights[0]() if clip.weights else None
+    now = next(
+        (weight.gradient for weight in clipped if first is not None and weight.tensor() is first), None
+    )
+    if now is None or clip.gradient is None:
+        return False
+    return bool(torch.cosine_similarity(now.double(), clip.gradient.double(), 0) < _PARALLEL)
+
+
 def _scaled(step: Step) -> Iterator[Suspect]:
     """Yield the weights of a step whose gradients nobody has divided by the loss scale. Fused steps divide."""
     states = getattr(step.scaler, "_per_optimizer_states", {})
     stage = states[id(step.optimizer)]["stage"] if id(step.optimizer) in states else None
     is_fused = isinstance(getattr(step.optimizer, "grad_scale", None), Tensor)
     if step.scale is not None and not is_fused and getattr(stage, "name", "READY") == "READY":
-        yield from (_suspect("not-unscaled", weight, scale=step.scale) for weight in step.trained())
+        yield from (_suspect("not-unscaled", weight, scale=step.scale) for weight in step.trained)
 
 
 def _divided_by_the_next_scale(step: Step) -> Iterator[Suspect]:
     """Yield weights whose gradients were divided by a factor of the next step's loss, and not of their own."""
-    for before in map(step.previous.get, (weight.key for weight in step.trained())):
+    for before in (weight.previous for weight in step.trained):
         if step.scale is not None or before is None or before.gradient is None or len(before.arrivals) != 1:
             continue
-        first = before.arrivals[0].gradient
-        for divisor in step.factors - before.factors - {1.0}:
+        first, factors = before.arrivals[0].gradient, before.arrivals[0].factors
+        for divisor in step.factors - {*factors, 1.0}:
             if first is not None and first.any() and torch.equal(first / divisor, before.gradient):
-                numbers = {"scale": max(before.factors), "divisor": divisor}
+                numbers = {"scale": max(factors), "divisor": divisor}
                 yield _suspect("not-unscaled:other", before, **numbers)
 
 
@@ -353,11 +318,14 @@ def _is_constant(values: Tensor | None) -> bool:
 def _tie_broken(step: Step) -> Iterator[Suspect]:
     """Yield copies of embeddings, once tied, that the steps have made different."""
     modules = {item.name: item.module for item in named_modules(step.model)} if step.window.copies else {}
-    for weights in step.copied():
+    holders = Counter(id(x) for module in modules.values() for x in module._parameters.values())
+    for weights in step.copied:
         tables = [weight for weight in weights if isinstance(modules.get(weight.module), nn.Embedding)]
+        alone = [table for table in tables if holders[id(table.tensor())] == 1]  # others are still tied
+        parted = [table for table in alone if table.after is not None]
         for weight in weights:
-            parted = [table for table in tables if table.after is not None and weight.after is not None]
-            if weight not in tables and any(not same_bits(weight.after, table.after) for table in parted):
+            has_parted = any(not same_bits(weight.after, table.after) for table in parted)
+            if weight not in tables and weight.after is not None and has_parted:
                 yield _suspect("tie-broken", weight)
 
 
@@ -368,13 +336,11 @@ def _copy_rests(step: Step) -> Iterator[Suspect]:
     but code writes it. So does the target of a Q-function, but code calls it without grad mode. A part that begins
     alike in all layers, as A_log of Mamba, makes no layer a copy.
     """
-    pairs = [
-        (weight, copy) for pair in step.copied() if len(pair) == 2 for weight, copy in (pair, pair[::-1])
-    ]
+    pairs = [order for pair in step.copied if len(pair) == 2 for order in permutations(pair)]
     alike = {(weight.key, copy.key) for weight, copy in pairs}
     for weight, copy in pairs:
         rests = weight.group is not None and weight.grad == "none" and weight.module not in step.window.called
-        before = step.previous.get(weight.key)
+        before = weight.previous
         is_written = before is not None and not same_bits(before.after, weight.before)
         if rests and not is_written and copy.grad == "some":
             # The two modules that have these weights at the same place.
@@ -382,9 +348,8 @@ def _copy_rests(step: Step) -> Iterator[Suspect]:
             while len(here) > 1 and len(there) > 1 and here[-1] == there[-1]:
                 here, there = here[:-1], there[:-1]
             root, base = ".".join(here), ".".join(there)
-            parts = [
-                part for part in step.trained() if is_in(part.module, root) and not _is_constant(part.before)
-            ]
+            inside = [part for part in step.trained if is_in(part.module, root)]
+            parts = [part for part in inside if not _is_constant(part.before)]
             if all((part.key, (base + part.module[len(root) :], part.label)) in alike for part in parts):
                 yield _suspect("other-module-trained:copy", weight)
 
@@ -424,7 +389,7 @@ def _statistics_not_frozen(step: Step) -> Iterator[Suspect]:
             continue
         weights = list(module._parameters.values())
         is_frozen = not any(x is None or x.requires_grad for x in weights)
-        if is_frozen and window.held_by_optimizers().isdisjoint(map(id, weights)):
+        if is_frozen and held_by_optimizers().isdisjoint(map(id, weights)):
             yield Suspect("frozen-moved:statistics", name, None)
 
 
@@ -452,7 +417,7 @@ class Evaluations:
         if (is_row or is_rare) and not self._places:
             modules = (item.module for item in named_modules(model))
             if any(module.training and (_drops(module) or _takes_statistics(module)) for module in modules):
-                self._places = [window.place_of(sys._getframe(1))]
+                self._places = [user_line()]
 
     def trained(self, inputs: Tensor | None = None) -> list[Place | None]:
         """Take a call in grad mode. Return the line of the evaluation that has ended with it, in a list, or []."""
@@ -463,6 +428,7 @@ class Evaluations:
 
 
 _RULES: tuple[Callable[[Step], Iterator[Suspect]], ...] = (
-    _no_gradient, _without_effect, _frozen_moved, _statistics_not_frozen, _stale, _means_of_unequal_counts, _clips,
-    _scaled, _divided_by_the_next_scale, _in_evaluation_mode, _tie_broken, _copy_rests, _outside,
+    _no_gradient, _without_effect, _rounded_between_steps, _frozen_moved, _statistics_not_frozen, _stale,
+    _means_of_unequal_counts, _clips, _scaled, _divided_by_the_next_scale, _in_evaluation_mode, _tie_broken,
+    _copy_rests, _outside,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Samples of the weights at a step, and the calls, backwards, clips and reductions before it, for an audit.
+"""The table of what a step gathered: samples of the weights, and the calls, backwards and clips before it.
 
 Strided elements stand for a tensor: at most 1,024 of each. A wrapper around `torch.autograd.backward` looks at each
 weight's `.grad` before and after it. Between audited steps the window is closed. Nothing here keeps a tensor of the
@@ -11,17 +11,18 @@ import functools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import inf, sqrt
-from types import FrameType, SimpleNamespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, isclose, sqrt
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..instrumentation.global_hooks import GlobalHooks, Handles
+from ..instrumentation.global_hooks import GlobalHooks, Handles, find_scaler
 from ..instrumentation.wrapped_names import named_modules
 from ..numerics._extension import instances_of
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
@@ -33,12 +34,13 @@ from ..util.visible import suppressing, users_frame
 
 ELEMENTS = 1024
 _MOST_LISTED = 256  # modules of a plain list
-_MOST_REDUCED, _MOST_CLIPS = 8192, 64
+_MOST_CLIPS = 64
 _MAX_OPERATIONS = 16  # that a loss is followed through
 _MEAN = 1  # the reduction of a loss, as the nodes of PyTorch's losses keep it
+_WEIGHT = "weight"  # itself, beside the tensors of its state
 Key: TypeAlias = tuple[str, str]  # module and label
+IsFrozen: TypeAlias = Callable[[str], bool]
 Grad: TypeAlias = Literal["none", "zero", "some"]
-Values: TypeAlias = tuple[tuple[int, ...], float | None, float | None]  # shape, least and largest magnitude
 
 
 def plain(x: Tensor | None) -> Tensor | None:
@@ -50,16 +52,18 @@ def plain(x: Tensor | None) -> Tensor | None:
     return x if is_plain(x) and not unreadable(x) and x.is_floating_point() else None
 
 
-def sample(x: Tensor) -> Tensor:
-    """Return a copy of at most ELEMENTS elements of a plain tensor, evenly spread."""
-    flat = x.detach().reshape(-1)
+def sample(x: Tensor | None) -> Tensor | None:
+    """Return a copy of at most ELEMENTS elements, evenly spread, of what is `plain` of a tensor."""
+    if (values := plain(x)) is None:
+        return None
+    flat = values.reshape(-1)
     return flat[:: max(1, -(-flat.numel() // ELEMENTS))].clone()
 
 
 def is_full(x: Tensor | None) -> bool:
     """Return whether a tensor has an element that is not 0. Most need no more than a look at their sample."""
-    values = plain(x)
-    return values is not None and (bool(sample(values).any()) or bool(values.any()))
+    values, few = plain(x), sample(x)
+    return values is not None and few is not None and (bool(few.any()) or bool(values.any()))
 
 
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
@@ -76,79 +80,22 @@ def number(x: Any) -> float | None:
     return float(x) if isinstance(x, int | float) else None
 
 
-def place_of(frame: FrameType | None) -> Place | None:
-    """Return the line of the user's that this frame was called from."""
-    user = users_frame(frame)
+def user_line() -> Place | None:
+    """Return the line of the user's that the caller was called from."""
+    user = users_frame(sys._getframe(1))
     return None if user is None else Place(user.f_code.co_filename, user.f_lineno)
-
-
-class Backward(NamedTuple):
-    """One run of the autograd engine: its line, the latest batch, and the numbers that its loss was multiplied by.
-
-    `elements` is the number that the loss is a mean over, where the loss knows it. `time` is the window's.
-    """
-
-    place: Place | None
-    batch: int
-    factors: tuple[float, ...]
-    elements: float | None
-    time: int
-
-
-class Arrival(NamedTuple):
-    """Gradient that came to a weight: whether `.grad` held something before, and whether it is other than 0.
-
-    `gradient` is a sample of the first one of a loss that was multiplied by something.
-    """
-
-    backward: Backward
-    was_full: bool
-    is_full: bool
-    gradient: Tensor | None = None
-
-
-@dataclass(slots=True, eq=False)
-class WeightSample:
-    """One weight at one step. `grad` says whether there is a gradient, and `group` its place in the optimizer.
-
-    `after` and `arrivals`, the gradients that came since the step before, are filled in when the step is over.
-    """
-
-    module: str
-    label: str
-    tensor: weakref.ref[Tensor]
-    shape: tuple[int, ...]
-    is_trained: bool
-    is_meant: bool  # to be trained, by what the user says
-    grad: Grad
-    group: int | None = None
-    lr: float | None = None
-    before: Tensor | None = None
-    gradient: Tensor | None = None
-    after: Tensor | None = None
-    arrivals: Sequence[Arrival] = ()
-
-    @property
-    def factors(self) -> set[float]:
-        """The numbers that the losses behind its gradients were multiplied by."""
-        return {factor for arrival in self.arrivals for factor in arrival.backward.factors}
-
-    @property
-    def key(self) -> Key:
-        """Return module and label."""
-        return self.module, self.label
 
 
 def each_weight(model: nn.Module) -> Iterable[tuple[str, str, Tensor]]:
     """Yield each parameter once, with the name of its module and its own; also of modules in plain lists."""
-    seen: set[int] = set()
     named = [(name, module) for name, _, module in named_modules(model)]
     listed = [pair for name, module in named for pair in _in_lists(name, module)]
-    for name, module in [*named, *listed]:
-        for label, x in list(module._parameters.items()):
-            if x is not None and id(x) not in seen:
-                seen.add(id(x))
-                yield name, label, x
+    modules = [(name, list(module._parameters.items())) for name, module in [*named, *listed]]
+    weights: dict[int, tuple[str, str, Tensor]] = {}
+    for name, label, x in ((name, *item) for name, items in modules for item in items):
+        if x is not None:
+            weights.setdefault(id(x), (name, label, x))
+    return weights.values()
 
 
 def _in_lists(name: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
@@ -167,83 +114,51 @@ def ids_of(optimizer: Optimizer) -> set[int]:
 
 
 def held_by_optimizers(but: Optimizer | None = None) -> set[int]:
-    """Return the ids of the weights that the optimizers of this process hold, without those of one of them.
-
-    The search for optimizers takes 10 ms for a million objects.
-    """
+    """Return the ids of the weights of all optimizers but one. The search takes 10 ms for a million objects."""
     return set().union(*(ids_of(optimizer) for optimizer in instances_of(Optimizer) if optimizer is not but))
 
 
-def sample_step(
-    model: nn.Module, optimizer: Optimizer, is_frozen: Callable[[str], bool]
-) -> dict[Key, WeightSample]:
-    """Sample the weights of a model before a step.
+class Backward(NamedTuple):
+    """One run of the autograd engine, and a gradient that it brought to a weight.
 
-    `is_frozen` says by the name of a weight or a module whether the user means it to stay as it is.
+    `place` is its line, `batch` the latest batch, `factors` are the numbers that its loss was multiplied by, `elements`
+    is the number that the loss is a mean over, where the loss knows it, and `time` is the window's. `was_full` says
+    whether `.grad` was other than 0 before it. `gradient` is a sample of the first one.
     """
-    # An attribute of a module freezes nothing: its weights have their own.
-    frozen = [item.name for item in named_modules(model) if vars(item.module).get("requires_grad") is False]
-    places = {id(x): place for place, group in enumerate(optimizer.param_groups) for x in group["params"]}
-    weights: dict[Key, WeightSample] = {}
-    with torch.no_grad(), only_our_dispatch():
-        for name, label, x in each_weight(model):
-            is_kept = any(is_in(name, above) for above in frozen)
-            is_kept = is_kept or is_frozen(name) or is_frozen(f"{name}.{label}")
-            gradient, values = plain(x.grad), plain(x)
-            grad: Grad = "none" if x.grad is None else "some"
-            if gradient is not None and gradient.numel() and not is_full(gradient):
-                grad = "zero"
-            weight = weights[name, label] = WeightSample(
-                name, label, weakref.ref(x), tuple(x.shape), x.requires_grad, not is_kept, grad
-            )
-            if values is not None and values.numel():
-                weight.before, weight.group = sample(values), places.get(id(x))
-                if gradient is not None and gradient.shape == values.shape:
-                    weight.gradient = sample(gradient)
-                if weight.group is not None:
-                    weight.lr = number(optimizer.param_groups[weight.group].get("lr"))
-    return weights
 
-
-def sample_after(weights: Iterable[WeightSample], arrivals: Mapping[Key, Sequence[Arrival]]) -> None:
-    """Add what came to the weights and what the step made of them, and forget gradients that it has changed."""
-    with torch.no_grad(), only_our_dispatch():
-        for weight in weights:
-            weight.arrivals, x = arrivals.get(weight.key, ()), weight.tensor()
-            if weight.before is not None and x is not None and (values := plain(x)) is not None:
-                weight.after = sample(values)
-                # A hook of the user's, or a fused step with a scale, changed it after it was sampled.
-                gradient = plain(x.grad)
-                if gradient is None or not same_bits(sample(gradient), weight.gradient):
-                    weight.gradient = None
+    place: Place | None
+    batch: int
+    factors: tuple[float, ...]
+    elements: float | None
+    time: int
+    was_full: bool = False
+    gradient: Tensor | None = None
 
 
 class Call(NamedTuple):
     """The latest call of a module in grad mode: the window's time, its inputs, the number of its outputs."""
 
     time: int
-    inputs: set[Values]
+    inputs: set[tuple[Any, ...]]  # shape, least and largest magnitude
     num_outputs: int
 
 
 class Clip(NamedTuple):
     """One call of clip_grad_norm_: its weights, the most that it was to leave, the norm before and after it, its line.
 
-    `backwards` counts those before it. `at_step` is the norm of the same gradients when a step takes them.
+    `sources` is the window's, `gradient` a sample of its first weight's, and `at_step` the norm of the same gradients
+    when a step takes them.
     """
 
     weights: tuple[weakref.ref[Tensor], ...]
+    ids: frozenset[int]  # of these
     max_norm: float
     total: float
     norm: float
     place: Place | None
-    backwards: int
+    gradient: Tensor | None
+    sources: int
     at_step: float = 0.0
-
-    @property
-    def ids(self) -> set[int]:
-        """Return the ids of its weights."""
-        return {id(x) for reference in self.weights if (x := reference()) is not None}
 
 
 def _norm_of(weights: Iterable[weakref.ref[Tensor]]) -> float:
@@ -251,6 +166,119 @@ def _norm_of(weights: Iterable[weakref.ref[Tensor]]) -> float:
     with torch.no_grad(), only_our_dispatch():
         norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in gradients if x is not None]
         return sqrt(sum(float(norm) ** 2 for norm in norms))
+
+
+@dataclass(slots=True, eq=False)
+class WeightSample:
+    """One weight at one step. `grad` says whether there is a gradient, and `group` the number of its group.
+
+    `before` and `after` are samples of it before and after the step, if there are values. `begin` and `end` have these
+    and those of its state. `after`, `end` and `arrivals`, the gradients that came, are filled in after the step.
+    """
+
+    module: str
+    label: str
+    tensor: weakref.ref[Tensor]
+    shape: torch.Size
+    is_trained: bool
+    is_meant: bool  # to be trained, by what the user says
+    grad: Grad
+    begin: Mapping[str, Tensor] = field(default_factory=dict)
+    group: int | None = None
+    lr: float | None = None
+    gradient: Tensor | None = None
+    before: Tensor | None = None
+    after: Tensor | None = None
+    end: Mapping[str, Tensor] = field(default_factory=dict)
+    arrivals: Sequence[Backward] = ()
+    previous: WeightSample | None = None  # in the step before, if it was audited
+
+    @property
+    def key(self) -> Key:
+        """Return module and label."""
+        return self.module, self.label
+
+
+Weights: TypeAlias = Mapping[Key, WeightSample]
+
+
+def _parts_of(x: Tensor, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return samples of a weight and of the tensors of its shape in the optimizer's state."""
+    parts: dict[str, Any] = {**(optimizer.state.get(x) or {}), _WEIGHT: x}
+    alike = {name: part for name, part in parts.items() if isinstance(part, Tensor) and part.shape == x.shape}
+    samples = {name: sample(part) for name, part in alike.items()}
+    return {name: values for name, values in samples.items() if values is not None}
+
+
+@dataclass(eq=False)
+class Step:
+    """The table of one audited step of `optimizer`, and of what a Window gathered since the step before.
+
+    The step before ended at `since`, and `previous` are the weights in it, where it was audited too. `has_learned` says
+    whether an audit has seen a gradient other than 0, and `is_frozen` by a name whether the user means a weight or a
+    module to stay as it is. `held` are the weights of the optimizer, `trained` those that it is to train. `finish` adds
+    `calls`, the latest of each module since the step before, `copied`, the weights that began with equal values,
+    `factors`, the numbers that the losses were multiplied by, and the GradScaler among these, with its `scale`.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    window: Window
+    is_frozen: IsFrozen
+    previous: Weights
+    since: int
+    has_learned: bool
+
+    def __post_init__(self) -> None:
+        """Sample the weights before the step."""
+        # An attribute of a module freezes nothing: its weights have their own.
+        modules = [(name, vars(module).get("requires_grad")) for name, _, module in named_modules(self.model)]
+        frozen = [name for name, requires_grad in modules if requires_grad is False]
+        groups = self.optimizer.param_groups
+        places = {id(x): place for place, group in enumerate(groups) for x in group["params"]}
+        self.clips, self.sources = self.window.clips(self.optimizer), self.window.sources
+        self.weights: dict[Key, WeightSample] = {}
+        with torch.no_grad(), only_our_dispatch():
+            for name, label, x in each_weight(self.model):
+                is_kept = any(is_in(name, above) for above in frozen)
+                is_kept = is_kept or self.is_frozen(name) or self.is_frozen(f"{name}.{label}")
+                grad: Grad = "none" if x.grad is None else "some"
+                if (gradient := sample(x.grad)) is not None and gradient.numel() and not is_full(x.grad):
+                    grad = "zero"
+                facts = weakref.ref(x), x.shape, x.requires_grad, not is_kept, grad
+                weight = self.weights[name, label] = WeightSample(name, label, *facts)
+                if x.numel() and plain(x) is not None:
+                    weight.begin, weight.group = _parts_of(x, self.optimizer), places.get(id(x))
+                    weight.lr = None if weight.group is None else number(groups[weight.group].get("lr"))
+                    weight.before, weight.gradient = weight.begin[_WEIGHT], gradient
+                    weight.previous = self.previous.get(weight.key)
+        self.held = [weight for weight in self.weights.values() if weight.group is not None]
+        self.trained = [weight for weight in self.held if weight.is_trained]
+
+    def finish(self) -> None:
+        """Add what was gathered and what the step made of the weights. Forget gradients that it has changed."""
+        with torch.no_grad(), only_our_dispatch():
+            for weight in self.weights.values():
+                x = weight.tensor()
+                weight.arrivals = self.window.arrivals.get(id(x), ())
+                if weight.previous is not None:
+                    weight.previous.previous = None
+                if weight.begin and x is not None:
+                    weight.end = _parts_of(x, self.optimizer)
+                    weight.after = weight.end.get(_WEIGHT)
+                    # A hook of the user's, or a fused step with a scale, changed it after it was sampled.
+                    if not same_bits(sample(x.grad), weight.gradient):
+                        weight.gradient = None
+        calls, copies = self.window.calls.items(), self.window.copies
+        self.calls = {name: call for name, call in calls if call.time >= self.since}
+        self.copied = [[self.weights[key] for key in keys if key in self.weights] for keys in copies]
+        arrivals = [arrival for weight in self.held for arrival in weight.arrivals]
+        self.factors = {factor for arrival in arrivals for factor in arrival.factors}
+        scaler = find_scaler()() if self.factors else None
+        scale = number(getattr(scaler, "_scale", None)) or 0.0
+        is_used = any(isclose(factor, scale, rel_tol=1e-3) for factor in self.factors)
+        self.scaler: Any = scaler if is_used else None
+        self.scale: float | None = scale if is_used else None
 
 
 # Functions of PyTorch without hooks, and the methods of a Window that take their calls.
@@ -264,26 +292,20 @@ _TAPPED = (
 
 def _replace(call: Callable[..., Any], method: str, owner: Any, name: str) -> Callable[[], None]:
     """Let a function call `call(method, whether it has run, args, kwargs)` too. Return what undoes this."""
-    original = getattr(owner, name)
-
-    def tell(has_run: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with suppressing(f"a call of {name} could not be audited"):
-            call(method, has_run, args, kwargs)
+    original, reason = getattr(owner, name), f"a call of {name} could not be audited"
 
     @functools.wraps(original)
     def tapped(*args: Any, **kwargs: Any) -> Any:
-        tell(False, args, kwargs)
+        with suppressing(reason):
+            call(method, False, args, kwargs)
         try:
             return original(*args, **kwargs)
         finally:
-            tell(True, args, kwargs)
-
-    def restore() -> None:
-        if getattr(owner, name) is tapped:
-            setattr(owner, name, original)
+            with suppressing(reason):
+                call(method, True, args, kwargs)
 
     setattr(owner, name, tapped)
-    return restore
+    return lambda: setattr(owner, name, original) if getattr(owner, name) is tapped else None
 
 
 def _replace_all(call: Callable[..., Any]) -> SimpleNamespace:
@@ -296,80 +318,73 @@ def _replace_all(call: Callable[..., Any]) -> SimpleNamespace:
 _taps = GlobalHooks(_replace_all, traced=False)
 
 
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method while its object is alive, and keeps it no longer so."""
+    reference = weakref.WeakMethod(method)
+    return lambda *args: None if (call := reference()) is None else call(*args)
+
+
 class Window:
     """Gatherer for the audits of a model.
 
-    `time` counts the beginnings and the ends of the steps of all optimizers. `called` has the modules that were called
-    at any time, also without grad mode. `copies` are weights that began with equal values, and `has_trained` says
-    whether an audit has seen the model in training mode. `skips` has the scales and the lines of the latest two steps
-    in a row that a GradScaler has skipped with a scale of at most 1.
+    `time` counts the beginnings and the ends of the steps of all optimizers, `sources` the backwards and reductions.
+    `batches` are those in grad mode, `calls` has the latest one of each module in these, and `called` the modules that
+    were called at any time. `copies` are weights that began with equal values, and `has_trained` says whether an audit
+    has seen the model in training mode. `skips` has the scales and the lines of the latest two steps in a row that a
+    GradScaler has skipped with a scale of at most 1. `group_sizes` are the numbers of ranks that reduced a tensor.
     """
 
     def __init__(self, recorder: Recorder, model: nn.Module) -> None:
         self.time = 0
-        self.arrivals: dict[Key, list[Arrival]] = {}  # since the latest step of the weight's optimizer
+        self.arrivals: dict[int, list[Backward]] = {}  # by the weight's id, since its optimizer's latest step
+        self.calls: dict[str, Call] = {}
         self.called: set[str] = set()
         self.copies: dict[tuple[Key, ...], None] = {}
         self.has_trained = False
         self.skips: deque[tuple[float, Place | None]] = deque(maxlen=2)
-        self._calls: dict[str, Call] = {}
+        self.group_sizes = WeakTensorKeyDictionary()
         self._recorder, self._model = recorder, weakref.ref(model)
         self._clips: deque[Clip] = deque(maxlen=_MOST_CLIPS)
-        self._batches: deque[int] = deque(maxlen=256)  # in grad mode
-        self._reduced: deque[tuple[weakref.ref[Tensor], weakref.ref[Any]]] = deque(maxlen=_MOST_REDUCED)
-        self._num_backwards = self._depth = 0  # a checkpoint calls the engine within a backward
+        self.batches: deque[int] = deque(maxlen=256)
+        self.sources = self._depth = 0  # a checkpoint calls the engine within a backward
         self._backward: Backward | None = None
-        self._before: dict[Key, tuple[int, int, bool]] = {}
+        self._before: dict[int, tuple[int, int, bool]] = {}
         self._frames = recorder.subscribe(Event.FRAME)
-        reference = weakref.ref(self)
+        self.taps = Handles(self, [_taps.add(weakly(self._tapped))])
 
-        def receive(method: str, has_run: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            window = reference()
-            if window is not None and (window._frames.active or method == "scaler_stepped"):
-                getattr(window, method)(has_run, *args, **kwargs)
-
-        self._taps = Handles(self, [_taps.add(receive)])
+    def _tapped(self, method: str, has_run: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._frames.active or method == "scaler_stepped":
+            getattr(self, method)(has_run, *args, **kwargs)
 
     def close(self) -> None:
         """Gather nothing until `renew`."""
         self._frames.active = False
         self.arrivals.clear()
-        self._calls.clear()
-        self._reduced.clear()
-
-    def remove(self) -> None:
-        """Close for good."""
-        self.close()
-        self._taps.remove()
+        self.calls.clear()
+        self.group_sizes.clear()
 
     def renew(self, optimizer: Optimizer) -> None:
         """Open, and forget the backwards and clips before a step of this optimizer."""
         self._frames.active, self._depth = True, 0
-        weights = ids_of(optimizer)
-        for key in [key for key, x in self._weights() if id(x) in weights]:
+        for key in ids_of(optimizer):
             self.arrivals.pop(key, None)
         self._clips.clear()
-        self._reduced.clear()
+        self.group_sizes.clear()
 
-    def _weights(self) -> Iterator[tuple[Key, Tensor]]:
-        if (model := self._model()) is not None:
-            yield from (((name, label), x) for name, label, x in each_weight(model) if x.requires_grad)
+    def _weights(self) -> list[Tensor]:
+        model = self._model()
+        return [] if model is None else [x for _, _, x in each_weight(model) if x.requires_grad]
 
     def on_frame(self, frame: Frame) -> None:
         """Take a recorded call."""
         if not self._frames.active or frame.phase != "forward":
             return
         self.called.add(frame.name)
-        if frame.batch in self._batches:
+        if frame.batch in self.batches:
             records = [record for record in frame.records if record.shape is not None]
             inputs = {(x.shape or (), x.abs_min, x.abs_max) for x in records if x.role == "input"}
             num_outputs = sum(record.role == "output" for record in records)
-            self._calls[frame.name] = Call(self.time, inputs, num_outputs)
-
-    def batch_started(self, batch: int) -> None:
-        """Take the start of a batch in grad mode."""
-        if self._frames.active:
-            self._batches.append(batch)
+            self.calls[frame.name] = Call(self.time, inputs, num_outputs)
 
     def backward(self, has_run: bool, tensors: object = None, *_: object, **__: object) -> None:
         """Take a call of `Tensor.backward`, before it frees its graph and when it is over."""
@@ -378,41 +393,38 @@ class Window:
             return
         with torch.no_grad(), only_our_dispatch():
             if not has_run:
-                self._num_backwards += 1
+                self.sources += 1
                 node = tensors.grad_fn if isinstance(tensors, Tensor) else None
-                place, batch = place_of(sys._getframe(1)), self._recorder.latest_batch
+                place, batch = user_line(), self._recorder.latest_batch
                 self._backward = Backward(place, batch, *_scaling(node), self.time)
-                self._before = {
-                    key: (id(x.grad), x.grad._version, is_full(x.grad))
-                    for key, x in self._weights()
-                    if x.grad is not None
-                }
+                gradients = [(id(x), x.grad) for x in self._weights() if x.grad is not None]
+                self._before = {key: (id(x), x._version, is_full(x)) for key, x in gradients}
             elif self._backward is not None:
-                for key, x in self._weights():
-                    *known, was_full = self._before.get(key, (0, 0, False))
+                for x in self._weights():
+                    *known, was_full = self._before.get(id(x), (0, 0, False))
                     if x.grad is not None and known != [id(x.grad), x.grad._version]:
-                        arrivals = self.arrivals.setdefault(key, [])
-                        is_first = self._backward.factors and not arrivals
-                        values = plain(x.grad) if is_first else None
-                        first = None if values is None else sample(values)
-                        arrivals.append(Arrival(self._backward, was_full, is_full(x.grad), first))
+                        arrivals = self.arrivals.setdefault(id(x), [])
+                        first = sample(x.grad) if self._backward.factors and not arrivals else None
+                        arrivals.append(self._backward._replace(was_full=was_full, gradient=first))
 
     def clipped(
-        self, has_run: bool, parameters: Any, max_norm: Any, total: Any = 0.0, *_: object, **__: object
+        self, has_run: bool, parameters: Any, max_norm: Any, total_norm: Any = 0.0, *_: object, **__: object
     ) -> None:
         """Take a call of clip_grad_norm_."""
         if has_run:
             weights = parameters if isinstance(parameters, list | tuple) else [parameters]
-            references = tuple(weakref.ref(x) for x in weights)
-            place, before, norm = place_of(sys._getframe(1)), number(total) or 0.0, _norm_of(references)
-            self._clips.append(Clip(references, float(max_norm), before, norm, place, self._num_backwards))
+            references, place = tuple(weakref.ref(x) for x in weights), user_line()
+            norms = float(max_norm), number(total_norm) or 0.0, _norm_of(references)
+            first = sample(weights[0].grad) if weights else None
+            clip = Clip(references, frozenset(map(id, weights)), *norms, place, first, self.sources)
+            self._clips.append(clip)
 
-    def reduced(
-        self, has_run: bool, tensor: Tensor, op: object = None, group: Any = None, *_: object, **__: object
-    ) -> None:
+    def reduced(self, has_run: bool, tensor: Tensor, op: Any = None, group: Any = None, *_: Any) -> None:
         """Take a call of torch.distributed.all_reduce. A group of None is that of all ranks."""
-        if not has_run and group is not None:
-            self._reduced.append((weakref.ref(tensor), weakref.ref(group)))
+        if not has_run:
+            self.sources += 1
+            if group is not None:
+                self.group_sizes[tensor] = group.size()
 
     def scaler_stepped(self, has_run: bool, scaler: Any, optimizer: Optimizer, *_: Any, **__: Any) -> None:
         """Take a call of `GradScaler.step`."""
@@ -425,22 +437,13 @@ class Window:
         scale = float(scaler._scale) if is_skipped else inf
         if scale > 1:
             self.skips.clear()
-        elif not ids_of(optimizer).isdisjoint(id(x) for _, x in self._weights()):
-            self.skips.append((scale, place_of(sys._getframe(1))))
-
-    def group_sizes(self) -> dict[int, int]:
-        """Return the number of ranks over which a tensor was reduced, by the tensor's id."""
-        pairs = [(tensor(), group()) for tensor, group in self._reduced]
-        return {id(x): group.size() for x, group in pairs if x is not None and group is not None}
+        elif not ids_of(optimizer).isdisjoint(map(id, self._weights())):
+            self.skips.append((scale, user_line()))
 
     def clips(self, optimizer: Optimizer) -> list[Clip]:
         """Return the clips with the norms that the step is about to take: of all, for a clip of nothing."""
         weights = [weakref.ref(x) for group in optimizer.param_groups for x in group["params"]]
         return [clip._replace(at_step=_norm_of(clip.weights or weights)) for clip in self._clips]
-
-    def calls_since(self, time: int) -> dict[str, Call]:
-        """Return the latest call of each module that was called since then."""
-        return {name: call for name, call in self._calls.items() if call.time >= time}
 
 
 def _scaling(node: Any) -> tuple[tuple[float, ...], float | None]:

@@ -378,7 +378,7 @@ class StepRanks:
         self._is_over = False
         self._number = self._num_forwards = self._num_differences = 0
         self._steps: dict[int, int] = {0: 0}  # of each check
-        self._prints: dict[str, WeightPrint] = {}  # of the latest check
+        self._prints: dict[str, WeightPrint] = {}  # of each weight's latest check: optimizers step in turn
         self._faults: list[tuple[str, str, int, int]] = []
 
     def check(self, step: int, num_forwards: int, weights: Sequence[StepWeight]) -> None:
@@ -411,16 +411,16 @@ class StepRanks:
             "is_mixed": self._num_differences > 0,
         }
         self._num_forwards = num_forwards
-        before, self._prints = self._prints, {}
         for ranks, group in groups.items():
-            values = {"step ": step} | {weight.name: self._print(weight, before) for weight in group}
+            before = {x.name: self._prints[x.name] for x in group if x.name in self._prints}
+            values = {"step ": step} | {weight.name: self._print(weight) for weight in group}
             self._comparison.post(ranks, self._number, values, {**known, "before": before})
 
-    def _print(self, weight: StepWeight, before: dict[str, WeightPrint]) -> int:
+    def _print(self, weight: StepWeight) -> int:
         with torch.no_grad(), only_our_dispatch():
             now = _hash(weight.values, weight.tensor.shape)
             sketch = sketch_of(weight.values[:0] if weight.gradient is None else weight.gradient)
-        known = before.get(weight.name)
+        known = self._prints.get(weight.name)
         self._prints[weight.name] = WeightPrint(now, known is not None and known.hash != now, sketch)
         return now
 

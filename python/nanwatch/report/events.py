@@ -128,8 +128,7 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "zero-gradient": (
             "gets a gradient that is exactly 0",
-            "Look for a mask or a weight of 0 in the loss, for units that are all dead (ReLU of negative values), and"
-            " for zero_grad() between backward and step.",
+            "Look for a factor of 0 in the loss, for units that are all dead, for zero_grad() after the backward.",
         ),
         "not-in-optimizer": (
             "gets a gradient and is in no optimizer",
@@ -138,13 +137,16 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "zero-lr": (
             "has the learning rate 0",
-            "Print optimizer.param_groups[i]['lr'] and the scheduler's factor: an integer division or a schedule that"
-            " is over gives 0.",
+            "Print the groups' lr and the scheduler's factor: an integer division or a schedule that is over gives 0.",
         ),
         "absorbed": (
             "stays as it is in {absorbed:.0%} of its elements, because their updates round away",
             "Keep the weights in float32 under torch.autocast, keep a float32 master copy, or round stochastically:"
             " {float32:.0%} of the elements would move in float32, {stochastic:.0%} a step with stochastic rounding.",
+        ),
+        "absorbed:state": (
+            "is rounded to 16 bits between steps, or its moments are: {absorbed:.0%} of the elements stay as they are",
+            "Keep weights and the optimizer's state in float32 between steps, or round stochastically.",
         ),
         "frozen-moved": (
             "is frozen (requires_grad=False, or Audit(frozen=)), and the step writes it",
@@ -157,8 +159,7 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "tie-broken": (
             "is a second copy of a weight that was tied",
-            "Assign the same Parameter to both modules (model.tie_weights()), after loading and before the optimizer is"
-            " made.",
+            "Assign one Parameter to both modules (model.tie_weights()) after loading, before the optimizer is made.",
         ),
         "other-module-trained": (
             "is not trained: the optimizer holds the weights of another module of the same shapes",
@@ -197,8 +198,7 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Skip the step where the norm is inf: clip_grad_norm_(..., error_if_nonfinite=True) raises there.",
         ),
         "clipping:below-eps": (
-            "is stepped with gradients below the optimizer's eps, because a norm of {norm:.3g} was clipped to"
-            " {max_norm:.3g}",
+            "is stepped with gradients below the optimizer's eps: a norm of {norm:.3g} was clipped to {max_norm:.3g}",
             "Raise max_norm, or lower the optimizer's eps.",
         ),
         "clipping:each-backward": (

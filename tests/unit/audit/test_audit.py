@@ -216,6 +216,37 @@ def _target(training: Training) -> None:
     training.put(forward=forward)
 
 
+def _rounded_states(training: Training) -> None:
+    """Keep Adam's moments in bfloat16 between steps: after a spike the second one cannot decay."""
+
+    def store() -> None:
+        training.factor = 1.0
+        for state in training.optimizer.state.values():
+            state["exp_avg_sq"].copy_(state["exp_avg_sq"].bfloat16())
+
+    training.put(factor=30.0, after_step=store)
+
+
+def _after_the_clip(training: Training, change: Callable[[Tensor], Tensor]) -> None:
+    def before_step() -> None:
+        training.clip(0.01)
+        for x in training.model.parameters():
+            x.grad.add_(change(x.grad))
+
+    training.put(before_step=before_step)
+
+
+def _second_head(training: Training) -> None:
+    """Train a head that is tied to the embedding, and a further one that begins as its copy."""
+    table, head = nn.Embedding(4, 8), nn.Linear(8, 4, bias=False)
+    head.weight = table.weight
+    draft = copy.deepcopy(head)
+    training.put(
+        model=nn.ModuleList([table, head, draft]), forward=lambda: head(table(training.y)) + draft(training.x)
+    )
+    training.hold(training.model)
+
+
 def _skipped(training: Training) -> None:
     """A GradScaler whose scale is too small to be the reason."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
@@ -231,49 +262,33 @@ FAULTS: dict[str, tuple[str, str, Callable[[Training], object]]] = {
     "detached": (
         "no-gradient",
         "0",
-        lambda training: training.put(
-            forward=lambda: training.model[4](training.model[:4](training.x).detach())
-        ),
+        lambda case: case.put(forward=lambda: case.model[4](case.model[:4](case.x).detach())),
     ),
-    "masked": (
-        "zero-gradient",
-        "",
-        lambda training: training.put(forward=lambda: training.model(training.x) * 0),
-    ),
-    "head_alone": ("not-in-optimizer", "0", lambda training: training.hold(training.model[4])),
-    "rate": ("zero-lr", "", lambda training: training.hold(training.model, lr=0.0)),
-    "no_zero": ("missing-zero-grad", "", lambda training: training.put(zero=lambda: None)),
-    "zero_before_step": (
-        "no-gradient",
-        "",
-        lambda training: training.put(before_step=training.optimizer.zero_grad),
-    ),
+    "masked": ("zero-gradient", "", lambda case: case.put(forward=lambda: case.model(case.x) * 0)),
+    "head_alone": ("not-in-optimizer", "0", lambda case: case.hold(case.model[4])),
+    "rate": ("zero-lr", "", lambda case: case.hold(case.model, lr=0.0)),
+    "no_zero": ("missing-zero-grad", "", lambda case: case.put(zero=lambda: None)),
+    "zero_before_step": ("no-gradient", "", lambda case: case.put(before_step=case.optimizer.zero_grad)),
     "frozen_late": ("frozen-moved", "4", _frozen_late),
-    "copied": ("other-module-trained", "", lambda training: training.hold(copy.deepcopy(training.model))),
+    "copied": ("other-module-trained", "", lambda case: case.hold(copy.deepcopy(case.model))),
     "clip_nothing": ("clipping", "", _clip_nothing),
     "all_frozen": ("no-gradient", "", _all_frozen),
     "straight_through": ("no-gradient", "2", _straight_through),
     "closure": ("not-in-optimizer", "0", _closure),
-    "evaluation_mode_later": (
-        "train-mode-wrong",
-        "",
-        lambda training: training.later(lambda: training.model.eval()),
-    ),
+    "evaluation_mode_later": ("train-mode-wrong", "", lambda case: case.later(lambda: case.model.eval())),
     "clipped_from_inf": (
         "clipping",
         "",
-        lambda training: training.put(factor=1e25, before_step=lambda: training.clip(1.0)),
+        lambda case: case.put(factor=1e25, before_step=lambda: case.clip(1.0)),
     ),
-    "clipped_below_eps": (
-        "clipping",
-        "",
-        lambda training: training.put(before_step=lambda: training.clip(1e-9)),
-    ),
+    "clipped_below_eps": ("clipping", "", lambda case: case.put(before_step=lambda: case.clip(1e-9))),
     "auxiliary_loss_detached": ("no-gradient", "head", _auxiliary_loss_detached),
     "clipped_at_each_backward": ("clipping", "", _clipped_at_each_backward),
     "copy_rests": ("other-module-trained", "copy", _copy_rests),
-    "divided_by_the_next_scale": ("not-unscaled", "", lambda training: _unscaled(training, 2.0, 2.0)),
+    "divided_by_the_next_scale": ("not-unscaled", "", lambda case: _unscaled(case, 2.0, 2.0)),
     "skipped": ("skipped-step", "", _skipped),
+    "rounded_states": ("absorbed", "", _rounded_states),
+    "doubled_after_the_clip": ("clipping", "", partial(_after_the_clip, change=torch.clone)),
 }
 
 
@@ -292,15 +307,9 @@ def test_a_planted_fault_is_found(name: str) -> None:
 
 # Those whose forward is the model's own.
 COMPILED = (
-    "bfloat16",
-    "head_alone",
-    "rate",
-    "no_zero",
-    "frozen_late",
-    "copied",
-    "clip_nothing",
-    "evaluation_mode_later",
-)
+    "bfloat16", "head_alone", "rate", "no_zero", "frozen_late",
+    "copied", "clip_nothing", "evaluation_mode_later"
+)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -335,12 +344,13 @@ def test_a_healthy_training_has_no_findings() -> None:
 
 
 # The scale and a number of batches; a scale that grows after the division.
+NOISE = partial(_after_the_clip, change=torch.randn_like)
 SCALES = [partial(_unscaled, growth=1.0, divisor=2.0), partial(_unscaled, growth=2.0, divisor=1.0)]
 
 
-@pytest.mark.parametrize("change", [_average, _target, _layers_begin_alike, *SCALES])
+@pytest.mark.parametrize("change", [_average, _target, _layers_begin_alike, NOISE, _second_head, *SCALES])
 def test_a_healthy_training_that_looks_like_a_faulty_one(change: Callable[[Training], object]) -> None:
-    """A factor beside a loss scale is no other scale. Copies that are written or called, and parts, rest on purpose."""
+    """Also copies that are written or called, and parts, as well as noise after a clip, and the copy of a tied head."""
     training = Training()
     change(training)
     assert training.run(12, audit=1) == ()

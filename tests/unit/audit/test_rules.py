@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from nanwatch.audit.rules import update_of
-from nanwatch.audit.window import Window, sample_after, sample_step
+from nanwatch.audit.window import Step
 
 
 @pytest.mark.parametrize(
@@ -30,35 +29,22 @@ def test_the_update_of_a_bfloat16_weight_is_that_of_float64(kind: Any, options: 
     reference = nn.Linear(6, 5).double()
     reference.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
     optimizer, exact = kind(model.parameters(), **options), kind(reference.parameters(), **options)
+    window: Any = SimpleNamespace(arrivals={}, calls={}, copies=(), sources=0, clips=lambda _: [])
     for _ in range(4):
         for x, twin in zip(model.parameters(), reference.parameters(), strict=True):
             x.grad = torch.randn_like(x)
             twin.grad = x.grad.double()
-        weights = sample_step(model, optimizer, lambda _: False)
+        audited = Step(model, optimizer, window, lambda _: False, {}, 0, False)
         before = {name: x.detach().clone() for name, x in reference.named_parameters()}
         optimizer.step()
         exact.step()
-        sample_after(weights.values(), {})
+        audited.finish()
         for name, x in reference.named_parameters():
-            update = update_of(optimizer, weights["", name])
+            update = update_of(audited, audited.weights["", name])
             assert update is not None
             meant = (before[name] - x.detach()).flatten()
             torch.testing.assert_close(update, meant, rtol=0.02, atol=0.01 * options["lr"])
     # A hook of the optimizer changes a gradient after it was sampled.
     next(model.parameters()).grad.mul_(2)
-    sample_after(weights.values(), {})
-    assert [weight.gradient is None for weight in weights.values()] == [True, False]
-
-
-def test_a_backward_inside_a_backward_is_no_arrival_of_its_own() -> None:
-    """Only the first of a scaled loss has a sample of its gradient."""
-    model = nn.Linear(2, 2)
-    recorder: Any = SimpleNamespace(subscribe=lambda _: SimpleNamespace(active=False), latest_batch=0)
-    window = Window(recorder, model)
-    window.renew(torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(2):
-        x = torch.ones(1, 2, requires_grad=True)
-        (checkpoint(model, x, use_reentrant=True).sum() * 3).backward()
-    arrivals = [(x.was_full, x.gradient is None) for x in window.arrivals["", "weight"]]
-    window.remove()
-    assert arrivals == [(False, False), (True, True)]
+    audited.finish()
+    assert [weight.gradient is None for weight in audited.weights.values()] == [True, False]
