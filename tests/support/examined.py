@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
@@ -41,6 +42,11 @@ def culprit(function: Callable[..., Any]) -> str:
     lines, first = inspect.getsourcelines(function)
     (line,) = [first + i for i, text in enumerate(lines) if "# culprit" in text]
     return f"{inspect.getsourcefile(function)}:{line}"
+
+
+def comment_of(finding: Finding) -> str:
+    """The comment at the end of the line that the finding names."""
+    return linecache.getline(finding.place.file, finding.place.line).rpartition("# ")[2].strip()
 
 
 def exponential(x: Tensor) -> Tensor:

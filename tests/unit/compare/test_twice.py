@@ -129,7 +129,6 @@ def test_a_source_of_chance_is_named(
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     Path("train.py").write_text(source.script + (OPTIMIZER if name == "unseeded" else CALLS))
     found = nanwatch.twice("train.py", batches=1)
-    assert found.first is not None
     assert f"{found.first.module_a} {found.first.label}" == source.tensor
     assert source.cause in found.words("Cause")[0], found.to_text()
     cured = [words for words in found.words("Tried") if words.startswith("bit-equal with")]

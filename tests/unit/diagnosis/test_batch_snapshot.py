@@ -220,7 +220,6 @@ def test_a_backward_under_way_is_not_disturbed() -> None:
     product = leaf * model.factor * x
     rerun(start)
     product.sum().backward()
-    assert leaf.grad is not None
     assert leaf.grad.tolist() == [2, 2, 2]
 
 

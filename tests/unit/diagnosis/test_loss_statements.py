@@ -1,9 +1,13 @@
-"""Losses outside all modules, and gradients behind a backward: the operation, its line and a cure, from statements."""
+"""Losses outside all modules, and gradients behind a backward: the operation, its line and a cure, from statements.
+
+The line that has to be found has the name of the operation as its comment.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, watch
-from nanwatch.report.finding import Finding
-
-HERE = __file__
+from support.examined import comment_of
+from support.toys import finding_of
 
 
 def focal(logits: Tensor, labels: Tensor) -> Tensor:
@@ -40,32 +43,22 @@ LABELS = torch.tensor([0, 1, 0, 2])
 
 
 @contextlib.contextmanager
-def failing(model: nn.Module) -> Iterator[list[Finding]]:
-    """Watch the model in the block, which has to fail at a step. The finding is in the list afterwards."""
-    found: list[Finding] = []
+def failing(model: nn.Module) -> Iterator[tuple[SimpleNamespace, torch.optim.Optimizer]]:
+    """Watch the model in the block, which has to fail at a step. The failure has its finding afterwards."""
+    failure = SimpleNamespace()
     with pytest.raises(NonFiniteError) as error, watch(model, gradients=True):
-        yield found
-    assert error.value.report.finding is not None
-    found.append(error.value.report.finding)
-
-
-def line_of(marker: str, function: Any) -> tuple[str, str]:
-    """Return the operation that the function's source names behind the marker, and that line."""
-    code = function.__code__
-    lines = open(HERE, encoding="utf-8").read().split("\n")  # noqa: SIM115
-    number = next(i for i in range(code.co_firstlineno, len(lines)) if marker in lines[i])
-    return lines[number].split(marker)[1].strip(), f"{HERE}:{number + 1}"
+        yield failure, torch.optim.SGD(model.parameters(), lr=0.1)
+    failure.finding = finding_of(error)
 
 
 def test_a_cure_of_the_script_s_own_line() -> None:
     """It is tried on the statements themselves, in a loop, under autocast and with a scaler; nothing is done twice."""
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     data = iter([(BATCH, LABELS == 0), (BATCH, LABELS == 7), (BATCH, LABELS == 0)])
     seen: list[Tensor] = []
     weights = model.head.weight
-    with failing(model) as found:
+    with failing(model) as (failure, optimizer):
         for x, kept in data:
             logits = model(x)
             logits = logits.float() / 1000
@@ -77,9 +70,8 @@ def test_a_cure_of_the_script_s_own_line() -> None:
             held = weights.detach().clone(), torch.get_rng_state()
             optimizer.step()
             optimizer.zero_grad()
-    (finding,) = found
-    assert (finding.operation, finding.source) == line_of("  # ", test_a_cure_of_the_script_s_own_line)
-    (cure,) = finding.cures
+    assert comment_of(failure.finding) == failure.finding.operation
+    (cure,) = failure.finding.cures
     assert cure.works
     assert "kept.sum().clamp(min=1)" in cure.patch
     # The batch of the failure, and nothing behind it.
@@ -91,18 +83,15 @@ def test_a_cure_of_the_script_s_own_line() -> None:
 def test_a_bad_target_without_a_graph_is_followed() -> None:
     """To the operation that made it, without a forward, as in a loss whose targets are detached outputs."""
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with failing(model) as found:
+    with failing(model) as (failure, optimizer):
         logits = model(BATCH)
         weights = torch.exp(logits.detach().abs() + 100)  # aten.exp.default
         target = weights / weights.sum()
         loss: Unknown = (target * logits).sum()  # type: ignore[name-defined]  # noqa: F821 - never evaluated
         loss.backward()
         optimizer.step()
-    (finding,) = found
-    assert (bool(finding.operands), model.calls) == (True, 1)
-    place = line_of("  # ", test_a_bad_target_without_a_graph_is_followed)
-    assert (finding.operation, finding.source) == place
+    assert (bool(failure.finding.operands), model.calls) == (True, 1)
+    assert comment_of(failure.finding) == failure.finding.operation
 
 
 class Router(nn.Module):
@@ -125,27 +114,23 @@ def test_a_loss_that_a_module_keeps_beside_its_outputs() -> None:
     model = nn.Sequential(Router(), Net())
     with torch.no_grad():
         model[0].gate.bias.copy_(torch.tensor([100.0, 0.0]))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with failing(model) as found:
+    with failing(model) as (failure, optimizer):
         logits = model(BATCH)
         loss = logits.square().mean() * model[0].balance
         loss.backward()
         optimizer.step()
-    (finding,) = found
-    assert (finding.operation, finding.source) == line_of("  # ", Router.forward)
-    assert finding.is_of_loss
-    assert "it was made in the forward of `0`" in finding.remarks
-    assert not any("left out of the result" in remark for remark in finding.remarks)
-    assert finding.cures
-    assert finding.cures[0].works
+    assert comment_of(failure.finding) == failure.finding.operation
+    assert failure.finding.is_of_loss
+    assert "it was made in the forward of `0`" in failure.finding.remarks
+    assert not any("left out of the result" in remark for remark in failure.finding.remarks)
+    assert failure.finding.cures[0].works
 
 
 def test_a_policy_whose_distribution_holds_a_graph() -> None:
     """It is made again, as its graph is gone; the backward is one of several statements of its line."""
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rewards = torch.ones(4)
-    with failing(model) as found:
+    with failing(model) as (failure, optimizer):
         policy = torch.distributions.Categorical(logits=model(BATCH))
         actions = policy.sample()
         advantages = (rewards - rewards.mean()) / rewards.std()  # aten.div.Tensor
@@ -153,10 +138,8 @@ def test_a_policy_whose_distribution_holds_a_graph() -> None:
         # fmt: off
         optimizer.zero_grad(); loss.backward(); optimizer.step()  # noqa: E702
         # fmt: on
-    (finding,) = found
-    place = line_of("  # ", test_a_policy_whose_distribution_holds_a_graph)
-    assert (finding.operation, finding.source) == place
-    assert finding.cures[0].works
+    assert comment_of(failure.finding) == failure.finding.operation
+    assert failure.finding.cures[0].works
 
 
 class Score(nn.Module):
@@ -173,8 +156,7 @@ def test_a_loss_that_differentiates_a_model_whose_weights_were_written() -> None
     """The model is not made anew, by which its units would live: the penalty's root fails at a gradient of zero."""
     torch.manual_seed(0)
     model = Score()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with failing(model) as found:
+    with failing(model) as (failure, optimizer):
         for step in range(2):
             if step == 0:
                 with torch.no_grad():
@@ -184,17 +166,14 @@ def test_a_loss_that_differentiates_a_model_whose_weights_were_written() -> None
             loss = (slope.square().sum(-1) + 1 - step).sqrt().mean()  # SqrtBackward0
             loss.backward()
             optimizer.step()
-    (finding,) = found
-    place = line_of("  # ", test_a_loss_that_differentiates_a_model_whose_weights_were_written)
-    assert (finding.operation, finding.source) == place
+    assert comment_of(failure.finding) == failure.finding.operation
 
 
 def test_a_loss_that_takes_gradients_itself_is_compared_with_float64() -> None:
     """An adaptive weight of two losses divides by the norm of a gradient, which is 0."""
     torch.manual_seed(0)
     model = Score()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with failing(model) as found:
+    with failing(model) as (failure, optimizer):
         out = model(BATCH)
         first, second = out.square().mean(), out.clamp(max=-100.0).mean()
         norms = [
@@ -203,7 +182,7 @@ def test_a_loss_that_takes_gradients_itself_is_compared_with_float64() -> None:
         loss = first + norms[0] / norms[1] * (second + 100)
         loss.backward()
         optimizer.step()
-    cure = found[0].cures[0]  # else "not compared with float64"
+    cure = failure.finding.cures[0]  # else "not compared with float64"
     assert (cure.works, cure.effect) == (True, "as it is, it fails in float64 too")
 
 
@@ -221,28 +200,25 @@ def test_a_loss_draws_as_it_did(num_drawn: int, is_before: bool) -> None:
     Only the number of this run makes the value.
     """
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1)
     torch.rand(num_drawn)
     pole = torch.rand(())
-    with failing(model) as found:
+    with failing(model) as (failure, optimizer):
         torch.manual_seed(1)
         optimizer.step()
         torch.rand(num_drawn)
         loss = drawn(model, BATCH, pole, is_before)
         loss.backward()
         optimizer.step()
-    (finding,) = found
-    assert (finding.operation, finding.source) == line_of("  # ", drawn)
+    assert comment_of(failure.finding) == failure.finding.operation
 
 
 def test_parts_of_a_loss() -> None:
     """A list, a sum in a loop and a dict that is filled are made anew, also in a `try`; a dict of others is left."""
     for way in ("list", "loop", "try", "dict", "alias"):
         model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         mine: dict[str, Tensor] = {}
-        with failing(model) as found:
+        with failing(model) as (failure, optimizer):
             losses: dict[str, Tensor] = {}
             if way == "alias":
                 losses = mine
@@ -267,8 +243,7 @@ def test_parts_of_a_loss() -> None:
                 loss = sum(losses.values(), torch.zeros(()))
             loss.backward()
             optimizer.step()
-        (finding,) = found
-        assert (finding.operation, finding.source) == line_of("  # ", focal)
+        assert comment_of(failure.finding) == failure.finding.operation
         assert mine.get("focal") is (first if way == "alias" else None)
 
 
@@ -276,11 +251,10 @@ def test_parts_of_a_loss() -> None:
 def test_what_may_not_run_twice_is_not_run(way: str) -> None:
     """Data, lists and tensors of the program stay as they are; the finding says why it has no line."""
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     left = iter([0.0, 1.0, 2.0])
     kept: list[Tensor] = []
     total = torch.zeros(())
-    with failing(model) as found:
+    with failing(model) as (failure, optimizer):
         logits = model(BATCH)
         loss = logits.sum()
         if way == "next":
@@ -297,15 +271,16 @@ def test_what_may_not_run_twice_is_not_run(way: str) -> None:
             loss = loss / (total - 1)
         loss.backward()
         optimizer.step()
-    (finding,) = found
     assert list(left) == ([1.0, 2.0] if way in ("next", "loop") else [0.0, 1.0, 2.0])
     assert len(kept) == (way == "append")
     assert float(total) == (way == "augmented")
     if way in ("augmented", "append"):
-        assert finding.source is not None
+        assert failure.finding.source is not None
     else:
-        assert finding.source is None
-        assert any("should not run a second time; put the loss" in remark for remark in finding.remarks)
+        assert failure.finding.source is None
+        assert any(
+            "should not run a second time; put the loss" in remark for remark in failure.finding.remarks
+        )
 
 
 class Inputs:
@@ -318,13 +293,12 @@ def test_the_samples_of_a_batch_that_an_attribute_holds() -> None:
     inputs.x = BATCH * torch.tensor([1.0, 1.0, 0.0, 1.0])[:, None]
     with torch.no_grad():
         model.head.bias.zero_()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with failing(model) as found:
+    with failing(model) as (failure, optimizer):
         logits = model(inputs.x)
         loss = logits.square().sum(-1).sqrt().mean()
         loss.backward()
         optimizer.step()
-    assert found[0].samples == (2,)
+    assert failure.finding.samples == (2,)
 
 
 class Recurrent(nn.Module):
@@ -340,8 +314,7 @@ class Recurrent(nn.Module):
 def test_a_loss_that_depends_on_a_state_of_batches_before() -> None:
     """The loop holds no state from which this batch began, so the loss runs from the outputs of the model."""
     model, state = Recurrent(), torch.zeros(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with failing(model) as found:
+    with failing(model) as (failure, optimizer):
         for _ in range(3):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 outputs, state = model(torch.ones(4, 3), state)
@@ -349,12 +322,10 @@ def test_a_loss_that_depends_on_a_state_of_batches_before() -> None:
             loss.backward()
             state = state.detach()
         optimizer.step()
-    (finding,) = found
-    place = line_of(
-        "loss = torch.log(3 - outputs).sum()  # ", test_a_loss_that_depends_on_a_state_of_batches_before
-    )
-    assert (finding.operation, finding.source) == place
-    assert [cure.effect for cure in finding.cures if cure.works] == ["as it is, it fails in float64 too"]
+    assert comment_of(failure.finding) == failure.finding.operation
+    assert [cure.effect for cure in failure.finding.cures if cure.works] == [
+        "as it is, it fails in float64 too"
+    ]
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -374,16 +345,14 @@ def test_a_re_run_in_this_process_leaves_what_the_loss_calls(
             critic(logits.detach()).sum().backward()
         return critic(logits + torch.rand(4, 5, generator=generator)).mean()  # type: ignore[no-any-return]
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(critic) as watched, failing(model) as found:
+    with watch(critic) as watched, failing(model) as (failure, optimizer):
         logits = model(BATCH)
         loss = judge(logits) + logits.mul(0).sum().sqrt()
         loss.backward()
         norm, drawn = [x.clone() for x in critic[0].buffers()], generator.get_state()
         gradients = [None if p.grad is None else p.grad.clone() for p in critic.parameters()]
         optimizer.step()
-    (finding,) = found
-    assert finding.operation == (None if trains else "SqrtBackward0")
+    assert failure.finding.operation == (None if trains else "SqrtBackward0")
     assert all(map(torch.equal, norm, critic[0].buffers()))
     assert torch.equal(drawn, generator.get_state())
     for before, parameter in zip(gradients, critic.parameters(), strict=True):
@@ -394,11 +363,11 @@ def test_a_re_run_in_this_process_leaves_what_the_loss_calls(
 
 def test_gradients_that_became_bad_behind_the_backward() -> None:
     """All up to the step runs again, and no step is taken."""
-    model, count, test = Net(), 0, test_gradients_that_became_bad_behind_the_backward
-    weight, optimizer = model.head.weight.detach().clone(), torch.optim.SGD(model.parameters(), lr=0.1)
-    with failing(model) as found:
+    model, count = Net(), 0
+    weight = model.head.weight.detach().clone()
+    with failing(model) as (failure, optimizer):
         model(BATCH).mean().backward()
         model.head.weight.grad.div_(count)  # type: ignore[union-attr]  # aten.div_.Tensor
         optimizer.step()
-    assert (found[0].operation, found[0].source) == line_of("[union-attr]  # ", test)
+    assert comment_of(failure.finding) == failure.finding.operation
     assert torch.equal(weight, model.head.weight)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from nanwatch import NonFiniteError, watch
-from nanwatch.report.finding import Finding
+from nanwatch import watch
+from support.toys import fault_of
 
 
 def train(kind: type[torch.optim.Optimizer], options: dict[str, Any], dtype: torch.dtype) -> nn.Module:
@@ -27,11 +27,6 @@ def train(kind: type[torch.optim.Optimizer], options: dict[str, Any], dtype: tor
     return model
 
 
-def finding_of(error: pytest.ExceptionInfo[NonFiniteError]) -> Finding:
-    assert error.value.report.finding is not None
-    return error.value.report.finding
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "key"),
     [
@@ -43,19 +38,15 @@ def test_an_eps_that_is_zero_in_the_format_is_named_and_cured(
     kind: type[torch.optim.Optimizer], options: dict[str, Any], key: str
 ) -> None:
     """The state under the root is 0 in the report, and a training with the eps of the cure stays finite."""
-    with pytest.raises(NonFiniteError) as error:
-        train(kind, options, torch.float16)
-    finding = finding_of(error)
+    finding = fault_of(train, kind, options, torch.float16).finding
     assert (finding.module, finding.label, finding.origin) == ("0", "weight", "weight")
     assert finding.operation is not None
     assert "which is 0 in float16" in finding.operation
     (root,) = [record for record in finding.operands if record.label == f"{key}[weight]"]
-    assert root.health is not None
     assert root.health.num_zero > 0
     (cure,) = finding.cures
     assert cure.works
     eps = re.fullmatch("give the optimizer eps=(.*)", cure.what)
-    assert eps is not None
     model = train(kind, {**options, "eps": float(eps[1])}, torch.float16)
     assert all(bool(x.isfinite().all()) for x in model.parameters())
 
@@ -67,9 +58,7 @@ def test_a_fused_step_is_taken_apart_too() -> None:
     w = watch(model)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    with pytest.raises(NonFiniteError) as error:
-        w.stop()
-    finding = finding_of(error)
+    finding = fault_of(w.stop).finding
     update = "exp_avg / (exp_avg_sq.sqrt() + eps) with lr=1e+39 and eps=1e-08"
     assert (finding.operation, finding.cures) == (f"the step of AdamW, {update}", ())
 
@@ -86,11 +75,9 @@ def test_the_last_step_of_a_run_is_looked_at(momentum: float, how: str) -> None:
         finding = w.report().finding
         w._leave()
     else:
-        with pytest.raises(NonFiniteError) as error:
-            w.stop() if how == "stop" else w.__exit__(None, None, None)
-        finding = finding_of(error)
+        report = fault_of(w.stop) if how == "stop" else fault_of(w.__exit__, None, None, None)
+        finding = report.finding
         assert w.report().finding == finding
-    assert finding is not None
     assert (finding.label, finding.phase, finding.batch) == ("weight", "step", 0)
     key = "momentum_buffer" if momentum else "gradient"
     assert finding.operation == f"the step of SGD, weight - lr * {key} with lr=1e+38"

@@ -152,7 +152,6 @@ def test_a_recorder_gathers_the_gradients(recorder: str) -> None:
             net.zero_grad()
             net(torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
             for name, x in net.named_parameters():
-                assert x.grad is not None
                 expected[name] = max(expected.get(name, 0.0), x.grad.abs().max().item())
         batch, names, values = watch._recorder.take_gradient_peaks()
         assert batch == 1

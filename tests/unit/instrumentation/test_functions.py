@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import nanwatch
 from nanwatch.instrumentation import functions
 from support.recorders import RECORDERS, needs_native, watched
+from support.toys import fault_of
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +46,7 @@ def test_a_functional_loss_is_named_with_its_line(place: str) -> None:
     x, y = torch.full((2, 3), -100.0), torch.full((2, 3), 100.0)
     with nanwatch.watch(model):
         out = x if place == "inside" else model(x, y)
-        with pytest.raises(nanwatch.NonFiniteError) as error:
-            (model if place == "inside" else seen)(out, y)
-    finding = error.value.report.finding
-    assert finding is not None
+        finding = fault_of(model if place == "inside" else seen, out, y).finding
     assert (finding.module, finding.class_name, finding.origin) == ("dpo", "Function", "produced")
     assert str(finding.source).endswith(f"{__file__.rpartition('/')[2]}:{line}")
 
@@ -60,10 +58,8 @@ def mean_of_kept(model: nn.Module, x: Tensor, kept: Tensor) -> Tensor:
 def test_a_loss_that_calls_the_model_is_cured() -> None:
     """The model is an argument, and its weights are leaves of the backward by which a cure is judged."""
     model = nn.Linear(3, 2)
-    with nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError) as error:
-        nanwatch.watched(mean_of_kept)(model, torch.ones(2, 3), torch.zeros(2))
-    finding = error.value.report.finding
-    assert finding is not None
+    with nanwatch.watch(model):
+        finding = fault_of(nanwatch.watched(mean_of_kept), model, torch.ones(2, 3), torch.zeros(2)).finding
     assert "+    return (model(x).sum(-1) * kept).sum() / kept.sum().clamp(min=1)" in finding.cures[0].patch
 
 
@@ -85,11 +81,8 @@ def test_the_gradients_of_a_loss() -> None:
     root = nanwatch.watched(lambda x: (x * 1e-30).sqrt().sum(), name="root")
     with nanwatch.watch(model, gradients=True):
         root(model(torch.zeros(1, 2)) * 0).backward()
-        with pytest.raises(nanwatch.NonFiniteError) as error:
-            optimizer.step()
-    report = error.value.report
+        report = fault_of(optimizer.step)
     assert ("root", "backward") in {(one.name, one.phase) for one in report.frames}
-    assert report.finding is not None
     assert (report.finding.module, report.finding.operation) == ("root", "SqrtBackward0")
 
 

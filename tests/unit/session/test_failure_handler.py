@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch import NonFiniteError, Report
+from nanwatch import Report
 from support.gradient_models import Sick
-from support.toys import Scale, finding_of
+from support.toys import Scale, fault_of
 from support.watching import watch
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
@@ -80,9 +80,7 @@ def test_the_data_is_blamed_only_where_the_batch_came_with_it(
     """A layer that the model calls from a thread got no data from a loader."""
     model = kind()
     watch(model, rerun=False)
-    with pytest.raises(NonFiniteError) as error:
-        run(model)
-    finding = finding_of(error)
+    finding = fault_of(run, model).finding
     assert (finding.module, finding.origin, finding.source_module) == ("second", origin, None)
 
 
@@ -94,10 +92,8 @@ def test_data_in_an_object_is_data() -> None:
             return super().forward(batch.x)
 
     model = Unpacks(2, 2)
-    with pytest.raises(NonFiniteError) as error, watch(model):
-        model(SimpleNamespace(x=torch.tensor([INF, 1.0])))
-    assert error.value.report.finding is not None
-    assert error.value.report.finding.origin == "data"
+    with watch(model):
+        assert fault_of(model, SimpleNamespace(x=torch.tensor([INF, 1.0]))).finding.origin == "data"
 
 
 class Net(nn.Module):
@@ -155,7 +151,6 @@ def test_a_hook_that_raises_is_told_what_its_module_made(action: str, tmp_path: 
         assert w._failures.ended_by_exception
     assert (type(error), error.args, error.__cause__, error.__context__) == (Refused, ("b",), None, None)
     finding = w.report().finding
-    assert finding is not None
     assert set(refused) == {finding.module}
     assert (finding.label, finding.origin, finding.batch, finding.sequence) == ("output", "produced", 1, 1)
     (note,) = notes_of(error)
@@ -204,7 +199,6 @@ def test_an_assertion_is_told_what_it_was_given(model: nn.Module, x: float, foun
     with watch(model, rerun=False) as w:
         error = raised_by(model, torch.tensor([x]))
     finding = w.report().finding
-    assert finding is not None
     assert (finding.module, finding.label, finding.origin, finding.source_module) == found
     assert not any(record.role == "output" for record in w.report().frames[-1].records)
     assert len(notes_of(error)) == 1

@@ -17,7 +17,7 @@ from nanwatch.session.optimizer_steps import OptimizerSteps
 from nanwatch.session.watch import Watch
 from support.gradient_models import Narrow, Sick
 from support.recorders import WITH_DEVICE, watched
-from support.toys import finding_of
+from support.toys import fault_of, finding_of
 from support.training import assert_same_bits
 from support.watching import watch
 
@@ -119,12 +119,11 @@ def test_a_step_that_would_take_a_bad_gradient_is_stopped(recorder: str, kind: d
         step(False)
         model[0].weight.data.zero_()
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        with pytest.raises(NonFiniteError) as error:
-            step(True)
+        report = fault_of(step, True)
         assert_same_bits([model.state_dict(), optimizer.state_dict()], list(before))
-        assert w.report() is error.value.report
+        assert w.report() is report
         step(False)
-    finding = finding_of(error)
+    finding = report.finding
     assert (finding.module, finding.label, finding.batch) == ("0", "weight.grad", 1)
     assert finding.operation == "SqrtBackward0"
     assert bool((model[0].weight != 0).all())
@@ -192,9 +191,7 @@ def test_what_a_step_takes_is_read_whoever_wrote_it(recorder: str) -> None:
         before = [parameter.detach().clone() for parameter in (*model.parameters(), temperature)]
         with watched(model, recorder, gradients=True, rerun=False):
             backward()
-            with pytest.raises(NonFiniteError) as error:
-                optimizer.step()
-        finding = finding_of(error)
+            finding = fault_of(optimizer.step).finding
         assert (finding.module, finding.phase, finding.origin, finding.label) == expected
         assert all(map(torch.equal, before, (*model.parameters(), temperature)))
 
@@ -280,9 +277,7 @@ def test_weights_that_are_moved_by_hand_lead_back_to_the_backward(recorder: str)
         model(torch.ones(3)).sum().backward()
         with torch.no_grad():
             model[0].weight -= 0.1 * model[0].weight.grad
-        with pytest.raises(NonFiniteError) as error:
-            model(torch.ones(3))
-    finding = finding_of(error)
+        finding = fault_of(model, torch.ones(3)).finding
     assert (finding.phase, finding.batch, finding.label) == ("backward", 0, "weight.grad")
 
 
@@ -298,9 +293,7 @@ def test_a_learning_rate_that_is_not_finite_stops_the_step(options: dict[str, bo
             optimizer.param_groups[0]["lr"] = rate
             model(torch.ones(2)).sum().backward()
             beside.step()
-            with pytest.raises(NonFiniteError) as error:
-                optimizer.step()
-            finding = finding_of(error)
+            finding = fault_of(optimizer.step).finding
             assert (finding.module, finding.label, finding.phase) == ("(optimizer)", "lr[0]", "step")
             assert finding.value == ("inf" if isinstance(rate, Tensor) else "nan")
             assert torch.equal(model.weight, before)
@@ -331,7 +324,6 @@ def test_the_other_ways_to_act() -> None:
             optimizer.step()
             assert len(told) == (action == "warn")
             finding = w.report().finding
-        assert finding is not None
         assert finding.phase == "backward"
         assert not torch.isfinite(model[0].weight).any()
     assert len(called) == 1

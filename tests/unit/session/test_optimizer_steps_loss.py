@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, Report
-from support.toys import Root, finding_of
+from support.toys import Root, fault_of
 from support.watching import watch
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
@@ -42,7 +42,6 @@ def test_leaving_says_what_is_held(action: Any, tmp_path: Path) -> None:
     )
     assert held.filename == __file__
     finding = w.report().finding
-    assert finding is not None
     assert (finding.module, finding.phase) == ("1", "backward")
     assert "the watch ended before a step took it" in finding.remarks
     assert (tmp_path / "batch-0" / "report.json").exists()
@@ -89,9 +88,7 @@ def test_a_skipped_step_is_not_blamed_for_the_next_forward() -> None:
         scaler.scale(model(torch.ones(1, 2)).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-        with pytest.raises(NonFiniteError) as error:
-            model(torch.full((1, 2), 1e20))
-    finding = finding_of(error)
+        finding = fault_of(model, torch.full((1, 2), 1e20)).finding
     assert (finding.phase, finding.batch, finding.module) == ("forward", 1, "1")
     assert [step.batch for step in w.skipped_steps] == [0]
 
@@ -106,10 +103,9 @@ def test_a_nan_loss_of_finite_gradients_is_raised_by_its_backward() -> None:
         loss = losses / (labels != -100).sum()  # divides
         with pytest.raises(NonFiniteError) as error:
             loss.backward()
-    finding = finding_of(error)
+    finding = error.value.report.finding
     assert (finding.module, finding.label, finding.value) == ("(loss)", "output", "nan")
     assert (finding.is_of_loss, finding.operation) == (True, "aten.div.Tensor")
-    assert finding.place is not None
     assert Path(__file__).read_text().splitlines()[finding.place.line - 1].endswith("# divides")
     assert finding.cures[0].works
     assert model.weight.grad is not None
@@ -132,9 +128,7 @@ def test_a_nan_loss_behind_a_dead_relu_is_raised_by_the_step() -> None:
             if target:
                 optimizer.step()
                 continue
-            with pytest.raises(NonFiniteError) as error:
-                optimizer.step()
-    finding = finding_of(error)
+            finding = fault_of(optimizer.step).finding
     assert (finding.module, finding.is_of_loss, finding.operation) == ("1", True, "aten.div.Tensor")
 
 

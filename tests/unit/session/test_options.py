@@ -95,7 +95,6 @@ def test_allowed_infinities_are_noted_and_no_fault(allow: Any) -> None:
         model(torch.ones(1))
     assert (w.frames[0].records[1].note, w.frames[0].records[1].isfinite) == (Note("allowed"), False)
     finding = w.report().finding
-    assert finding is not None
     assert finding.module == ("1" if allow == "inf:0" else "")
     with watch(model, allow="inf:*"):  # a nan among infinities is meant by nobody
         assert fault_of(model, torch.tensor([INF, float("nan")])).finding is not None

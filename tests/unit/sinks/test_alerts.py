@@ -70,7 +70,6 @@ def test_a_failure_is_posted_while_the_policy_stays(server: Server) -> None:
         with pytest.raises(nanwatch.NonFiniteError):
             model(torch.ones(2))
         finding = watch.report().finding
-        assert finding is not None
         assert finding.operation is not None
     for thread in threading.enumerate():
         if thread.name == "nanwatch webhook":

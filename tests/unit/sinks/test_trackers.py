@@ -73,7 +73,6 @@ def test_the_least_headroom_is_that_of_all_frames_since_it_was_taken() -> None:
     net(torch.ones(2, dtype=torch.float64))
     net(torch.ones(2))
     rooms, tensor = by_module(watch.frames[seen:]), least.take()
-    assert tensor is not None
     assert tensor == rooms[tensor.module]
     assert tensor.bits == min(rooms.values()).bits
     assert tensor.place == "1 output, float32"

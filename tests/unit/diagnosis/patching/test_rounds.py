@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanwatch import NonFiniteError, watch
+from nanwatch import watch
 from nanwatch.diagnosis.patching.rounds import says_count
 from nanwatch.report.finding import Cure, Finding
-from support.toys import Does
+from support.toys import Does, fault_of
 
 INF = float("inf")
 HEALTHY_AND_ZERO = torch.tensor([[1.5, 2.0, 3.0], [0.0, 0.0, 0.0]])
@@ -35,9 +35,8 @@ class Ratio(nn.Module):
 
 
 def failed(model: nn.Module, *args: Tensor, **options: Any) -> Finding:
-    with pytest.raises(NonFiniteError) as error, watch(model, **options):
-        model(*args)
-    finding = error.value.report.finding
+    with watch(model, **options):
+        finding = fault_of(model, *args).finding
     assert finding is not None
     return finding
 
@@ -46,9 +45,7 @@ def backward_of(model: nn.Module, x: Tensor) -> Finding:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch(model, gradients=True):
         model(x).sum().backward()
-        with pytest.raises(NonFiniteError) as error:
-            optimizer.step()
-    finding = error.value.report.finding
+        finding = fault_of(optimizer.step).finding
     assert finding is not None
     return finding
 
@@ -192,10 +189,7 @@ def test_a_value_in_an_attribute_is_found_and_its_cure_proven() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch(model, gradients=True):
         (model(HEALTHY_AND_ZERO * 100).sum() + model.penalty).backward()
-        with pytest.raises(NonFiniteError) as error:
-            optimizer.step()
-    finding = error.value.report.finding
-    assert finding is not None
+        finding = fault_of(optimizer.step).finding
     assert finding.operation == "aten.exp.default"
     assert new_lines(works(finding)) == ["self.penalty = torch.logsumexp(logits, -1).sum()"]
 

@@ -78,7 +78,6 @@ def program(tmp_path: Path) -> Any:
     path = tmp_path / "program.py"
     path.write_text(SOURCE)
     spec = importlib.util.spec_from_file_location("program_under_test", path)
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -187,7 +186,6 @@ def test_outside_git_the_path_is_from_the_current_folder(
     path.parent.mkdir()
     path.write_text("a = 1\n")
     file = SourceFile.load(str(path))
-    assert file is not None
     after = file.edited([edit_of(file, "1", "2")])
     monkeypatch.chdir(tmp_path)
     assert file.patch(after).startswith("--- a/inner/program.py\n+++ b/inner/program.py\n")
