@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 from urllib.parse import urlsplit
 
 from .._version import __version__
@@ -97,14 +97,13 @@ class MessageSink(Sink):
 
 
 class JsonLinesSink(MessageSink):
-    """Messages and headroom as lines of a file, each a JSON document. Each process has a file of its own."""
+    """Messages and headroom as JSON lines of a file for each process, which is open only while it is written."""
 
     def __init__(self, path: str = "") -> None:
         if not path:
             raise ValueError("the sink jsonl takes a path, such as jsonl:run.jsonl")
         where, (number, world_size) = Path(path).absolute(), rank_and_world_size()
         self._path = where.with_name(f"{where.stem}-rank{number}{where.suffix}") if world_size > 1 else where
-        self._file: TextIO | None = None
 
     def send(self, message: Message) -> None:
         """Write it."""
@@ -116,17 +115,9 @@ class JsonLinesSink(MessageSink):
         self._write({"event": "batch", "batch": summary.batch, "time": time.time(), **values})
 
     def _write(self, document: dict[str, Any]) -> None:
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(document, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def on_close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(document, allow_nan=False) + "\n")
 
 
 @cache

@@ -118,8 +118,7 @@ EVENTS = tuple(name for name in vars(Sink) if name.startswith("on_"))
 class Warnings(Sink):
     """Sink that warns of forecasts, spikes and the first finding about steps. A user's filter may raise the warning."""
 
-    def __init__(self) -> None:
-        self._has_update = False
+    _has_update = False
 
     def on_update(self, finding: UpdateFinding) -> None:
         """Warn of the first one."""
@@ -127,18 +126,15 @@ class Warnings(Sink):
         if is_first:
             warn_user(f"the optimizer's {finding} Watch.updates has all findings")
 
-    def on_forecast(self, batch: int, forecast: Forecast) -> None:
-        """Warn of it."""
-        warn_user(str(forecast))
-
     def on_spike(self, report: SpikeReport) -> None:
         """Warn of it, and say where its report is."""
         where = f"{report.files[0]} and Watch.spikes have" if report.files else "Watch.spikes has"
         warn_user(f"{report.summary}; {where} the report")
 
-    def on_replica_difference(self, difference: ReplicaDifference) -> None:
-        """Warn of it."""
-        warn_user(str(difference))
+    def _warn(self, *args: Any, **_: Any) -> None:
+        warn_user(str(args[-1]))
+
+    on_forecast = on_replica_difference = _warn
 
 
 class SinkStream:
@@ -149,25 +145,18 @@ class SinkStream:
     """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        sinks: Sequence[Sink],
-        internal: Sequence[Sink],
-        *,
-        every: int = 1,
+        self, recorder: Recorder, sinks: Sequence[Sink], internal: Sequence[Sink], every: int
     ) -> None:
         # Each sink with the events that it takes: none once it has raised.
         self._receivers = [
             (sink, {event for event in EVENTS if getattr(type(sink), event) is not getattr(Sink, event)})
             for sink in sinks
         ]
-        self._internal = internal
-        self._every = every
+        self._internal, self._every = internal, every
         self._log_every = min((sink.every for sink in sinks), default=Sink.every)
-        self._next = 0  # the batch to sum up
+        self._next = self._next_nonfinite = 0  # the batches to sum up, and to report as non-finite
         self._summary: BatchSummary | None = None
         self._shown: dict[str, None] = {}  # modules that have a curve
-        self._last_nonfinite: int | None = None  # the latest batch that was reported
         self._process = os.getpid()  # a forked child has the sinks, but neither their files nor their threads
         self._frames = recorder.subscribe(Event.FRAME)
         self._subscribe(0)
@@ -227,9 +216,8 @@ class SinkStream:
 
     def on_nonfinite(self, finding: Finding) -> None:
         """Report one in `every` of the batches that are non-finite."""
-        last = self._last_nonfinite
-        if last is None or not last <= finding.batch < last + self._log_every:
-            self._last_nonfinite = finding.batch
+        if finding.batch >= self._next_nonfinite:
+            self._next_nonfinite = finding.batch + self._log_every
             self._tell("on_nonfinite", finding)
 
     def on_close(self) -> None:

@@ -49,11 +49,17 @@ def batch_values(summary: BatchSummary) -> dict[str, float | str]:
 
 
 class LogSink(Sink):
-    """Sink that logs numbers and words for each event. A tracker needs no more than `write`."""
+    """Sink that logs numbers and words for each event: it calls a function with them, and with the batch.
+
+    A tracker overrides `write`, and needs no more.
+    """
+
+    def __init__(self, function: Callable[[dict[str, float | str], int], object]) -> None:
+        self._function = function
 
     def write(self, batch: int, values: Values) -> None:
         """Log these at the batch. All numbers are finite."""
-        raise NotImplementedError
+        self._function(dict(values), batch)
 
     def flush(self) -> None:
         """Let what was logged outlive the process, if it does not anyhow."""
@@ -80,8 +86,7 @@ class LogSink(Sink):
 class LeastHeadroom(Sink):
     """Sink that keeps the least headroom until it is taken. As in `by_module` an input counts only as a fault."""
 
-    def __init__(self) -> None:
-        self._least: Least | None = None
+    _least: Least | None = None
 
     def on_frame(self, frame: Frame) -> None:
         """Look at the records of a call."""
@@ -93,17 +98,6 @@ class LeastHeadroom(Sink):
         """Return the least since the last `take`, or None when there was none; then begin anew."""
         least, self._least = self._least, None
         return least
-
-
-class FunctionSink(LogSink):
-    """Log that calls a function with the numbers and words of each event, and the batch."""
-
-    def __init__(self, function: Callable[[dict[str, float | str], int], object]) -> None:
-        self._function = function
-
-    def write(self, batch: int, values: Values) -> None:
-        """Call the function."""
-        self._function(dict(values), batch)
 
 
 class TensorBoardSink(LogSink):
@@ -141,10 +135,9 @@ class TensorBoardSink(LogSink):
             self._writer.flush()
 
     def on_close(self) -> None:
-        """Close the writer if it is its own; write what waits to the file if it is the user's."""
-        if self._make is None:
-            self.flush()
-        elif self._writer is not None:
+        """Write what waits to the file, and close the writer if it is its own."""
+        self.flush()
+        if self._make is not None and self._writer is not None:
             self._writer.close()
 
 
@@ -169,13 +162,10 @@ class WandbSink(LogSink):
 
     @cached_property
     def _run(self) -> Any:
-        run = self._target
-        if isinstance(run, ModuleType):  # a trainer may begin the run after its callbacks were made
-            run = run.run
-            if run is None:
-                raise ValueError(
-                    "has no run: call wandb.init() before the first batch, or pass what it returns"
-                )
+        # A trainer may begin the run after its callbacks were made.
+        run = self._target.run if isinstance(self._target, ModuleType) else self._target
+        if run is None:
+            raise ValueError("has no run: call wandb.init() before the first batch, or pass what it returns")
         run.define_metric(f"{TOTAL}/batch", hidden=True)
         for group in (TOTAL, HEADROOM, FORECAST):
             run.define_metric(f"{group}/*", step_metric=f"{TOTAL}/batch")
@@ -208,7 +198,7 @@ def log_for(target: Any) -> Callable[..., LogSink] | None:
         return TensorBoardSink
     if has("log", "define_metric"):  # a run; the module `wandb` stands for the run it began
         return WandbSink
-    return FunctionSink if callable(target) and not isinstance(target, type) else None
+    return LogSink if callable(target) and not isinstance(target, type) else None
 
 
 def sink_for(target: Any) -> Sink:
@@ -221,4 +211,4 @@ def sink_for(target: Any) -> Sink:
     if isinstance(target, str):
         name, _, words = target.partition(":")
         return factory_of(name)(*filter(None, [words]))
-    return (log_for(target) or FunctionSink)(target)
+    return (log_for(target) or LogSink)(target)

@@ -16,7 +16,7 @@ from nanwatch.report.finding import find
 from nanwatch.report.text import summary
 from nanwatch.session.api import DeferredWatch
 from nanwatch.sinks.sink import BatchSummary
-from nanwatch.sinks.trackers import FunctionSink, LeastHeadroom, batch_values
+from nanwatch.sinks.trackers import LeastHeadroom, LogSink, batch_values
 from support.toys import Scale
 
 
@@ -52,7 +52,7 @@ def test_a_forecast_and_a_fault_are_numbers_and_words() -> None:
     finding = find([Frame(4, "wo", "Linear", (record,))])
     assert finding is not None
     entries: list[tuple[int, dict[str, float | str]]] = []
-    sink = FunctionSink(lambda values, batch: entries.append((batch, values)))
+    sink = LogSink(lambda values, batch: entries.append((batch, values)))
     forecast = Forecast("", "output", "float16", 1.9, 0.4, 5300, 600)
     sink.on_forecast(7, forecast)
     sink.on_nonfinite(finding)
