@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from torch import nn
 
@@ -28,4 +30,8 @@ def watch(model: nn.Module, *, log_every: int | None = None, **options: Any) -> 
         options["sinks"] = [target if isinstance(target, Sink) else sink_for(target) for target in given]
         for sink in options["sinks"]:
             sink.every = log_every
-    return start_watch(model, make_options(options, **settings), **recorder)
+    settings_of = Options.recorder_settings
+    with mock.patch.object(
+        Options, "recorder_settings", lambda *args: replace(settings_of(*args), **recorder)
+    ):
+        return start_watch(model, make_options(options, **settings))

@@ -122,17 +122,12 @@ def watch(
 _started: MutableMapping[nn.Module, weakref.WeakSet[Watch]] = WeakIdKeyDictionary()
 
 
-def start_watch(model: nn.Module, options: Options, *, must_match: bool = True, **settings: Any) -> Watch:
-    """Start to watch `model` with these options.
-
-    `settings` are further ones of the recorder. A host that watches several models with the same patterns passes
-    `must_match=False`.
-    """
+def start_watch(model: nn.Module, options: Options, *, must_match: bool = True) -> Watch:
+    """Start to watch `model`. A host that watches several models with the same patterns passes `must_match=False`."""
     check_model(model)
     model = original_module(model)
     names = [named.name for named in named_modules(model)]
-    options = options.for_model(names, parameter_names(model).values(), must_match=must_match)
-    return Watch(model, options, **settings)
+    return Watch(model, options.for_model(names, parameter_names(model).values(), must_match=must_match))
 
 
 class DeferredWatch:

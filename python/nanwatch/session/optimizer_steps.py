@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..audit.window import weakly
 from ..blackbox.process import process_box
 from ..diagnosis.causes import take_apart
 from ..diagnosis.incident import Incident
@@ -102,10 +103,10 @@ class OptimizerSteps:
         reports.explain_weight = self._explain_weight
         self._starts = recorder.subscribe(Event.BACKWARD_START)
         self._starts.active = options.gradients
-        hooks = [before_steps.add(_weak(self._before_step))] if options.enabled else []
+        hooks = [before_steps.add(weakly(self._before_step))] if options.enabled else []
         if options.optimizer is not None:
             self._node = recorder.add_node(OPTIMIZER, options.optimizer, False, False)
-            hooks.append(after_steps.add(_weak(self._read_state)))
+            hooks.append(after_steps.add(weakly(self._read_state)))
         self._hooks = Handles(self, hooks)
 
     def remove(self) -> None:
@@ -225,36 +226,6 @@ class OptimizerSteps:
         model = self._model()
         return set() if model is None else {id(x) for x in _nonfinite_gradients(each_parameter(model))}
 
-    def _due(self, optimizer: Optimizer, takes_ours: bool, *, is_nonfinite: bool) -> Incident | None:
-        """Return the incident that a step of `optimizer` is about to take; None lets it pass.
-
-        `takes_ours`: the step takes gradients of the model. `is_nonfinite`: one of its gradients is not finite.
-        """
-        if (deferred := self._deferred) is None:
-            # The steps of another optimizer, as of a GAN's other part, end no run.
-            weights = self._skipped_weights
-            if self._in_a_row and (weights & _parameter_ids(optimizer) if weights else takes_ours):
-                self._in_a_row = 0
-            return None
-        found_inf = getattr(optimizer, "found_inf", None)
-        if isinstance(found_inf, Tensor) and bool(found_inf.detach().any()):
-            deferred.is_skipped = True
-            scale = getattr(optimizer, "grad_scale", None)
-            if deferred.scale is None and isinstance(scale, Tensor):
-                deferred.scale = float(scale)
-        elif is_nonfinite:
-            return self.release()
-        elif not deferred.is_of_weight or not self._bad_weights():
-            # The user has mended the gradients. Warn of the 1st, 2nd, 4th, 8th: 100 such batches give 7 lines.
-            self._deferred = None
-            self._recorder.excuse_gradients(sorted(deferred.batches), Note("not_taken"))
-            self.num_untaken = count = self.num_untaken + 1
-            if count.bit_count() == 1:
-                so_far = f" ({count:,} such backwards so far)" if count > 1 else ""
-                verdict = "the gradients that the optimizer's step takes are finite: nothing was stopped"
-                warn_user(f"{text.summary(deferred.incident.finding)}; {verdict}{so_far}")
-        return None
-
     # The GradScaler
 
     def find_scale(self) -> Tensor | None:
@@ -296,14 +267,13 @@ class OptimizerSteps:
         One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
         """
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known: tuple[int, bool] = self._steppers.get(optimizer, (0, False))
-        takes = known[1]
-        if not takes and count != known[0]:
+        known_count, takes = self._steppers.get(optimizer, (0, False))
+        if not takes and count != known_count:
             takes = self._recorder.gathers_weights or self._steps_given(optimizer)
             if not takes and (model := self._model()) is not None:
                 takes = not _parameter_ids(optimizer).isdisjoint(map(id, each_parameter(model)))
             self._steppers[optimizer] = count, takes
-        return takes
+        return bool(takes)
 
     def _steps_given(self, stepping: Optimizer) -> bool:
         """Return whether `stepping` is the optimizer in the options, or in it: Accelerate's calls no hooks."""
@@ -317,10 +287,9 @@ class OptimizerSteps:
             return
         for number, group in enumerate(optimizer.param_groups):
             rate: Any = group.get("lr")
+            is_bad = isinstance(rate, float) and not isfinite(rate)
             if isinstance(rate, Tensor) and rate.device.type == "cpu":  # may require a gradient
                 is_bad = bool(nonfinite([rate]))
-            else:
-                is_bad = isinstance(rate, float) and not isfinite(rate)
             if is_bad and self._takes_gradients(optimizer):
                 record = observe(torch.as_tensor(rate), f"lr[{number}]", "input")
                 frame = Frame(batch, OPTIMIZER, type(optimizer).__name__, (record,), "step")
@@ -347,14 +316,26 @@ class OptimizerSteps:
             self._failures.starts.keep(batch)
             self._defer(incident, {batch}, is_of_weight=True)
         loss, self._loss = self._loss, None
-        is_nan = loss is not None and not bad_parameters
-        if loss is not None and is_nan and self._deferred is None:
+        is_nonfinite = bool(bad_parameters) or loss is not None
+        if loss is not None and not bad_parameters and self._deferred is None:
             self._loss_is_nan(*loss)
+        found_inf = getattr(optimizer, "found_inf", None)
+        if (deferred := self._deferred) is None:
+            # The steps of another optimizer, as of a GAN's other part, end no run.
+            weights = self._skipped_weights
+            if self._in_a_row and (weights & _parameter_ids(optimizer) if weights else takes_ours):
+                self._in_a_row = 0
+        elif isinstance(found_inf, Tensor) and bool(found_inf.detach().any()):
+            deferred.is_skipped, scale = True, getattr(optimizer, "grad_scale", None)
+            if deferred.scale is None and isinstance(scale, Tensor):
+                deferred.scale = float(scale)
+        elif is_nonfinite:
+            if (due := self.release()) is not None:  # otherwise another thread's step was first
+                self._failures.step_follows(due)
+                return
         # The gradients of weights may be finite behind a bad one, as where a ReLU lets nothing through.
-        due = self._due(optimizer, takes_ours, is_nonfinite=bool(bad_parameters) or is_nan)
-        if due is not None:
-            self._failures.step_follows(due)
-            return
+        elif not deferred.is_of_weight or not self._bad_weights():
+            self._let_pass(deferred)
         if takes_ours:
             self._failures.await_ranks()
         if self._deferred is None:
@@ -362,6 +343,16 @@ class OptimizerSteps:
                 self.spikes.before_step(optimizer)
             if takes_ours:
                 self._failures.starts.let_go()
+
+    def _let_pass(self, mended: _Deferred) -> None:
+        """Drop a failure whose gradients the user has made finite. Warn of the 1st, 2nd, 4th, 8th: 100 give 7 lines."""
+        self._deferred = None
+        self._recorder.excuse_gradients(sorted(mended.batches), Note("not_taken"))
+        self.num_untaken = count = self.num_untaken + 1
+        if count.bit_count() == 1:
+            so_far = f" ({count:,} such backwards so far)" if count > 1 else ""
+            verdict = "the gradients that the optimizer's step takes are finite: nothing was stopped"
+            warn_user(f"{text.summary(mended.incident.finding)}; {verdict}{so_far}")
 
     def _read_state(self, optimizer: Optimizer, *_: Any) -> None:
         batch = self._recorder.latest_batch
@@ -422,12 +413,6 @@ class OptimizerSteps:
         optimizers = [x for reference in self._steppers.keyrefs() if (x := reference()) is not None]
         steppers = [x for x in optimizers if id(weight) in _parameter_ids(x)]
         return finding if weight is None or not steppers else take_apart(finding, steppers[0], weight)
-
-
-def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the method while its object lives, and does not keep that alive."""
-    reference = weakref.WeakMethod(method)
-    return lambda *args: None if (live := reference()) is None else live(*args)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

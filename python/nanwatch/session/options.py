@@ -89,12 +89,9 @@ def flag_or_none(option: str, value: Any) -> bool | None:
     return None if value in (None, "none") else flag(option, value)
 
 
-def _one_of(*words: str) -> Callable[[str, Any], str]:
-    def kind(option: str, value: Any) -> str:
-        _check(value in words, option, " or ".join(words), value, ValueError)
-        return str(value)
-
-    return kind
+def _one_of(words: Sequence[str], option: str, value: Any) -> str:
+    _check(value in words, option, " or ".join(words), value, ValueError)
+    return str(value)
 
 
 def _seconds(option: str, value: str) -> float:
@@ -354,11 +351,11 @@ class Options:
     )
     guard_checkpoints: bool = _option(False, flag, "write a bad checkpoint beside the good one")
 
-    enabled: bool = _setting(True, SWITCH, lambda variable, text: _one_of("0", "1")(variable, text) == "1")
-    act_at: ActAt = _setting("auto", "NANWATCH_ACT_AT", _one_of("auto", "module", "batch"))
+    enabled: bool = _setting(True, SWITCH, lambda variable, text: _one_of(("0", "1"), variable, text) == "1")
+    act_at: ActAt = _setting("auto", "NANWATCH_ACT_AT", partial(_one_of, ("auto", "module", "batch")))
     peer_timeout: float = _setting(30.0, "NANWATCH_PEER_TIMEOUT", _seconds)
     stall_timeout: float | None = _setting(None, "NANWATCH_STALL_TIMEOUT", _seconds)
-    rerun_in: str = _setting("child", "NANWATCH_RERUN", _one_of("in-process", "child"))
+    rerun_in: str = _setting("child", "NANWATCH_RERUN", partial(_one_of, ("in-process", "child")))
     scaler: Any = None  # a trainer's
     max_skipped_steps: int = 20
 
@@ -395,14 +392,13 @@ class Options:
         """The batches to trace, () for every one."""
         return () if self.trace is None else self.trace.batches
 
-    def recorder_settings(self, max_frames: int = 1, **more: Any) -> Settings:
+    def recorder_settings(self, max_frames: int = 1) -> Settings:
         """Return the settings of a recorder for these options; it may hold more frames than are shown."""
-        if self.trace is not None:
-            more = {name: getattr(self.trace, name) for name in ("counts", "fingerprints", "sketches")} | more
-        same = {name: getattr(self, name) for name in ("every", "gradients", "act_at")}
-        read = {part: part in self.read for part in PARTS}
-        traced, black_box = tuple(self.trace_batches), bool(self.black_box)
-        return Settings(max_frames=max_frames, traced=traced, black_box=black_box, **{**same, **read, **more})
+        # Most have the name of an option or of an argument of Trace.
+        values = vars(self) | ({} if self.trace is None else vars(self.trace))
+        values |= {part: part in self.read for part in PARTS} | {"traced": tuple(self.trace_batches)}
+        values |= {"max_frames": max_frames, "black_box": bool(self.black_box)}
+        return Settings(**{name: values[name] for name in Settings.__slots__ if name in values})
 
     def for_model(
         self, names: Sequence[str], weights: Iterable[str] = (), *, must_match: bool = True
@@ -412,15 +408,15 @@ class Options:
         Raises ValueError for a pattern that matches nothing, of `modules` only where not `must_match`, and where no
         module is left.
         """
-        modules = _fitted("modules", self.modules, names, must_match=True)
-        ignored = _fitted("ignore_modules", self.ignore_modules, names, must_match=must_match)
-        allow, audit = _fitted("allow", self.allow, names, must_match=must_match), self.audit
-        if audit is not None:
-            frozen = _fitted("frozen", audit.frozen, [*names, *weights], must_match=must_match)
-            audit = replace(audit, frozen=frozen)
-        options = replace(self, modules=modules, ignore_modules=ignored, allow=allow, audit=audit)
+        fit = partial(_fitted, names=names, must_match=must_match)
+        patterns = ("modules", "ignore_modules", "allow")
+        changed: dict[str, Any] = {name: fit(name, getattr(self, name)) for name in patterns}
+        if self.audit is not None:
+            frozen = fit("frozen", self.audit.frozen, names=[*names, *weights])
+            changed["audit"] = replace(self.audit, frozen=frozen)
+        options = replace(self, **changed)
         if not any(map(options.observes, names)):
-            what = f"modules={modules!r} and ignore_modules={ignored!r}"
+            what = f"modules={options.modules!r} and ignore_modules={options.ignore_modules!r}"
             raise ValueError(f"{what} leave no module to watch; loosen one of them")
         return options
 
@@ -433,6 +429,7 @@ def _fitted(
     option: str, entries: Iterable[str], names: Sequence[str], *, must_match: bool
 ) -> tuple[str, ...]:
     """Return the patterns without a wrapper's prefix; ValueError for one that matches none of the names."""
+    must_match = must_match or option == "modules"
     length, fitted = len("inf:") if option == "allow" else 0, []
     for entry in entries:
         pattern = for_names(entry[length:], names) or ROOT
@@ -453,25 +450,20 @@ def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
 
     `settings` go before what the environment says.
     """
-    for name in given:
-        _check_name(name)
-    chosen = {name: option.default for name, option in OPTIONS.items()}
-    chosen |= {**given, **_options_of_environment()}
-    values = {name: OPTIONS[name].metadata["kind"](name, value) for name, value in chosen.items()}
-    if values["trace"] is not None:
-        arrow("pyarrow.parquet", "trace=")
-    values["gradients"] |= values["spikes"]
-    if values["black_box"] is None:
-        values["black_box"] = values["output_dir"] is not None
+    chosen = {**given, **_options_of_environment()}
+    values = {name: _checked(name, value) for name, value in chosen.items()}
     for setting in fields(Options):
         variable = setting.metadata.get("variable", "")
         if text := os.environ.get(variable):
             values[setting.name] = setting.metadata["kind"](variable, text)
     options = Options(**{**values, **settings})
-    if "outputs" not in options.read:
-        for name in ("gradients", "attention"):
-            if getattr(options, name):
-                raise ValueError(f'{name} needs the outputs of modules; add "outputs" to read={options.read}')
+    if options.trace is not None:
+        arrow("pyarrow.parquet", "trace=")
+    has_box = options.output_dir is not None if options.black_box is None else options.black_box
+    options = replace(options, gradients=options.gradients or options.spikes, black_box=has_box)
+    for name in ("gradients", "attention"):
+        if getattr(options, name) and "outputs" not in options.read:
+            raise ValueError(f'{name} needs the outputs of modules; add "outputs" to read={options.read}')
     if missed := sorted(batch for batch in options.trace_batches if batch % options.every):
         raise ValueError(
             f"batches of the Trace has {first_few([*map(str, missed)])}, and every={options.every} reads only multiples"
@@ -480,9 +472,10 @@ def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
     return options if options.enabled else Options(enabled=False, on_nonfinite="record", forecast=False)
 
 
-def _check_name(name: str) -> None:
+def _checked(name: str, value: Any) -> Any:
     if name not in OPTIONS:
         raise TypeError(f"watch has no option {name!r}; {close_names(name, OPTIONS, 'see docs/options.md')}")
+    return OPTIONS[name].metadata["kind"](name, value)
 
 
 def _options_of_environment() -> dict[str, Any]:
@@ -493,8 +486,7 @@ def _options_of_environment() -> dict[str, Any]:
             name, equals, value = word.partition("=")
             if not equals:
                 raise ValueError(f"{word!r} should be option=value, such as gradients=true output_dir=out")
-            _check_name(name)
-            chosen[name] = OPTIONS[name].metadata["kind"](name, value)
+            chosen[name] = _checked(name, value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{VARIABLE}={text!r}: {error}") from None
     return chosen

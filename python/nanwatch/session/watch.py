@@ -61,9 +61,7 @@ class Watch:
         >>> watch.stop()
     """
 
-    def __init__(
-        self, model: nn.Module, options: Options, *, events: EventDispatch | None = None, **settings: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, options: Options, *, events: EventDispatch | None = None) -> None:
         self._options, self._model = options, weakref.ref(model)
         # The recorder, whose events the EventDispatch hands to the parts below
         # Frames of chosen batches come one by one. All others are fetched from a recorder that holds enough.
@@ -72,7 +70,7 @@ class Watch:
         self._box = open_box(options.output_dir, options.stall_timeout) if options.black_box else None
         events = events or EventDispatch()
         events.watch = self
-        self._recorder = recorder = make_recorder(options.recorder_settings(ring, **settings), events)
+        self._recorder = recorder = make_recorder(options.recorder_settings(ring), events)
         # Trace and sinks
         self._tracer: Tracer | None = None
         if options.trace is not None:

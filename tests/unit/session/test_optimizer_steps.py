@@ -36,17 +36,11 @@ def train(model: nn.Module, scaler: Any, steps: int, kind: dict[str, Any]) -> It
         yield step
 
 
-@pytest.fixture
-def collected() -> None:
-    """No GradScaler of an earlier test is left."""
-    gc.collect()
-
-
-@pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("kind", KINDS, ids=HOWS)
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_steps_that_a_scaler_skips_are_counted(recorder: str, kind: dict[str, Any]) -> None:
     """No error; each has its scale before and after, also in the frames; the run counts as finite."""
+    gc.collect()  # GradScalers of earlier tests
     model = Narrow()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19)
     with watched(model, recorder, gradients=True, max_frames=200) as w:
@@ -67,10 +61,10 @@ def test_steps_that_a_scaler_skips_are_counted(recorder: str, kind: dict[str, An
     assert repr(Report.from_json(report.to_json())) == repr(report)
 
 
-@pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("has_other", [False, True])
 def test_the_step_after_the_last_allowed_skip_is_a_failure(has_other: bool) -> None:
     """The third bad backward in a row raises. The steps of another optimizer, as of a GAN's other part, end no run."""
+    gc.collect()  # GradScalers of earlier tests
     model = nn.ModuleList([Narrow(), nn.Linear(4, 1)])
     optimizer = torch.optim.SGD(model[1].parameters(), lr=1e-3)
     before = copy.deepcopy(model[0].state_dict())

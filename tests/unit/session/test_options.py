@@ -197,10 +197,9 @@ def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("NANWATCH_PEER_TIMEOUT", "soon", "a number of seconds of at least 0"),
         ("NANWATCH", "off", "0 or 1"),
     ):
-        with monkeypatch.context() as patch:
-            patch.setenv(variable, value)
-            with pytest.raises(ValueError, match=f"{variable} should be {words}, got '{value}'"):
-                make_options({})
+        monkeypatch.setenv(variable, value)
+        with pytest.raises(ValueError, match=f"{variable} should be {words}, got '{value}'"):
+            make_options({})
 
 
 # Places and sinks
