@@ -87,7 +87,7 @@ def test_patterns_choose_modules(options: dict[str, Any], names: list[str]) -> N
         (nn.ReLU(), {"max_frames": 10**9}, ValueError, r"max_frames should be at most 1000000"),
         (nn.ReLU(), {"on_nonfinite": "explode"}, ValueError, r'"raise", "warn", "record" .* got \'explode\''),
         (nn.ReLU(), {"read": "weight"}, ValueError, r"read should be one or more words of .* got 'weight'"),
-        (nn.ReLU(), {"read": "weights", "gradients": True}, ValueError, r"gradients needs the outputs"),
+        (nn.ReLU(), {"read": "inputs", "gradients": True}, ValueError, r"gradients needs the outputs"),
         *(
             (nn.ReLU(), {"sinks": x}, TypeError, r"sinks should be a nanwatch.Sink, a S")
             for x in (3, [print, 0], Sink)
