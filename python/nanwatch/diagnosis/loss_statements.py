@@ -96,8 +96,8 @@ class ProgramCall:
         """Return the backward under way, None where it is not known. `rngs`: random states of before it."""
         if (frame := _engine_frame()) is None:
             return None
-        roots = frame.f_locals["tensors" if frame.f_code is _BACKWARD else "t_outputs"]
-        records = [observe(x.detach(), "output", "output") for x in roots]
+        roots = frame.f_locals["tensors" if frame.f_code is _BACKWARD else "t_outputs"]  # or edges
+        records = [observe(x.detach(), "output", "output") for x in roots if isinstance(x, Tensor)]
         value = next((value_of(record) for record in records if record.is_fault), None)
         return cls(_callers(frame), [*rngs, RngState.capture()], value)
 
@@ -125,16 +125,16 @@ class ProgramCall:
 
 def backward_under_way() -> tuple[Tensor | None, Lines]:
     """Return the loss of the backward under way, None where it is no single number, and the lines of its callers."""
-    lines: Lines = {}
     if (frame := _engine_frame()) is None:
-        return None, lines
-    outer = frame.f_back
+        return None, {}
+    lines, outer = Lines(), frame.f_back
     while outer is not None and len(lines) < _MOST_FRAMES:  # 0.1 µs each
         lines[id(outer), outer.f_code] = outer.f_lineno
         outer = outer.f_back
     roots: Any = frame.f_locals["tensors"] if frame.f_code is _BACKWARD else ()
-    is_number = len(roots) == 1 and roots[0].numel() == 1 and roots[0].is_floating_point()
-    return roots[0] if is_number else None, lines
+    loss = roots[0] if len(roots) == 1 else None
+    is_number = isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
+    return loss if is_number else None, lines
 
 
 def _engine_frame() -> FrameType | None:

@@ -79,9 +79,8 @@ class Call:
     added: list[tuple[Role, str, Any]] = field(default_factory=list)  # outputs that `add_output` gave it
     number: int = 0
     backward: int = -1  # the one that last brought a gradient of its outputs
-    leaf_hooks: ExitStack = field(
-        default_factory=ExitStack
-    )  # removes those on leaves, which outlive the graph
+    # Removes the hooks on leaves, which outlive the graph.
+    leaf_hooks: ExitStack = field(default_factory=ExitStack)
 
     def __del__(self) -> None:
         self.leaf_hooks.close()

@@ -68,9 +68,8 @@ class PythonRecorder:
         self.keeps_starts = self.gathers_inputs = self.gathers_gradient_peaks = self.gathers_weights = False
         self.gathers_from = sys.maxsize
         self.latest_batch = -1
-        self.counters = dict.fromkeys(
-            ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits"), 0
-        )
+        names = ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits")
+        self.counters = dict.fromkeys(names, 0)
         # Nobody calls back or reads a tensor while holding the lock. Reentrant, as a signal's handler may ask for a
         # report at any moment.
         self._lock = threading.RLock()
@@ -166,14 +165,16 @@ class PythonRecorder:
 
         Of those before the latest batch only their numbers are kept.
         """
-        starts = [batch.start() for batch in list(self._ended)]
+        with self._lock:
+            starts = [batch.start() for batch in self._ended]
         return sorted((start for start in starts if start is not None), key=lambda start: start.batch)
 
     def forget_starts(self) -> None:
         """Forget the starts of ended batches."""
-        for batch in list(self._ended):
-            batch.forget_call()
-            self._ended.discard(batch)
+        with self._lock:
+            for batch in self._ended:
+                batch.forget_call()
+            self._ended.clear()
 
     def call_under_way(self) -> tuple[int, str, str] | None:
         """Return the batch, and name and class of the module, of this thread's innermost call if it is recorded."""
@@ -296,8 +297,9 @@ class PythonRecorder:
             extra = self._events.on_batch_start(batch.number, is_traced, module, *batch.given)
             if self.keeps_starts:
                 batch.keep_start(module, extra)
-                for ended in () if hasattr(type(module), "is_watched_function") else list(self._ended):
-                    ended.forget_call()
+                with self._lock:
+                    for ended in () if hasattr(type(module), "is_watched_function") else self._ended:
+                        ended.forget_call()
             self._threads_inside.add(threading.get_ident())
         self._thread.batch = batch
         return batch
@@ -317,21 +319,22 @@ class PythonRecorder:
             self._thread.batch = None
             batch.given = (), None
             if (start := batch.start()) is not None and start.grad:
-                self._ended.add(batch)
+                with self._lock:
+                    self._ended.add(batch)
 
     # Gradients. A recorded call leaves a hook at each of its tensors; csrc/gradients/gradient_recorder.h says how.
 
     def _follow(self, call: Call, values: Iterable[tuple[Any, str, Any]]) -> None:
-        arrive = partial(
-            PythonRecorder._arrive, weakref.ref(self)
-        )  # a graph keeps its hooks, which must not keep this
+        # A graph keeps its hooks, which must not keep this.
+        arrive = partial(PythonRecorder._arrive, weakref.ref(self))
         with torch._C.DisableTorchFunction():
             places = [(part, label, x, place_of(x)) for part, label, x in values if part != "buffer"]
             outputs = {place for part, _, x, place in places if part == "output" and place and not x.is_leaf}
             if not outputs or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
                 return
             call.number = next(self._call_numbers)
-            self._followed.add(call)
+            with self._lock:
+                self._followed.add(call)
             for part, label, x, place in places:
                 # An output that is a leaf is handed through. An input that the module writes into is its output.
                 if place is None or (part == "output" if x.is_leaf else part == "input" and place in outputs):
@@ -344,7 +347,9 @@ class PythonRecorder:
     def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
         """Remove the hooks from all leaves, and look at no gradient any more."""
         self._follows = False
-        for call in list(self._followed):
+        with self._lock:
+            calls = list(self._followed)
+        for call in calls:
             call.leaf_hooks.close()
 
     @staticmethod
@@ -438,13 +443,8 @@ def make_recorder(settings: Settings, events: RecorderEvents) -> Recorder:
     """Make the compiled recorder, or the Python one where there is none."""
     if _extension.C is None:
         return cast(Recorder, PythonRecorder(settings, events))
-    helpers: dict[str, Any] = {
-        "observe": partial(observe, wanted=settings),
-        "leaves": leaves,
-        "is_container": is_container,
-        "spell_key": spell_key,
-        "completed_record": completed_record,
-        "plain_mask": PLAIN_MASK,
-    }
+    functions: Iterable[Any] = (leaves, is_container, spell_key, completed_record)
+    helpers = {function.__name__: function for function in functions}
+    helpers |= {"observe": partial(observe, wanted=settings), "plain_mask": PLAIN_MASK}
     native: Callable[..., Recorder] = _extension.C.CallRecorder
     return native(settings, events=events, frame_type=Frame, start_type=Start, helpers=helpers)

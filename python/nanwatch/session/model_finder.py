@@ -48,8 +48,9 @@ def topmost(module: nn.Module, alive: Iterable[nn.Module], caller: FrameType | N
         ahead += new
     tops = [holder for key, holder in around.items() if key not in holders]
     if len(tops) != 1:
-        frames = ((frame_values(frame), frame.f_code.co_varnames) for frame, _ in walk_stack(caller))
-        callers = [id(values.get(names[0])) for values, names in frames if names]  # the first is `self`
+        methods = (frame for frame, _ in walk_stack(caller) if frame.f_code.co_varnames[:1] == ("self",))
+        # A dict that `locals()` has returned would change when its frame is read.
+        callers = [id(frame_values(x).get("self")) for x in methods if "locals" not in x.f_code.co_names]
         tops = [module, *(around[key] for key in callers if key in around)]
     return tops[-1]
 

@@ -127,7 +127,10 @@ class Starts:
         before = {id(x): version for x, version in start.versions}
         now = {id(x): version for x, version in versions_of(start.args, start.kwargs)}
         written = {key for key, version in now.items() if before.get(key, version) != version}
-        return written, now.keys() - before.keys()
+        gone = [x for x, version in start.versions if id(x) not in now and x._version == version]
+        # What has replaced bad data may have it from there, as a grown cache.
+        is_bad = any(observe(x, "", "input").is_fault for x in gone)
+        return written, set() if is_bad else now.keys() - before.keys()
 
     def let_go(self) -> None:
         """Let go of all that was kept for a backward, as a step takes its gradients."""
@@ -189,7 +192,7 @@ class Reports:
 
     def look_at_mesh(self) -> None:
         """Remember the place of this rank in the device meshes of the model's parameters."""
-        self._mesh = parameter_mesh(self.model()) or self._mesh
+        self._mesh = tuple(dict.fromkeys((*self._mesh, *parameter_mesh(self.model()))))
 
     def of(self, frames: Sequence[Frame], finding: Finding | None) -> Report:
         """Return the report of these frames, the oldest first; without a finding it is one of the latest batch."""
@@ -312,12 +315,10 @@ class Reports:
         model, start = self.model(), self.recorder.start()
         around = [] if model is None else [x.module for x in named_modules(model) if is_in(name, x.name)]
         calls = [LeftCall(module, (), {}, ()) for module in reversed(around)]
-        if start is None or start.batch != batch:
+        if start is None or start.module is None or start.batch != batch:
             return calls
-        return [
-            x._replace(args=start.args, kwargs=start.kwargs or {}) if x.module is start.module else x
-            for x in calls
-        ]
+        outermost = LeftCall(start.module, start.args, start.kwargs or {}, ())
+        return [outermost if x.module is start.module else x for x in calls]
 
     def _calls_to(self, name: str, caller: str | None, args: Any, kwargs: Any) -> list[LeftCall]:
         """Return the calls under way in this thread around that of `name`, the innermost first.
@@ -330,7 +331,7 @@ class Reports:
         names = _recorded_names(model)
         target = name if name in names.values() else caller
         innermost = next((names[id(call.module)] for call in calls if id(call.module) in names), None)
-        if target not in names.values() or target is None:
+        if target not in names.values() or target is None or innermost == target:
             return calls
         around = {names[id(x.module)]: x for x in self._calls_around(target) if id(x.module) in names}
         outermost = innermost
@@ -380,9 +381,8 @@ class Reports:
                     allowed = self.options.excuses(name, call.module)
                     values: list[tuple[Role, str, Any]] = [*state_of(call.module)]
                     if nonfinite is None or fault is None or fault.role == "input" or name == nonfinite.name:
-                        values += [
-                            ("input", *leaf) for leaf in self._arguments(call.args, call.kwargs, fault)
-                        ]
+                        arguments = self._arguments(call.args, call.kwargs, fault)
+                        values += [("input", *leaf) for leaf in arguments]
                         given = (*call.args, *call.kwargs.values())
                         values += [("output", *leaf) for leaf in leaves(call.output, "output", True, given)]
                     values = [value for value in values if value[0] in roles]
@@ -393,9 +393,7 @@ class Reports:
                 caller = name
         return None
 
-    def _arguments(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], fault: Record | None
-    ) -> list[Leaf]:
+    def _arguments(self, args: Any, kwargs: Mapping[str, Any], fault: Record | None) -> list[Leaf]:
         """Return the leaves of a call's arguments; of those in objects only the ones like the value that was received.
 
         A model adds to objects: a bad value in a key-value cache may come from the batch itself.

@@ -15,12 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanwatch.diagnosis.batch_snapshot import (
-    BatchSnapshot,
-    BufferHistory,
-    draws_outside_torch,
-    no_second_run,
-)
+from nanwatch.diagnosis.batch_snapshot import BatchSnapshot, BufferHistory, draws_outside_torch, no_second_run
 from support.examined import snapshot_of
 from support.spy import Spy
 

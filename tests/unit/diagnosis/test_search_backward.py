@@ -91,10 +91,7 @@ def test_hooks_and_other_watches_are_not_called_for_it() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     calls: list[float] = []
     model[0].weight.register_hook(lambda g: calls.append(g.max().item()))
-    with (
-        watch(model, gradients=True, on_nonfinite="record") as other,
-        watch(model, gradients=True),
-    ):
+    with watch(model, gradients=True, on_nonfinite="record") as other, watch(model, gradients=True):
         finding = fault_of(with_a_closure, optimizer, closure_of(optimizer, lambda: loss_of(model))).finding
         assert len([f for f in other.frames if f.phase == "backward"]) == 2
         assert other.skipped_steps == ()

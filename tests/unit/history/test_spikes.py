@@ -95,10 +95,7 @@ def test_evaluation_is_no_part_of_the_histories() -> None:
 
 def test_learning_rate_that_jumps_is_named() -> None:
     net = model()
-    with (
-        watching.watch(net, spikes=True) as watch,
-        pytest.warns(RuntimeWarning, match="learning rate"),
-    ):
+    with watching.watch(net, spikes=True) as watch, pytest.warns(RuntimeWarning, match="learning rate"):
         train(net, watch, target=0.0, rate=100.0)
     (report,) = watch.spikes
     assert (report.batch, report.rates) == (AT + 1, (1e-2, 100.0))

@@ -47,10 +47,7 @@ def written(folder: Path, *reports: Report) -> Path:
 
 
 def test_the_earliest_batch_is_the_origin(tmp_path, capsys):
-    """Rank 2 was first, though rank 0 comes first in the folder. Rank 1 holds a weight 1,024 times as large.
-
-    JSON is one document, with every finding whole, and numbers that JSON has.
-    """
+    """Rank 2 was first, though rank 0 leads the folder. JSON is one document that has every finding whole."""
     reports = [ran(0, 4, "data", 3), ran(1, 3, factor=1024.0), ran(2, 3, "weight", 1), ran(3, 3)]
     written(tmp_path, *reports)
     assert doctor.main(["show", str(tmp_path), "--ranks"]) == 1

@@ -213,15 +213,16 @@ def test_report_in_all_forms_says_which_shard(x: Any) -> None:
 
 
 def test_parameters_say_where_this_process_is_in_their_meshes(x: Any) -> None:
-    """Each dimension once, also while FSDP has plain tensors in their place; nothing without a model or a mesh."""
+    """Each dimension once, also while FSDP has others in their place; nothing without a model or a mesh."""
     model = nn.Sequential(nn.Linear(3, 2), Scale(), nn.Linear(3, 2))
     assert parameter_mesh(model) == ()
     for layer in (model[0], model[2]):
         layer.weight = nn.Parameter(x)
     assert parameter_mesh(model) == ("mesh[0]=0 of 1",)
     with watch(model) as w:
-        for layer in (model[0], model[2]):
-            layer.weight = nn.Parameter(torch.ones(2, 2))
+        inner = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        model[0].weight = nn.Parameter(torch.ones(2, 2))
+        model[2].weight = nn.Parameter(type(x).from_local(torch.ones(2), inner))
         model[1](torch.ones(1))
-        assert "This rank in the device mesh: mesh[0]=0 of 1." in w.report().to_text()
+        assert "This rank in the device mesh: mesh[0]=0 of 1, tp=0 of 1." in w.report().to_text()
     assert parameter_mesh(None) == ()

@@ -305,16 +305,17 @@ def test_a_watched_call_takes_no_more_of_the_recursion_limit_than_a_hook() -> No
 
 @pytest.mark.usefixtures("each_recorder", "switching")
 def test_trainings_in_threads_are_counted_once() -> None:
-    """Four threads train one model: as many batches, calls and frames of both phases as an unwatched run makes."""
+    """Four threads train one model and keep the graphs: as many batches, calls and frames as in an unwatched run."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
-    steps, threads = 40, 4
+    steps, threads, outputs = 80, 4, list[Tensor]()
     with start_watch(
-        model, on_nonfinite="record", rerun=False, forecast=False, gradients=True, max_frames=10_000
+        model, on_nonfinite="record", rerun=True, forecast=False, gradients=True, max_frames=10_000
     ) as watch:
 
         def train() -> None:
             for _ in range(steps):
-                model(torch.ones(3, 2)).sum().backward()
+                outputs.append(model(torch.ones(3, 2)))
+                outputs[-1].sum().backward()
 
         with ThreadPoolExecutor(threads) as pool:
             for training in [pool.submit(train) for _ in range(threads)]:

@@ -1,7 +1,4 @@
-"""The cache: an unchanged tensor is read once, and what changes without a sign is seen soon enough.
-
-Every comparison is with torch's own reduction of the tensor, taken at the moment the frame is made.
-"""
+"""The cache: tensors are read once, and silent changes are seen soon. The oracle is torch's own reduction."""
 
 from __future__ import annotations
 

@@ -164,11 +164,7 @@ def test_reports_of_backwards_are_those_of_the_host(
 ) -> None:
     """Random graphs over three batches, one of which may be spoilt: every frame in its order, and the report."""
     found = {}
-    for check, place, holds in (
-        ("module", -1, True),
-        ("batch", 0, True),
-        ("batch", 0, False),
-    ):
+    for check, place, holds in (("module", -1, True), ("batch", 0, True), ("batch", 0, False)):
         model = Net(seed)
         if spoils:
             model.steps[0] = Spoiling(model.steps[0], behind)

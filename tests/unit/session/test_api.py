@@ -87,7 +87,7 @@ def test_patterns_choose_modules(options: dict[str, Any], names: list[str]) -> N
         (nn.ReLU(), {"max_frames": 10**9}, ValueError, r"max_frames should be at most 1000000"),
         (nn.ReLU(), {"on_nonfinite": "explode"}, ValueError, r'"raise", "warn", "record" .* got \'explode\''),
         (nn.ReLU(), {"read": "weight"}, ValueError, r"read should be one or more words of .* got 'weight'"),
-        (nn.ReLU(), {"read": "inputs", "gradients": True}, ValueError, r"gradients needs the outputs"),
+        (nn.ReLU(), {"read": "weights", "gradients": True}, ValueError, r"gradients needs the outputs"),
         *(
             (nn.ReLU(), {"sinks": x}, TypeError, r"sinks should be a nanwatch.Sink, a S")
             for x in (3, [print, 0], Sink)
@@ -192,6 +192,16 @@ def test_the_holder_is_the_model():
             whole.training_step()
         assert found[0] is whole
         assert nn.Module._compiled_call_impl is None
+
+    def step(holders, rate=1.0):
+        names, rate = locals(), 0.5  # a dict that would change if the frame was read
+        holders[0]["part"](torch.ones(2, 3))
+        return names["rate"], rate
+
+    with ModelFinder(found.append):
+        part = nn.Linear(3, 3)
+        assert step([nn.ModuleDict({"part": part}) for _ in range(2)]) == (1.0, 0.5)
+    assert found[-1] is part
 
 
 @pytest.mark.compile

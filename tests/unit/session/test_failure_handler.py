@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nanwatch import Report
 from support.gradient_models import Sick
-from support.toys import Does, Scale, fault_of
+from support.toys import Scale, fault_of
 from support.watching import watch
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
@@ -39,11 +39,6 @@ class InThread(Parts):
     def forward(self, x: Tensor) -> Tensor:
         with ThreadPoolExecutor(1) as executor:
             return executor.submit(self.second, self.bad(x)).result()
-
-
-class Streams(Parts):
-    def forward(self, x: Tensor) -> Iterator[Tensor]:
-        return map(self.second, [self.bad(x)])
 
 
 class NeverCalled(Parts):
@@ -75,7 +70,6 @@ class CalledInThreads(NeverCalled):
     ("kind", "run", "origin"),
     [
         (InThread, lambda model: model(torch.ones(2)), "received"),
-        (Streams, lambda model: list(model(torch.ones(2))), "received"),
         (NeverCalled, lambda model: model.fit(torch.tensor([INF, 1.0])), "data"),
         (CalledInThreads, lambda model: model.fit(torch.tensor([INF, 1.0])), "data"),
     ],
@@ -91,10 +85,18 @@ def test_the_data_is_blamed_only_where_the_batch_came_with_it(
 
 
 def test_data_in_an_object_is_data() -> None:
-    """The object is entered once a value is met that it may have held."""
-    model = Does(lambda batch: batch.x * 2)
-    with watch(model):
-        assert fault_of(model, SimpleNamespace(x=torch.tensor([INF, 1.0]))).finding.origin == "data"
+    """The object is entered once a value is met that it may have held. A bad cache that has grown is data, too."""
+
+    class Unpacks(nn.Linear):
+        def forward(self, batch: Any) -> Tensor:
+            if isinstance(batch, dict):
+                batch["x"] = torch.stack([batch["x"], torch.ones(2)])
+            return super().forward(batch["x"] if isinstance(batch, dict) else batch.x)
+
+    model = Unpacks(2, 2)
+    with watch(model, rerun=False):
+        for kind in SimpleNamespace, dict:
+            assert fault_of(model, kind(x=torch.tensor([INF, 1.0]))).finding.origin == "data"
 
 
 class Net(nn.Module):

@@ -50,7 +50,8 @@ def test_steps_that_a_scaler_skips_are_counted(recorder: str, kind: dict[str, An
             "skipped step (scale 262144 → 131072)",
             "skipped step (scale 131072 → 65536)",
         ]
-        assert ([step.batch for step in w.skipped_steps], w.counters["skipped_steps"]) == ([0, 1, 2], 3)
+        assert [step.batch for step in w.skipped_steps] == [0, 1, 2]
+        assert w.counters["skipped_steps"] == 3
         report = w.report()
     assert report.finding is None
     assert "Batch 0: skipped step (scale 524288 → 262144)." in report.to_text()

@@ -73,6 +73,13 @@ def test_an_exception_of_the_block_stays(capsys: pytest.CaptureFixture[str]) -> 
     assert "before a step took it" in capsys.readouterr().err
 
 
+def test_a_backward_from_an_edge_of_the_graph() -> None:
+    """It goes on as unwatched."""
+    with watch(model := nn.Linear(2, 1), gradients=True):
+        torch.autograd.backward(torch.autograd.graph.get_gradient_edge(model(torch.ones(1, 2)).sum()))
+    assert torch.equal(model.weight.grad, torch.ones(1, 2))
+
+
 class Cube(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x**3

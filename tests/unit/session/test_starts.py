@@ -1,7 +1,4 @@
-"""The start of a batch: what it had, what was written to since, and how long it lives.
-
-With gradients=True it lives as long as a backward may come, and no longer.
-"""
+"""The start of a batch: what it had, what was written since, and that it lives only while a backward may come."""
 
 from __future__ import annotations
 
