@@ -310,6 +310,7 @@ def test_ctrl_c_passes_and_leaves_nothing() -> None:
         lambda x: torch.randn(4, 5, dtype=x.dtype.to_complex()),
         lambda x: torch.distributions.Exponential(x.exp()).rsample(),
         lambda x: torch.rand(4, 5, out=x.clone()),
+        lambda x: torch.randn_like(x).double(),
     ],
 )
 def test_float64_draws_the_random_numbers_of_the_batch(draw: Callable[[Tensor], Tensor]) -> None:

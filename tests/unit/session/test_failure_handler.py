@@ -30,6 +30,7 @@ class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.register_module("removed", None)
 
     def bad(self, x: Tensor) -> Tensor:
         return (self.first(x) - 9).log()
