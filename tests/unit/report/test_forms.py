@@ -28,8 +28,7 @@ def test_each_form_has_the_headline(report: Report | SpikeReport) -> None:
     assert f"<title>{headline} · nanwatch</title>" in shown["html"]
     assert read_saved(shown["json"]) == report
     (result,) = json.loads(shown["sarif"])["runs"][0]["results"]
-    begins = ("spike in batch 410", "inf first seen in")
-    assert result["message"]["text"].startswith(begins)
+    assert result["message"]["text"].startswith(("spike in batch 410", "inf first seen in"))
 
 
 def test_sarif_has_rule_level_and_place() -> None:
@@ -41,10 +40,8 @@ def test_sarif_has_rule_level_and_place() -> None:
     assert (result["ruleId"], result["level"]) == ("made-by-the-module", "error")
     assert run["tool"]["driver"]["rules"] == [{"id": "made-by-the-module"}]
     (location,) = result["locations"]
-    assert location["physicalLocation"] == {
-        "artifactLocation": {"uri": "file:///a%20b/model.py"},
-        "region": {"startLine": 12},
-    }
+    uri, region = {"uri": "file:///a%20b/model.py"}, {"startLine": 12}
+    assert location["physicalLocation"] == {"artifactLocation": uri, "region": region}
     (bare,) = json.loads(FORMS["sarif"].render(report))["runs"][0]["results"]
     assert "physicalLocation" not in bare["locations"][0]
     healthy = replace(report, finding=None)

@@ -281,9 +281,10 @@ class Program(NamedTuple):
     def edited(self, site: Site, proposal: Proposal) -> Program:
         """Return the program with one change more. Raises SyntaxError."""
         file, edit = site.file, proposal.edits[-1]
-        old, new = (" ".join(text.split()) for text in (file.part(edit.span), edit.text))
-        place = f"{Path(file.name).name}:{file.line_of(edit.span)}"
-        words = f"{proposal.words}: write `{new}` for `{old}` at {place}"
+        named = [x.text.strip() for x in proposal.edits[:-1] if x.span.start == x.span.end]
+        old, new = (" ".join(x.split()) for x in (file.part(edit.span), "; ".join([*named, edit.text])))
+        words = f"{proposal.words}: write `{new}` for `{old}` at "
+        words += f"{Path(file.name).name}:{file.line_of(edit.span)}"
         targets = tuple(dict.fromkeys((*self.targets, site.target)))
         return Program({**self.files, file.name: file.edited(proposal.edits)}, targets, (*self.words, words))
 
@@ -343,10 +344,8 @@ class Rounds:
             if self._trials.cures:
                 return
         if self._tried:
-            names = ", ".join(dict.fromkeys(self._tried))
-            remarks.append(
-                f"these changes of the source were tried, and none was enough: {names}{self._too_far}"
-            )
+            tried = ", ".join(dict.fromkeys(self._tried)) + self._too_far
+            remarks.append(f"these changes of the source were tried, and none was enough: {tried}")
 
     def _round(self, program: Program, site: Site, step: Step, is_backward: bool) -> Round:
         """Try the proposals for the failure. Return the program and the failure that the next round begins with."""
@@ -365,7 +364,7 @@ class Rounds:
                 experiment = self._trials.run(hold, follows=True)
             except (SyntaxError, ValueError):
                 continue
-            self._tried.append(f"`{edits[-1].text}`")
+            self._tried.append(trial.words[-1].partition(": write ")[2])
             if experiment.error is not None or 0 not in probe.values:
                 continue
             values = [x for x in probe.values[0] if isinstance(x, Tensor)]
