@@ -98,8 +98,7 @@ def test_the_file_is_read_without_nanwatch(tmp_path):
     assert "input[1][1] (set)" in document["args"][1][1]["why"]
     assert f"input[2] ({__name__}.Pair)" in document["args"][2]["why"]
     assert "its values do not lie in one block" in document["args"][3]["why"]
-    assert document["state"].keys() == {"weight", "bias"}
-    assert os.listdir(folder) == ["call.pt"]
+    assert (document["state"].keys(), os.listdir(folder)) == ({"weight", "bias"}, ["call.pt"])
 
 
 def test_weights_and_buffers_are_kept_and_tied_ones_once(tmp_path):
@@ -131,8 +130,7 @@ def test_the_situation_is_kept(tmp_path):
     assert Capsule.open(folder / "call.pt").folder == capsule.folder == folder
     assert capsule.device == "cpu"
     assert finding is not None
-    assert capsule.finding == finding
-    assert capsule.autocast == autocast
+    assert (capsule.finding, capsule.autocast) == (finding, autocast)
     assert torch.equal(capsule.rng.torch, rng.torch)
     assert not torch.equal(capsule.rng.torch, torch.get_rng_state())
     assert capsule.versions["torch"] == torch.__version__
@@ -153,8 +151,7 @@ def test_the_largest_weights_are_left_out_first_and_inputs_last(tmp_path):
 
     first, second = ("state[0.weight]", "4,000"), ("state[1.weight]", "800")
     assert left_out(5720) == set()
-    assert left_out(5719) == {first}
-    assert left_out(1719) == {first, second}
+    assert (left_out(5719), left_out(1719)) == ({first}, {first, second})
     biases = {("state[1.bias]", "80"), ("state[0.bias]", "40")}
     assert left_out(0) == {first, second, *biases, ("input[0]", "800")}
 
@@ -165,8 +162,7 @@ def test_a_folder_is_whole_and_never_takes_the_place_of_another(tmp_path, monkey
     (tmp_path / "c.2").write_text("mine")
     (tmp_path / "c.3").symlink_to(tmp_path / "nowhere")
     assert write_capsule(tmp_path / "c", nn.Identity(), "", ()) == tmp_path / "c.4"
-    assert list((tmp_path / "c").iterdir()) == []
-    assert (tmp_path / "c.2").read_text() == "mine"
+    assert (list((tmp_path / "c").iterdir()), (tmp_path / "c.2").read_text()) == ([], "mine")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

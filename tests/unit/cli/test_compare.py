@@ -57,8 +57,7 @@ def test_the_page_has_the_errors_of_the_document(capsys: pytest.CaptureFixture[s
     assert command.main(["compare", *models, "--json", "--html", "compare.html"]) == 1
     document = json.loads(capsys.readouterr().out)
     page = Page(Path("compare.html").read_text(encoding="utf-8"))
-    assert page.unbalanced == []
-    assert page.headline == ["Differ first in 1 (LayerNorm)"]
+    assert (page.unbalanced, page.headline) == ([], ["Differ first in 1 (LayerNorm)"])
     errors = [title.rpartition(" ")[2] for title in page.titles if title.startswith("error, ")]
     assert errors == [f"{module['error']:.4g}" for module in document["modules"] if module["error"]]
     assert [title for title in page.titles if title.startswith("first, 1")]

@@ -20,18 +20,8 @@ from nanwatch.compare.comparer import gap_between
 from nanwatch.compare.models import compare_traces
 from nanwatch.trace.result import Comparison
 from nanwatch.trace.trace_file import Trace
+from support.toys import Does
 from support.watching import watch
-
-
-class Unit(nn.Module):
-    """Module that applies a function."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._function(x)
 
 
 def mlp() -> nn.Sequential:
@@ -40,7 +30,7 @@ def mlp() -> nn.Sequential:
 
 
 def with_step(function: Callable[[Tensor], Tensor]) -> nn.Sequential:
-    return nn.Sequential(nn.Identity(), Unit(function), nn.Identity())
+    return nn.Sequential(nn.Identity(), Does(function), nn.Identity())
 
 
 def first(result: Comparison) -> tuple[str, str]:
@@ -145,7 +135,7 @@ def test_a_difference_that_is_undone_is_a_convention() -> None:
     """A factor that moved from one side of a module to another is a remark, and no fault."""
 
     def folded(factor: float) -> nn.Module:
-        inner = nn.Sequential(Unit(lambda x: x * factor), Unit(lambda x: x / factor))
+        inner = nn.Sequential(Does(lambda x: x * factor), Does(lambda x: x / factor))
         return nn.Sequential(inner, nn.Linear(16, 16))
 
     a, b = folded(1.0), folded(2.0)
@@ -248,7 +238,7 @@ def test_bad_use_is_explained() -> None:
 
 
 def block(function: Callable[[Tensor], Tensor]) -> nn.Sequential:
-    return nn.Sequential(OrderedDict(linear=nn.Linear(16, 16), act=Unit(function)))
+    return nn.Sequential(OrderedDict(linear=nn.Linear(16, 16), act=Does(function)))
 
 
 def tan_is_cos(graph: torch.fx.GraphModule, inputs: object) -> Any:
@@ -318,7 +308,7 @@ def test_a_call_of_a_shared_module_that_one_side_lacks_moves_no_other() -> None:
 def curved(share: float) -> nn.Sequential:
     """Layers around a step with a small term that may be left out."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 16), Unit(lambda x: x + share * x * x), nn.Linear(16, 16))
+    return nn.Sequential(nn.Linear(16, 16), Does(lambda x: x + share * x * x), nn.Linear(16, 16))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -328,7 +318,7 @@ def test_a_difference_that_rounding_hides_is_told_with_its_module(dtype: torch.d
     share = 10 * torch.finfo(dtype).eps / 16
     result = nanwatch.compare(curved(0.0).to(dtype), curved(share).to(dtype), X.to(dtype))
     assert first(result)[0] == "1"
-    words = f"Equal in {name}; the float32 copies differ first in 1 (Unit), 0.00"
+    words = f"Equal in {name}; the float32 copies differ first in 1 (Does), 0.00"
     assert result.headline.startswith(words)
     exact = nanwatch.compare(curved(0.0), curved(share), X)
     assert result.first.error == pytest.approx(exact.first.error, rel=0.05)

@@ -164,8 +164,7 @@ def test_random_numbers_are_those_of_the_start(fail: bool) -> None:
         with raises_if(fail):
             rerun(start)
     after = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
-    assert drawn.values == [first, first]
-    assert before == after
+    assert (drawn.values, before) == ([first, first], after)
 
 
 @pytest.mark.parametrize("fail", [False, True])

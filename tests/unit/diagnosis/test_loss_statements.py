@@ -75,8 +75,7 @@ def test_a_cure_of_the_script_s_own_line() -> None:
     assert cure.works
     assert "kept.sum().clamp(min=1)" in cure.patch
     # The batch of the failure, and nothing behind it.
-    assert len(seen) == 2
-    assert len(list(data)) == 1
+    assert (len(seen), len(list(data))) == (2, 1)
     assert all(torch.equal(a, b) for a, b in zip(held, (weights, torch.get_rng_state()), strict=True))
 
 
@@ -142,25 +141,19 @@ def test_a_policy_whose_distribution_holds_a_graph() -> None:
     assert failure.finding.cures[0].works
 
 
-class Score(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.hidden(x).relu())
-        return result
+def score() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
 
 
 def test_a_loss_that_differentiates_a_model_whose_weights_were_written() -> None:
     """The model is not made anew, by which its units would live: the penalty's root fails at a gradient of zero."""
-    torch.manual_seed(0)
-    model = Score()
+    model = score()
     with failing(model) as (failure, optimizer):
         for step in range(2):
             if step == 0:
                 with torch.no_grad():
-                    model.hidden.bias.fill_(-100.0)
+                    model[0].bias.fill_(-100.0)
             x = BATCH.clone().requires_grad_()
             (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
             loss = (slope.square().sum(-1) + 1 - step).sqrt().mean()  # SqrtBackward0
@@ -171,13 +164,12 @@ def test_a_loss_that_differentiates_a_model_whose_weights_were_written() -> None
 
 def test_a_loss_that_takes_gradients_itself_is_compared_with_float64() -> None:
     """An adaptive weight of two losses divides by the norm of a gradient, which is 0."""
-    torch.manual_seed(0)
-    model = Score()
+    model = score()
     with failing(model) as (failure, optimizer):
         out = model(BATCH)
         first, second = out.square().mean(), out.clamp(max=-100.0).mean()
         norms = [
-            torch.autograd.grad(x, model.head.weight, retain_graph=True)[0].norm() for x in (first, second)
+            torch.autograd.grad(x, model[2].weight, retain_graph=True)[0].norm() for x in (first, second)
         ]
         loss = first + norms[0] / norms[1] * (second + 100)
         loss.backward()
@@ -283,14 +275,9 @@ def test_what_may_not_run_twice_is_not_run(way: str) -> None:
         )
 
 
-class Inputs:
-    x = torch.zeros(4, 3)
-
-
 def test_the_samples_of_a_batch_that_an_attribute_holds() -> None:
     """They are those of the model's outputs, as nothing that the loss reads could be cut."""
-    model, inputs = Net(), Inputs()
-    inputs.x = BATCH * torch.tensor([1.0, 1.0, 0.0, 1.0])[:, None]
+    model, inputs = Net(), SimpleNamespace(x=BATCH * torch.tensor([1.0, 1.0, 0.0, 1.0])[:, None])
     with torch.no_grad():
         model.head.bias.zero_()
     with failing(model) as (failure, optimizer):

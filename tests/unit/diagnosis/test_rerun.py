@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from nanwatch import NonFiniteError, Report
 from nanwatch.diagnosis import batch_snapshot
 from nanwatch.instrumentation import slot
-from support.toys import fault_of
+from support.toys import Does, fault_of
 from support.watching import watch
 
 
@@ -54,8 +54,7 @@ def test_which_actions_run_a_batch_again_unasked(how: Any) -> None:
             finding = w.report().finding
             assert finding is not None
             is_run = asked or (asked is None and how == "call")
-            assert (finding.operation is not None) == is_run
-            assert model.calls == 1
+            assert (finding.operation is not None, model.calls) == (is_run, 1)
             assert seen == ([w.report()] if how == "call" else [])
             assert ("rerun=True (--rerun)" in w.report().to_text()) == (asked is None and not is_run)
 
@@ -108,30 +107,24 @@ def test_an_error_met_inside_a_forward_is_complete_outside(wraps: bool) -> None:
     met: list[NonFiniteError] = []
     inside: list[Report] = []
 
-    class Meets(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.log = Log()
+    def meets(log: nn.Module, x: Tensor) -> Tensor:
+        try:
+            return log(x)
+        except NonFiniteError as error:
+            met.append(error)
+            error.mine = "a note"  # type: ignore[attr-defined]
+            inside.append(error.report)
+            if wraps:
+                raise LookupError("mine") from error
+            raise
 
-        def forward(self, x: Tensor) -> Tensor:
-            try:
-                return self.log(x)
-            except NonFiniteError as error:
-                met.append(error)
-                error.mine = "a note"  # type: ignore[attr-defined]
-                inside.append(error.report)
-                if wraps:
-                    raise LookupError("mine") from error
-                raise
-
-    model = Meets()
+    model = Does(meets, Log())
     with watch(model), pytest.raises(LookupError if wraps else NonFiniteError) as left:
         model(torch.zeros(2))
     error = left.value.__cause__ if wraps else left.value
     assert error is met[0]
     assert inside[0].finding.operation is None  # no re-run inside the forward
-    assert vars(error)["mine"] == "a note"
-    assert met[0].report.finding.operation == "aten.log.default"
+    assert (vars(error)["mine"], met[0].report.finding.operation) == ("a note", "aten.log.default")
     copied = pickle.loads(pickle.dumps(met[0]))
     assert copied.report == met[0].report
 

@@ -15,6 +15,7 @@ from nanwatch.diagnosis.search import find_operation
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
 from support.examined import comment_of, snapshot_of
+from support.gradient_models import failing_backward
 from support.recorders import WITH_DEVICE, watched
 from support.toys import Does, fault_of
 from support.training import assert_same_bits
@@ -93,8 +94,7 @@ def test_hooks_and_other_watches_are_not_called_for_it() -> None:
     model[0].weight.register_hook(lambda g: calls.append(g.max().item()))
     with watch(model, gradients=True, on_nonfinite="record") as other, watch(model, gradients=True):
         finding = fault_of(with_a_closure, optimizer, closure_of(optimizer, lambda: loss_of(model))).finding
-        assert len([f for f in other.frames if f.phase == "backward"]) == 2
-        assert other.skipped_steps == ()
+        assert (len([f for f in other.frames if f.phase == "backward"]), other.skipped_steps) == (2, ())
     assert (finding.operation, len(calls)) == ("MulBackward0", 1)
     assert list(model[0]._parameters) == ["weight"]
     assert model[0].weight is optimizer.param_groups[0]["params"][0]
@@ -111,28 +111,23 @@ def test_a_loss_that_may_not_run_again_leaves_the_model() -> None:
     assert any("found by running the batch without its loss" in remark for remark in finding.remarks)
 
 
-class Shares(nn.Module):
+def shares(body: nn.Module, head: nn.Module, x: Tensor) -> Tensor:
     """Divides what `head` gets too: the derivative at 0 / 0 adds to the gradient of `head`'s input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.body(x)
-        ratio = h.sum(-1) / x.sum(-1)
-        return torch.where(x.sum(-1) > 0, ratio, 0.0) + self.head(h).squeeze(-1)
+    h = body(x)
+    ratio = h.sum(-1) / x.sum(-1)
+    return torch.where(x.sum(-1) > 0, ratio, 0.0) + head(h).squeeze(-1)
 
 
 def test_code_of_the_parent_that_shares_a_tensor_is_not_the_modules() -> None:
     """`head` alone is finite, and so is the model without the division: why says what the operation says."""
-    model = nn.Sequential(Shares())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with watch(model, gradients=True):
-        model(torch.tensor([[1.0, 1.0], [0.0, 0.0]])).sum().backward()
-        report = fault_of(optimizer.step)
+    model = nn.Sequential(Does(shares, nn.Linear(2, 2), nn.Linear(2, 1)))
+    report = failing_backward(model, torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
     finding = report.finding
-    assert (finding.module, finding.label, finding.operation) == ("0.head", "input[0].grad", "DivBackward0")
+    assert (finding.module, finding.label, finding.operation) == (
+        "0.parts.1",
+        "input[0].grad",
+        "DivBackward0",
+    )
     assert (finding.origin, finding.source_module) == ("received", "0")
     assert "it came out of the backward of 0, which" in str(report)
 
@@ -144,9 +139,7 @@ def test_a_gradient_that_another_user_of_the_weight_made() -> None:
     model = Does(lambda linear, divides, x: linear(x) + divides(x), linear, divides)
     x = torch.tensor([0.0, 1.0])
     start = snapshot_of(model, (x,), {})
-    with watch(model, gradients=True, rerun=False):
-        model(x).sum().backward()
-        finding = fault_of(torch.optim.SGD(model.parameters()).step).finding
+    finding = failing_backward(model, x, rerun=False).finding
     assert (finding.module, finding.label, finding.origin) == ("parts.0", "weight.grad", "produced")
     for module, made_in in ("parts.0", "parts.1"), ("parts.1", None):
         seen = find_operation(start, replace(finding, module=module), model=model)
@@ -168,23 +161,12 @@ class PlainNorm(torch.autograd.Function):
         return gradient - x / norm * gradient.sum(-1, keepdim=True)  # aten.div.Tensor
 
 
-class Normed(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return PlainNorm.apply(x)
-
-
-class Energy(nn.Module):
-    """Forces are the gradient of an energy, which a helper takes, of distances that are 0 on the diagonal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        squared = (x[:, None] - x[None]).square().sum(-1)
-        distances = squared.sqrt()  # SqrtBackward0
-        return derivative(self.net(distances[..., None]).sum(), x)
+def forces(net: nn.Module, x: Tensor) -> Tensor:
+    """The gradient of an energy, which a helper takes, of distances that are 0 on the diagonal."""
+    x = x.detach().requires_grad_()
+    squared = (x[:, None] - x[None]).square().sum(-1)
+    distances = squared.sqrt()  # SqrtBackward0
+    return derivative(net(distances[..., None]).sum(), x)
 
 
 def derivative(y: Tensor, x: Tensor) -> Tensor:
@@ -192,7 +174,11 @@ def derivative(y: Tensor, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("layer", "size", "operation"), [(Normed(), 0.0, "aten.div.Tensor"), (Energy(), 1.0, "SqrtBackward0")]
+    ("layer", "size", "operation"),
+    [
+        (Does(PlainNorm.apply), 0.0, "aten.div.Tensor"),
+        (Does(forces, nn.Linear(1, 1)), 1.0, "SqrtBackward0"),
+    ],
 )
 def test_the_line_is_where_the_operation_was_written(layer: nn.Module, size: float, operation: str) -> None:
     """In a Python backward, or in the forward whose derivative a helper takes."""
@@ -225,27 +211,12 @@ class Elsewhere(torch.autograd.Function):
 def test_a_backward_that_no_operation_shows_is_named() -> None:
     """By its node, at the line of the forward."""
     model = Does(lambda part, x: Elsewhere.apply(part(x)), Product())
-    with watch(model, gradients=True):
-        model(torch.ones(2)).sum().backward()
-        finding = fault_of(torch.optim.SGD(model.parameters()).step).finding
+    finding = failing_backward(model, torch.ones(2)).finding
     assert finding.operation == comment_of(finding) == "ElsewhereBackward"
 
 
-class Checkpointed(nn.Module):
-    """The root of zero inside a re-entrant checkpoint has a finite value and no finite gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(torch.sqrt, self.linear(x), use_reentrant=True)
-
-
 def test_a_reentrant_checkpoint_is_looked_into() -> None:
-    """Its own backward can give no gradient of chosen tensors, as a re-run asks for."""
-    model = Checkpointed()
-    with watch(model, gradients=True):
-        model(torch.zeros(1, 2)).sum().backward()
-        finding = fault_of(torch.optim.SGD(model.parameters()).step).finding
+    """Its own backward can give no gradient of chosen tensors, as a re-run asks for: here of the root of zero."""
+    root = lambda linear, x: checkpoint(torch.sqrt, linear(x), use_reentrant=True)  # noqa: E731
+    finding = failing_backward(Does(root, nn.Linear(2, 2, bias=False)), torch.zeros(1, 2)).finding
     assert (finding.operation, finding.source_module) == ("SqrtBackward0", "")

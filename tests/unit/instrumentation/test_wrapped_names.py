@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from nanwatch.instrumentation.wrapped_names import find_module, named_modules, unwrapped
-from support.toys import Scale, mlp, names
+from support.toys import Scale, names
 from support.watching import watch
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -93,21 +93,3 @@ def test_a_module_wrapped_while_it_is_watched_keeps_its_name(wrapper: str) -> No
         unwrapped(model[1]).append(Scale())  # type: ignore[operator]
         model(torch.ones(1))
     assert [name for _, name in names(w)] == ["0", "1.0", "1.1", "1", ""]
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"modules": "0"}, ["0"]),
-        ({"modules": "module.0"}, ["0"]),
-        ({"modules": "module.*"}, ["0", "1", "2", ""]),
-        ({"modules": ["module", "2"]}, ["2", ""]),
-        ({"ignore_modules": ["module.1", "2"]}, ["0", ""]),
-    ],
-)
-def test_patterns_with_and_without_the_prefix(options: dict[str, Any], expected: list[str]) -> None:
-    """Both ways to write a name choose the same modules of a wrapped model."""
-    model = nn.DataParallel(mlp())
-    with watch(model, **options) as w:
-        model(torch.randn(2, 3))
-    assert [name for _, name in names(w)] == expected

@@ -11,20 +11,14 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.records.record import Note
-from support.toys import fault_of
+from support.toys import Does, fault_of
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
 
 
-class Scores(nn.Module):
+def scores(last: nn.Module, mask: Tensor, value: float = -torch.inf) -> nn.Module:
     """Scores masked in the model's own code, and handed to a module."""
-
-    def __init__(self, last: nn.Module, mask: Tensor, value: float = -torch.inf) -> None:
-        super().__init__()
-        self.last, self.mask, self.value = last, mask, value
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(x.masked_fill(self.mask, self.value))
+    return Does(lambda last, x: last(x.masked_fill(mask, value)), last)
 
 
 CAUSAL = torch.ones(4, 4, dtype=torch.bool).triu(1)
@@ -39,16 +33,14 @@ def notes(model: nn.Module, x: Tensor) -> list[str]:
     return [record.note for frame in w.frames for record in frame.records]
 
 
-class Calls(nn.Module):
+def calls(last: nn.Module, arguments: Callable[[Tensor], Mapping[str, Any]]) -> nn.Module:
     """A module called with what the function makes of x, as attention or a loss is."""
 
-    def __init__(self, last: nn.Module, arguments: Callable[[Tensor], Mapping[str, Any]]) -> None:
-        super().__init__()
-        self.last, self.arguments = last, arguments
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = self.last(**self.arguments(x))
+    def forward(last: nn.Module, x: Tensor) -> Tensor:
+        output = last(**arguments(x))
         return output[0] if isinstance(output, tuple) else output
+
+    return Does(forward, last)
 
 
 class Attention(nn.Module):
@@ -62,21 +54,21 @@ ALIBI = -(torch.arange(4)[:, None] - torch.arange(4)).abs() * 0.5
 BIAS = ALIBI.masked_fill(CAUSAL, -torch.inf)
 CLASSES = torch.tensor([0, 0, 0, 1]).bool()
 MASKED = {
-    "softmax": Scores(nn.Softmax(-1), CAUSAL),
-    "log-softmax": Scores(nn.LogSoftmax(2), CAUSAL),
-    "multi-head attention": Calls(
+    "softmax": scores(nn.Softmax(-1), CAUSAL),
+    "log-softmax": scores(nn.LogSoftmax(2), CAUSAL),
+    "multi-head attention": calls(
         nn.MultiheadAttention(4, 2, batch_first=True),
         lambda x: {"query": x, "key": x, "value": x, "attn_mask": BIAS},
     ),
-    "own attention": Calls(Attention(), lambda x: {"x": x, "attn_bias": BIAS}),
-    "classes of a loss": Calls(
+    "own attention": calls(Attention(), lambda x: {"x": x, "attn_bias": BIAS}),
+    "classes of a loss": calls(
         nn.CrossEntropyLoss(),
         lambda x: {
             "input": x.masked_fill(CLASSES[:, None], -torch.inf),
             "target": torch.zeros(2, 4, dtype=torch.long),
         },
     ),
-    "maximum of what is padded": Calls(
+    "maximum of what is padded": calls(
         nn.AdaptiveMaxPool1d(2), lambda x: {"input": nn.functional.pad(x, (1, 1), value=-torch.inf)}
     ),
 }
@@ -92,20 +84,20 @@ def test_masks_are_no_failure(name: str) -> None:
 
 
 UNMASKED = {
-    "a row without a score": (Scores(nn.Softmax(-1), EMPTY_ROW), "input[0]"),
-    "inf in scores": (Scores(nn.Softmax(-1), CAUSAL, torch.inf), "input[0]"),
-    "nan in scores": (Scores(nn.Softmax(-1), CAUSAL, torch.nan), "input[0]"),
-    "a mask of no softmax": (Scores(nn.ReLU(), CAUSAL), "input[0]"),
+    "a row without a score": (scores(nn.Softmax(-1), EMPTY_ROW), "input[0]"),
+    "inf in scores": (scores(nn.Softmax(-1), CAUSAL, torch.inf), "input[0]"),
+    "nan in scores": (scores(nn.Softmax(-1), CAUSAL, torch.nan), "input[0]"),
+    "a mask of no softmax": (scores(nn.ReLU(), CAUSAL), "input[0]"),
     "a query is no mask": (
-        Calls(nn.MultiheadAttention(4, 2), lambda x: {"query": x + BIAS, "key": x, "value": x}),
+        calls(nn.MultiheadAttention(4, 2), lambda x: {"query": x + BIAS, "key": x, "value": x}),
         "input[query]",
     ),
     "an empty row": (
-        Calls(Attention(), lambda x: {"x": x, "attn_bias": BIAS.masked_fill(EMPTY_ROW, -torch.inf)}),
+        calls(Attention(), lambda x: {"x": x, "attn_bias": BIAS.masked_fill(EMPTY_ROW, -torch.inf)}),
         "input[attn_bias]",
     ),
     "a class that is the target": (
-        Calls(
+        calls(
             nn.CrossEntropyLoss(),
             lambda x: {
                 "input": x.mean(1).masked_fill(CLASSES, -torch.inf),
@@ -123,7 +115,7 @@ def test_what_is_no_mask_is_a_failure(name: str) -> None:
     model, label = UNMASKED[name]
     with nanwatch.watch(model, rerun=False):
         finding = fault_of(model, torch.randn(2, 4, 4)).finding
-    assert (finding.module, finding.label) == ("last", label)
+    assert (finding.module, finding.label) == ("parts.0", label)
 
 
 class Missing(nn.Module):

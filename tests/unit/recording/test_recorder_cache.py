@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
 from support.long_reads import during_the_read, long_to_read
-from support.toys import Own, fault_of, fresh, latest, seen
+from support.toys import Does, Own, fault_of, fresh, latest, seen
 from support.watching import watch
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder remembers nothing")
@@ -23,16 +23,9 @@ NAN = float("nan")
 OTHER = torch.optim.SGD([nn.Parameter(torch.ones(1))])
 
 
-class Then(nn.Module):
-    """Calls its part on what `between` makes of the input."""
-
-    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.second = nn.Identity(), nn.Identity()
-        self.between = between
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.between(self.first(x)))
+def then(between: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Calls a second part on what `between` makes of the output of the first."""
+    return Does(lambda first, second, x: second(between(first(x))), nn.Identity(), nn.Identity())
 
 
 class Table(nn.Module):
@@ -97,8 +90,7 @@ def test_a_mask_is_recognised_once() -> None:
         rows = [
             row for frame in w.frames for row in frame.records if row.label in ("input[1]", "input[bias]")
         ]
-        assert len(rows) == 6
-        assert {str(row.note) for row in rows} == {"mask"}
+        assert (len(rows), {str(row.note) for row in rows}) == (6, {"mask"})
         assert w.counters["cache_hits"] >= 5
         mask[3, 3] = NAN
         model[0](torch.ones(8, 8), mask)
@@ -231,8 +223,7 @@ def test_running_statistics_are_current_in_training(calls: int) -> None:
             model(torch.randn(6, 3))
     frames = [frame for frame in w.frames if frame.class_name == "BatchNorm1d"]
     found = [(r.abs_min, r.abs_max) for frame in frames for r in frame.records if r.label == "running_var"]
-    assert found == current
-    assert w.counters["stale_hits"] == 0
+    assert (found, w.counters["stale_hits"]) == (current, 0)
 
 
 def test_freed_activations_are_not_taken_for_their_successors() -> None:
@@ -253,8 +244,7 @@ def test_freed_activations_are_not_taken_for_their_successors() -> None:
     # The allocator decides whether the address of the data comes again too.
     assert len(set(identities)) < 25, "nothing collides here: the test shows nothing"
     found = [(r.abs_min, r.abs_max) for frame in w.frames[:-1] for r in frame.records if r.role == "output"]
-    assert found == ranges
-    assert w.counters["stale_hits"] == 0
+    assert (found, w.counters["stale_hits"]) == (ranges, 0)
 
 
 IN_BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -273,19 +263,19 @@ IN_BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("between", IN_BETWEEN.values(), ids=IN_BETWEEN)
 def test_an_activation_changed_between_two_modules_is_read_again(between: Any) -> None:
     """In-place operations, views and new storage between two calls: the second frame has the new range."""
-    model = Then(between)
+    model = then(between)
     x = torch.arange(1.0, 7.0).reshape(2, 3)
     with watch(model, verify_hits=True) as w:
         output = model(x)
-    assert seen(w, "input[0]", "second") == seen(w, "output", "second") == fresh(output)
-    assert latest(w, "output", "second").shape == tuple(output.shape)
+    assert seen(w, "input[0]", "parts.1") == seen(w, "output", "parts.1") == fresh(output)
+    assert latest(w, "output", "parts.1").shape == tuple(output.shape)
     assert w.counters["stale_hits"] == 0
 
 
 def test_tensors_without_a_version_counter_are_read_each_time() -> None:
     """Nothing signals a change of a tensor made in inference mode: no hit, and every range is current."""
     with torch.inference_mode():
-        model = nn.Sequential(Own(), Then(lambda x: (x.data.mul_(3), x)[1]))
+        model = nn.Sequential(Own(), then(lambda x: (x.data.mul_(3), x)[1]))
         model[0].weight = nn.Parameter(torch.ones(2), requires_grad=False)
         assert model[0].weight.is_inference()
         with watch(model) as w:
@@ -293,7 +283,7 @@ def test_tensors_without_a_version_counter_are_read_each_time() -> None:
                 model[0].weight.mul_(2)
                 output = model(torch.ones(2))
                 assert seen(w, "weight", "0") == (2.0 ** (batch + 1), 2.0 ** (batch + 1))
-                assert seen(w, "input[0]", "1.second") == fresh(output) == (3.0, 3.0)
+                assert seen(w, "input[0]", "1.parts.1") == fresh(output) == (3.0, 3.0)
     assert w.counters["cache_hits"] == 0
 
 

@@ -101,8 +101,7 @@ def test_a_model_over_several_devices_and_streams_and_the_host() -> None:
         model = Moves()
         with watch(model, act_at="batch") as w:
             model(torch.ones(3))
-            assert device.launches == [2, 2, 1, 1]
-            assert device.waits == 3
+            assert (device.launches, device.waits) == ([2, 2, 1, 1], 3)
     assert names(w) == [(0, "a"), (0, "b"), (0, "c"), (0, "")]
     assert [r.abs_max for r in w.frames[-1].records] == [1, 2, 2, 2]
 

@@ -27,6 +27,16 @@ class Output:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+class Box:
+    """A type of the user's, registered with torch.utils._pytree."""
+
+    def __init__(self, *content: Tensor) -> None:
+        self.content = content
+
+
+_pytree.register_pytree_node(Box, lambda box: (list(box.content), None), lambda content, _: Box(*content))
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -42,6 +52,7 @@ class Output:
         (Pair(X, {"k": Y}), [("output[0]", X), ("output[1][k]", Y)]),
         (Output(X, extra={"z": Z}), [("output[logits]", X), ("output[loss]", None), ("output[extra][z]", Z)]),
         (torch.max(torch.eye(2), 0)[:1], [("output[0]", None)]),
+        (Box(X, Y), [("output[0]", X), ("output[1]", Y)]),
         ((), []),
     ],
 )
@@ -51,19 +62,6 @@ def test_labels_say_how_to_reach_the_leaf(value: Any, expected: list[tuple[str, 
     assert [label for label, _ in found] == [label for label, _ in expected]
     for (_, leaf), (_, wanted) in zip(found, expected, strict=True):
         assert leaf is wanted or wanted is None
-
-
-class Box:
-    """A type of the user's."""
-
-    def __init__(self, *content: Tensor) -> None:
-        self.content = content
-
-
-def test_registered_pytrees_are_entered() -> None:
-    """A type registered with torch.utils._pytree gives its children by position."""
-    _pytree.register_pytree_node(Box, lambda box: (list(box.content), None), lambda content, _: Box(*content))
-    assert [label for label, _ in leaves(Box(X, Y), "output")] == ["output[0]", "output[1]"]
 
 
 class Slotted:

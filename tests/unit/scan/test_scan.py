@@ -41,8 +41,7 @@ def test_planted_faults_are_named_with_their_place(layers, tmp_path):
     assert by_name["layers.1.w.weight"].first_dead_rows == (2,)
     assert names(result, "dead") == ["layers.1.w.weight"]
     assert names(result, "outlier") == ["layers.2.w.weight"]
-    assert names(result, "subnormal") == ["layers.5.w.weight"]
-    assert names(result, "mask") == ["mask"]
+    assert (names(result, "subnormal"), names(result, "mask")) == (["layers.5.w.weight"], ["mask"])
     assert names(result, "all zero") == ["bias\x1b[31m"]
     assert "\x1b" not in result.to_text()
     assert sorted(names(result, "range")) == ["big"] * 2 + ["layers.5.w.weight"] * 2 + ["second.moment"]
@@ -65,8 +64,7 @@ def test_a_tensor_of_many_parts_is_read_whole(share, tmp_path, monkeypatch):
     assert by_name["x"].fingerprint == nanwatch.fingerprint(x)
     dead = (x == 0).all(1).nonzero().flatten().tolist()
     assert (by_name["x"].dead_rows, by_name["x"].first_dead_rows) == (len(dead), tuple(dead[:5]))
-    assert by_name["empty"].health.numel == 0
-    assert by_name["scalar"].health.abs_max == 2.0
+    assert (by_name["empty"].health.numel, by_name["scalar"].health.abs_max) == (0, 2.0)
     assert steps
 
 

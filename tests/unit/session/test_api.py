@@ -60,17 +60,22 @@ def test_record_keeps_the_start_of_the_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "names"),
+    ("wrap", "options", "names"),
     [
-        ({"modules": ["0.?", "1"]}, ["0.0", "0.1", "1"]),
-        ({"ignore_modules": "0.*"}, ["0", "1", ""]),
-        ({"modules": "0*", "ignore_modules": ("*.1",)}, ["0.0", "0"]),
-        ({"modules": "(root)"}, [""]),
+        (nn.Sequential, {"modules": ["0.0.?", "0.1"]}, ["0.0.0", "0.0.1", "0.1"]),
+        (nn.Sequential, {"ignore_modules": "0.0.*"}, ["0.0", "0.1", "0", ""]),
+        (nn.Sequential, {"modules": "0.0*", "ignore_modules": ("*.1",)}, ["0.0.0", "0.0"]),
+        (nn.Sequential, {"modules": "(root)"}, [""]),
+        (nn.DataParallel, {"modules": "1"}, ["1"]),
+        (nn.DataParallel, {"modules": "module.1"}, ["1"]),
+        (nn.DataParallel, {"modules": "module.*"}, ["0.0", "0.1", "0", "1", ""]),
+        (nn.DataParallel, {"modules": ["module", "1"]}, ["1", ""]),
+        (nn.DataParallel, {"ignore_modules": ["module.0*", "1"]}, [""]),
     ],
 )
-def test_patterns_choose_modules(options: dict[str, Any], names: list[str]) -> None:
-    """Glob patterns on the names choose the frames; a batch is still a call of the root."""
-    model = nn.Sequential(nn.Sequential(Scale(), Scale()), Scale())
+def test_patterns_choose_modules(wrap: type[nn.Module], options: dict[str, Any], names: list[str]) -> None:
+    """By names with or without a wrapper's prefix, as globs; a batch is still a call of the root."""
+    model = wrap(nn.Sequential(nn.Sequential(Scale(), Scale()), Scale()))
     with watch(model, **options) as w:
         model(torch.ones(1))
         model(torch.ones(1))

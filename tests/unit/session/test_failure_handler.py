@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nanwatch import Report
 from support.gradient_models import Sick
-from support.toys import Scale, fault_of
+from support.toys import Does, Scale, fault_of
 from support.watching import watch
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
@@ -179,23 +179,17 @@ class Asserting(nn.Module):
         return x
 
 
-class Times(nn.Module):
-    """Multiplies by a number between the calls of its modules."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor, self.part = factor, Asserting(1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.part(x * self.factor)
+def times(factor: float) -> nn.Module:
+    """Multiplies in its own code before it calls its part."""
+    return nn.Sequential(Does(lambda part, x: part(x * factor), Asserting(1.0)))
 
 
 @pytest.mark.parametrize(
     ("model", "x", "found"),
     [
         (Asserting(INF), 1.0, ("", "weight", "weight", None)),
-        (nn.Sequential(Times(INF)), 1.0, ("0.part", "input[0]", "received", "0")),
-        (nn.Sequential(Times(1.0)), INF, ("", "input[0]", "data", None)),
+        (times(INF), 1.0, ("0.parts.0", "input[0]", "received", "0")),
+        (times(1.0), INF, ("", "input[0]", "data", None)),
     ],
 )
 def test_an_assertion_is_told_what_it_was_given(model: nn.Module, x: float, found: tuple[Any, ...]) -> None:
@@ -218,13 +212,12 @@ def test_a_weight_that_is_not_read_is_no_finding() -> None:
 def test_an_exception_without_a_fault_is_left_alone(error: BaseException) -> None:
     """Nothing is noted, nothing found, and the watch knows how its latest batch ended."""
 
-    class Refuses(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if x.sum() > 1:
-                raise error
-            return x
+    def refuses(x: Tensor) -> Tensor:
+        if x.sum() > 1:
+            raise error
+        return x
 
-    model = nn.Sequential(Scale(), Refuses())
+    model = nn.Sequential(Scale(), Does(refuses))
     with watch(model, forecast=False, on_nonfinite="record") as w:
         model(torch.ones(1))
         assert not w._failures.ended_by_exception
@@ -239,19 +232,14 @@ def test_what_a_forward_catches_is_not_noted() -> None:
     """The batch goes on: a call that a forward tried is no failure."""
     caught: list[BaseException] = []
 
-    class Tries(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = Asserting(1.0)
+    def tries(part: nn.Module, x: Tensor) -> Tensor:
+        try:
+            return part(x / 0)
+        except AssertionError as error:
+            caught.append(error)
+            return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            try:
-                return self.part(x / 0)
-            except AssertionError as error:
-                caught.append(error)
-                return x
-
-    model = Tries()
+    model = Does(tries, Asserting(1.0))
     with watch(model) as w:
         model(torch.ones(1))
     assert (len(caught), notes_of(caught[0]), w.report().finding) == (1, [], None)

@@ -50,8 +50,7 @@ def test_steps_that_a_scaler_skips_are_counted(recorder: str, kind: dict[str, An
             "skipped step (scale 262144 → 131072)",
             "skipped step (scale 131072 → 65536)",
         ]
-        assert [step.batch for step in w.skipped_steps] == [0, 1, 2]
-        assert w.counters["skipped_steps"] == 3
+        assert ([step.batch for step in w.skipped_steps], w.counters["skipped_steps"]) == ([0, 1, 2], 3)
         report = w.report()
     assert report.finding is None
     assert "Batch 0: skipped step (scale 524288 → 262144)." in report.to_text()
@@ -231,8 +230,7 @@ def test_what_the_user_mends_or_drops_is_no_failure() -> None:
     lines = [str(warning.message).partition(" in the backward of batch ")[2] for warning in caught]
     assert [line.partition(";")[0] for line in lines] == ["0", "1", "3"]
     assert "nothing was stopped" in lines[0]
-    assert caught[0].filename == __file__
-    assert w.counters["untaken_backwards"] == 5
+    assert (caught[0].filename, w.counters["untaken_backwards"]) == (__file__, 5)
 
 
 @pytest.mark.parametrize("recorder", WITH_DEVICE)

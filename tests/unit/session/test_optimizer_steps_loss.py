@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nanwatch import NonFiniteError, Report
-from support.toys import Root, fault_of
+from support.examined import comment_of
+from support.toys import Does, Root, fault_of
 from support.watching import watch
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
@@ -80,14 +81,9 @@ def test_a_backward_from_an_edge_of_the_graph() -> None:
     assert torch.equal(model.weight.grad, torch.ones(1, 2))
 
 
-class Cube(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x**3
-
-
 def test_a_skipped_step_is_not_blamed_for_the_next_forward() -> None:
     """The scaler has skipped the step of the bad backward, so a forward that fails then has a cause of its own."""
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), Cube())
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), Does(lambda x: x**3))
     nn.init.ones_(model[0].weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
@@ -113,7 +109,7 @@ def test_a_nan_loss_of_finite_gradients_is_raised_by_its_backward() -> None:
     finding = error.value.report.finding
     assert (finding.module, finding.label, finding.value) == ("(loss)", "output", "nan")
     assert (finding.is_of_loss, finding.operation) == (True, "aten.div.Tensor")
-    assert Path(__file__).read_text().splitlines()[finding.place.line - 1].endswith("# divides")
+    assert comment_of(finding) == "divides"
     assert finding.cures[0].works
     assert model.weight.grad is not None
     assert torch.isfinite(model.weight.grad).all()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch import watch
+from support.examined import comment_of
 from support.recorders import WITH_DEVICE, watched
 from support.toys import fault_of
 
@@ -177,8 +177,7 @@ def test_who_wrote_what_the_batch_holds(write: Callable[[Tensor], None], recorde
     assert (finding.module, finding.label) == ("", "input[0]")
     assert finding.origin == ("data" if write is leave else "produced")
     if write is not leave:
-        line = Path(__file__).read_text().splitlines()[finding.place.line - 1]
-        assert line.endswith(f"# {write.__name__}")
+        assert comment_of(finding) == write.__name__
         assert not any("came in with" in remark for remark in finding.remarks)
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from nanwatch import watch
 from nanwatch.diagnosis.patching.rounds import says_count
 from nanwatch.report.finding import Cure, Finding
+from support.gradient_models import failing_backward
 from support.toys import Does, fault_of
 
 INF = float("inf")
@@ -36,18 +37,7 @@ class Ratio(nn.Module):
 
 def failed(model: nn.Module, *args: Tensor, **options: Any) -> Finding:
     with watch(model, **options):
-        finding = fault_of(model, *args).finding
-    assert finding is not None
-    return finding
-
-
-def backward_of(model: nn.Module, x: Tensor) -> Finding:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(model, gradients=True):
-        model(x).sum().backward()
-        finding = fault_of(optimizer.step).finding
-    assert finding is not None
-    return finding
+        return fault_of(model, *args).finding
 
 
 def works(finding: Finding) -> Cure:
@@ -158,7 +148,7 @@ def test_a_statement_in_between_may_move() -> None:
     """The change is judged at the results: exp(85) is finite and changes, and the clamp behind it takes both."""
     linear = nn.Linear(1, 1, bias=False)
     nn.init.ones_(linear.weight)
-    cure = works(backward_of(Does(bounded, linear), torch.tensor([[1.0], [85.0], [95.0]])))
+    cure = works(failing_backward(Does(bounded, linear), torch.tensor([[1.0], [85.0], [95.0]])).finding)
     assert new_lines(cure) == ["k = gap.clamp(max=80).exp() - gap - 1"]
     assert "moves 2 of 3 elements that float64 gives as finite" in cure.effect
 
@@ -205,8 +195,7 @@ def test_an_option_is_given_to_all_modules_of_a_kind() -> None:
 def test_code_without_source_has_no_change_and_says_why() -> None:
     """A function that was made by exec has no line; the finding is whole without it."""
     finding = failed(Does(eval(compile("lambda x: x / x.sum()", "<made>", "eval"))), torch.zeros(3))
-    assert finding.operation == "aten.div.Tensor"
-    assert finding.cures == ()
+    assert (finding.operation, finding.cures) == ("aten.div.Tensor", ())
     assert any("not at hand" in remark for remark in finding.remarks)
 
 
