@@ -185,21 +185,6 @@ def test_writing_changes_nothing_of_the_call(tmp_path):
     assert versions == [p._version for p in model.parameters()]
 
 
-class Ratio(nn.Module):
-    """Takes its two tensors as a named tuple."""
-
-    def forward(self, pair: Pair) -> Tensor:
-        return pair.first / pair.second
-
-
-def test_the_report_of_a_failure_names_what_its_capsule_leaves_out(tmp_path):
-    model = Ratio()
-    with nanwatch.watch(model, output_dir=tmp_path, black_box=False), pytest.raises(nanwatch.NonFiniteError):
-        model(Pair(torch.zeros(2), torch.zeros(2)))
-    text = next(tmp_path.glob("batch-0/report.txt")).read_text()
-    assert f"Note:  the capsule leaves out input[0] ({__name__}.Pair); its list left_out says why" in text
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return write_capsule(tmp_path / "c", mlp(), "", (torch.randn(2, 3), [{"a": 1}])) / "call.pt"

@@ -256,13 +256,6 @@ def test_bad_use(tmp_path, capsys):
         assert ("required: SCRIPT\n" in capsys.readouterr().err) == (not arguments)
 
 
-def test_the_traceback_begins_in_the_script(tmp_path, capsys):
-    """No frame of nanwatch stands before the script's."""
-    assert in_process(tmp_path, "net(x[:, :1])\n") == 1
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith('  File "')]
-    assert lines[0].split('"')[1] == str(tmp_path / "script.py")
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -30,6 +30,7 @@ def test_a_failure_has_its_forms_and_its_patch(tmp_path: Path) -> None:
         made = tmp_path / name
         assert (made / "cure.patch").read_text() == cures[1].patch
         saved = Report.from_json((made / "report.json").read_text())
+        assert saved == incident.report
         assert {Path(one).name for one in saved.finding.files} >= {"report.json", "report.txt", "cure.patch"}
         assert all(Path(one).exists() for one in incident.finding.files)
         assert "no capsule was written: no call was seen" in incident.finding.remarks[-1]

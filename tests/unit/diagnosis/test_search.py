@@ -310,21 +310,6 @@ def test_a_second_run_that_raises() -> None:
     assert model._compiled_call_impl is None
 
 
-def test_an_error_after_the_bad_value() -> None:
-    """Findings made before the re-run raised are kept."""
-    runs: list[int] = []
-
-    def forward(part: nn.Module, x: Tensor) -> Tensor:
-        y = part(x)
-        runs.append(1)
-        if len(runs) > 1:
-            raise RuntimeError("not again")
-        return y
-
-    _, seen = look(Does(forward, Does(exponential)), torch.ones(2))
-    assert (seen.step.operation, seen.transient) == ("aten.exp.default", False)
-
-
 def test_a_value_is_followed_through_a_sparse_matrix() -> None:
     """The log knows what wrote a sparse matrix, such as the inverse degrees of a graph."""
     edges = torch.tensor([[0, 1], [1, 0]])

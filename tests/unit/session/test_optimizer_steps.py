@@ -300,27 +300,6 @@ def test_a_learning_rate_that_is_not_finite_stops_the_step(options: dict[str, bo
     assert (recorded.label, recorded.remarks) == ("lr[0]", ())
 
 
-def test_the_other_ways_to_act() -> None:
-    """warn warns, record records, a callable is called: at the step, once, and the step is made."""
-    called: list[Report] = []
-    for action in ("warn", "record", called.append):
-        model = nn.Sequential(Sick())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with (
-            watch(model, gradients=True, on_nonfinite=action) as w,
-            warnings.catch_warnings(record=True) as told,
-        ):
-            warnings.simplefilter("always")
-            model(torch.ones(3)).sum().backward()
-            assert not told
-            optimizer.step()
-            assert len(told) == (action == "warn")
-            finding = w.report().finding
-        assert finding.phase == "backward"
-        assert not torch.isfinite(model[0].weight).any()
-    assert len(called) == 1
-
-
 # The optimizer's state
 
 
