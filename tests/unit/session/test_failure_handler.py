@@ -88,14 +88,14 @@ def test_the_data_is_blamed_only_where_the_batch_came_with_it(
 def test_data_in_an_object_is_data() -> None:
     """The object is entered once a value is met that it may have held. A bad cache that has grown is data, too."""
 
-    class Unpacks(nn.Linear):
+    class Unpacks(nn.Sequential):
         def forward(self, batch: Any) -> Tensor:
             if isinstance(batch, dict):
                 batch["x"] = torch.stack([batch["x"], torch.ones(2)])
             return super().forward(batch["x"] if isinstance(batch, dict) else batch.x)
 
-    model = Unpacks(2, 2)
-    with watch(model, rerun=False):
+    model = Unpacks(nn.Linear(2, 2))
+    with watch(model):
         for kind in SimpleNamespace, dict:
             assert fault_of(model, kind(x=torch.tensor([INF, 1.0]))).finding.origin == "data"
 
