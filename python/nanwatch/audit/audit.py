@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +23,8 @@ from ..report.finding import Place
 from ..util.modules import each_module, each_parameter, is_in
 from ..util.visible import spell, suppressed, warn_user
 from .rules import Evaluations, Suspect, ancestors, copies_among, suspects_of
-from .window import (
-    IsFrozen,
-    Step,
-    Weights,
-    Window,
-    each_weight,
-    held_by_optimizers,
-    ids_of,
-    user_line,
-    weakly,
-)
+from .window import IsFrozen, Step, Weights, Window, each_weight, is_relevant, number, user_line, weakly
 
-_T = TypeVar("_T")
 Tell: TypeAlias = Callable[[UpdateFinding], object]
 # Audits of the first steps, and of those after a state of the training that is new: as many as a suspicion needs.
 _FIRST, _AFRESH = 3, 4
@@ -57,11 +46,11 @@ _NEEDED_ELSE = 2
 _MISSING = {"absorbed": 0.25, "absorbed:state": 0.25, "zero-gradient": 0.25}
 
 
-def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
+def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
     """Let an exception of the method end the audit of a step, and the third the whole audit, but not the user's run."""
 
     @functools.wraps(method)
-    def safe(self: UpdateAudit, *args: Any) -> _T | None:
+    def safe(self: UpdateAudit, *args: Any) -> Any:
         try:
             return None if self.is_over else method(self, *args)
         except Exception as error:
@@ -223,12 +212,10 @@ class UpdateAudit:
             if track.is_relevant and track.is_new(model, optimizer):
                 track.due_until = track.step + _AFRESH
             return None
-        found_inf = getattr(optimizer, "found_inf", None)
-        is_skipped = isinstance(found_inf, Tensor) and bool(found_inf.any())
-        if self._recorder.paused or is_skipped:
+        if self._recorder.paused or number(getattr(optimizer, "found_inf", None)):  # the step is skipped
             return None
         track.step += 1
-        track.is_relevant = _is_relevant(model, optimizer)
+        track.is_relevant = is_relevant(model, optimizer)
         begin = functools.partial(self._begin, optimizer, track)
         changed = with_check_after_closure(optimizer, args, kwargs, begin) if track.is_relevant else None
         if changed is None and track.is_relevant:
@@ -270,12 +257,10 @@ class UpdateAudit:
         track.previous = {} if step is None else step.weights
         if step is not None:
             step.finish()
-            faults = list(track.add(step))
+            for suspect, count in track.add(step):
+                self._add(track.step, suspect, count, _place(suspect.kind, step) or user_line())
             self._window.has_trained |= model.training
             track.has_learned |= any(weight.grad == "some" for weight in step.trained)
-            for suspect, count in faults:
-                place = _place(suspect.kind, step) or user_line()
-                self._add(track.step, suspect, count, place)
         self._window.time += 1
         track.time = self._window.time
         relevant = [each for each in self._tracks.values() if each.is_relevant]
@@ -299,24 +284,8 @@ def _place(kind: str, step: Step) -> Place | None:
     """Return the line of the clip or the backward that a fault is of, None where it is of the step."""
     if kind.startswith(("clipping", "not-unscaled")) and step.clips:
         return step.clips[-1].place
-    arrivals = (arrival for weight in step.held for arrival in weight.arrivals)
-    places = [arrival.place for arrival in arrivals] if kind in _AT_BACKWARD else []
-    return next(filter(None, places), None)
-
-
-def _is_relevant(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has weights of the model, or seems to be meant for it.
-
-    Others of the same shapes may be those of a copy. Where no optimizer has any weight, this one may have old ones.
-    """
-    weights = [x for _, _, x in each_weight(model)]
-    trained = [x for x in weights if x.requires_grad]
-    if not ids_of(optimizer).isdisjoint(map(id, weights)):
-        return True
-    shapes = sorted(tuple(x.shape) for group in optimizer.param_groups for x in group["params"])
-    if trained and shapes == sorted(tuple(x.shape) for x in trained):
-        return True
-    return any(x.grad is not None for x in trained) and held_by_optimizers().isdisjoint(map(id, trained))
+    places = (arrival.place for weight in step.held for arrival in weight.arrivals)
+    return next(filter(None, places), None) if kind in _AT_BACKWARD else None
 
 
 def _compared(step: Step) -> Iterator[StepWeight]:

@@ -19,13 +19,12 @@ from ..instrumentation.wrapped_names import named_modules
 from ..report.finding import Place
 from ..util.modules import is_in
 from ..util.visible import suppressed
-from .window import Clip, Key, Step, WeightSample, held_by_optimizers, number, same_bits, user_line
+from .window import Key, Step, WeightSample, held_by_optimizers, number, same_bits, user_line
 
 # A weight has a fault when so much of its update is lost, by elements and by magnitude.
 _ABSORBED, _LOST = 0.75, 0.5
 _SHORT = (torch.bfloat16, torch.float16)
 _GREW = 1.01  # a norm is larger beyond rounding
-_PARALLEL = 0.999  # the cosine between a gradient and itself times a number
 # Means over so unequal numbers of tokens do not add up to a mean. Masked tokens of 8 rows of 64 are up to 1.27 apart,
 # which is taken for healthy. The last batch of an epoch may be smaller once.
 _UNEQUAL = 1.3
@@ -181,12 +180,10 @@ def _rounded_between_steps(step: Step) -> Iterator[Suspect]:
 def _outside(step: Step) -> Iterator[Suspect]:
     """Yield weights that get gradients, and that neither an optimizer has nor anything moves."""
     outside = [weight for weight in step.weights.values() if weight.is_trained and weight.group is None]
-    pairs = [
-        (weight, weight.previous) for weight in outside if weight.is_meant and weight.previous is not None
-    ]
-    missing = [(weight, before) for weight, before in pairs if same_bits(before.before, weight.before)]
-    others = held_by_optimizers(but=step.optimizer) if missing else set()
-    missing = [pair for pair in missing if id(pair[0].tensor()) not in others]
+    pairs = [(weight, weight.previous) for weight in outside if weight.is_meant and weight.previous]
+    resting = [(weight, before) for weight, before in pairs if same_bits(before.before, weight.before)]
+    others = held_by_optimizers(but=step.optimizer) if resting else set()
+    missing = [(weight, before) for weight, before in resting if id(weight.tensor()) not in others]
     # The optimizer has others of the same shapes: those of a copy, or what these were before they were replaced. In
     # another format these are masters of 16-bit weights, whose updates may round away for a while.
     known = {id(weight.tensor()) for weight in step.weights.values()}
@@ -256,7 +253,7 @@ def _clips(step: Step) -> Iterator[Suspect]:
         if any(each.sources > clip.sources for each in later):
             kind = "clipping:each-backward" if is_at_work else ""
         elif clip.at_step > max(clip.max_norm, clip.norm) * _GREW:
-            is_noise = clip.sources == step.sources and _has_turned(clip, clipped)
+            is_noise = clip.sources == step.sources and clip.has_turned
             kind, norm = "" if is_noise else "clipping", clip.at_step
         elif step.scale not in (None, 1) and isclose(clip.norm, clip.at_step * step.scale, rel_tol=0.01):
             yield from (_suspect("not-unscaled", weight, scale=step.scale) for weight in step.trained)
@@ -268,23 +265,11 @@ def _clips(step: Step) -> Iterator[Suspect]:
             yield from (_suspect(kind, weight, norm=norm, max_norm=clip.max_norm) for weight in clipped)
 
 
-def _has_turned(clip: Clip, clipped: Iterable[WeightSample]) -> bool:
-    """Return whether the first gradient is no multiple of what the clip has left of it, as code has added noise."""
-    first = clip.weights[0]() if clip.weights else None
-    now = next(
-        (weight.gradient for weight in clipped if first is not None and weight.tensor() is first), None
-    )
-    if now is None or clip.gradient is None:
-        return False
-    return bool(torch.cosine_similarity(now.double(), clip.gradient.double(), 0) < _PARALLEL)
-
-
 def _scaled(step: Step) -> Iterator[Suspect]:
     """Yield the weights of a step whose gradients nobody has divided by the loss scale. Fused steps divide."""
-    states = getattr(step.scaler, "_per_optimizer_states", {})
-    stage = states[id(step.optimizer)]["stage"] if id(step.optimizer) in states else None
+    state = getattr(step.scaler, "_per_optimizer_states", {}).get(id(step.optimizer), {})
     is_fused = isinstance(getattr(step.optimizer, "grad_scale", None), Tensor)
-    if step.scale is not None and not is_fused and getattr(stage, "name", "READY") == "READY":
+    if step.scale is not None and not is_fused and getattr(state.get("stage"), "name", "READY") == "READY":
         yield from (_suspect("not-unscaled", weight, scale=step.scale) for weight in step.trained)
 
 
@@ -296,8 +281,7 @@ def _divided_by_the_next_scale(step: Step) -> Iterator[Suspect]:
         first, factors = before.arrivals[0].gradient, before.arrivals[0].factors
         for divisor in step.factors - {*factors, 1.0}:
             if first is not None and first.any() and torch.equal(first / divisor, before.gradient):
-                numbers = {"scale": max(factors), "divisor": divisor}
-                yield _suspect("not-unscaled:other", before, **numbers)
+                yield _suspect("not-unscaled:other", before, scale=max(factors), divisor=divisor)
 
 
 def copies_among(weights: Iterable[WeightSample]) -> Iterator[tuple[Key, ...]]:
@@ -316,13 +300,12 @@ def _is_constant(values: Tensor | None) -> bool:
 
 
 def _tie_broken(step: Step) -> Iterator[Suspect]:
-    """Yield copies of embeddings, once tied, that the steps have made different."""
+    """Yield copies of embeddings, once tied, that the steps have made different. Tables of several modules are tied."""
     modules = {item.name: item.module for item in named_modules(step.model)} if step.window.copies else {}
     holders = Counter(id(x) for module in modules.values() for x in module._parameters.values())
     for weights in step.copied:
         tables = [weight for weight in weights if isinstance(modules.get(weight.module), nn.Embedding)]
-        alone = [table for table in tables if holders[id(table.tensor())] == 1]  # others are still tied
-        parted = [table for table in alone if table.after is not None]
+        parted = [table for table in tables if table.after is not None and holders[id(table.tensor())] == 1]
         for weight in weights:
             has_parted = any(not same_bits(weight.after, table.after) for table in parted)
             if weight not in tables and weight.after is not None and has_parted:
@@ -364,8 +347,7 @@ _DROPS = ("p", "dropout", "drop_prob", "dropout_p", "attention_dropout")
 
 def _drops(module: nn.Module) -> bool:
     """Return whether a module of its own has dropout that is not 0."""
-    values = (vars(module).get(name) for name in _DROPS)
-    return any(isinstance(value, float) and 0 < value < 1 for value in values)
+    return any(isinstance(value := vars(module).get(name), float) and 0 < value < 1 for name in _DROPS)
 
 
 def _takes_statistics(module: nn.Module) -> bool:

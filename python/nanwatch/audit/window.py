@@ -36,6 +36,7 @@ ELEMENTS = 1024
 _MOST_LISTED = 256  # modules of a plain list
 _MOST_CLIPS = 64
 _MAX_OPERATIONS = 16  # that a loss is followed through
+_PARALLEL = 0.999  # the cosine between a gradient and itself times a number
 _MEAN = 1  # the reduction of a loss, as the nodes of PyTorch's losses keep it
 _WEIGHT = "weight"  # itself, beside the tensors of its state
 Key: TypeAlias = tuple[str, str]  # module and label
@@ -44,8 +45,8 @@ Grad: TypeAlias = Literal["none", "zero", "some"]
 
 
 def plain(x: Tensor | None) -> Tensor | None:
-    """Return the strided tensor with values that `x` is, or that this process holds of it; None for any other."""
-    if x is None:
+    """Return the strided tensor with values that `x` is, or that this process holds of it; None for anything else."""
+    if not isinstance(x, Tensor):
         return None
     local = local_shard(x.detach())
     x = x.detach() if local is None else local
@@ -118,6 +119,20 @@ def held_by_optimizers(but: Optimizer | None = None) -> set[int]:
     return set().union(*(ids_of(optimizer) for optimizer in instances_of(Optimizer) if optimizer is not but))
 
 
+def is_relevant(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has weights of the model, or seems to be meant for it.
+
+    Others of the same shapes may be those of a copy. Where no optimizer has any weight, this one may have old ones.
+    """
+    weights = [x for _, _, x in each_weight(model)]
+    trained = [x for x in weights if x.requires_grad]
+    shapes = sorted(tuple(x.shape) for group in optimizer.param_groups for x in group["params"])
+    are_alike = bool(trained) and shapes == sorted(tuple(x.shape) for x in trained)
+    if are_alike or not ids_of(optimizer).isdisjoint(map(id, weights)):
+        return True
+    return any(x.grad is not None for x in trained) and held_by_optimizers().isdisjoint(map(id, trained))
+
+
 class Backward(NamedTuple):
     """One run of the autograd engine, and a gradient that it brought to a weight.
 
@@ -147,7 +162,7 @@ class Clip(NamedTuple):
     """One call of clip_grad_norm_: its weights, the most that it was to leave, the norm before and after it, its line.
 
     `sources` is the window's, `gradient` a sample of its first weight's, and `at_step` the norm of the same gradients
-    when a step takes them.
+    when a step takes them. `has_turned` says whether the first is no multiple of its sample then: code added noise.
     """
 
     weights: tuple[weakref.ref[Tensor], ...]
@@ -159,6 +174,7 @@ class Clip(NamedTuple):
     gradient: Tensor | None
     sources: int
     at_step: float = 0.0
+    has_turned: bool = False
 
 
 def _norm_of(weights: Iterable[weakref.ref[Tensor]]) -> float:
@@ -166,6 +182,14 @@ def _norm_of(weights: Iterable[weakref.ref[Tensor]]) -> float:
     with torch.no_grad(), only_our_dispatch():
         norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in gradients if x is not None]
         return sqrt(sum(float(norm) ** 2 for norm in norms))
+
+
+def _at_step(clip: Clip, weights: Sequence[weakref.ref[Tensor]]) -> Clip:
+    now = sample(getattr(weights[0](), "grad", None)) if weights else None
+    if now is not None and clip.gradient is not None:
+        cosine = torch.cosine_similarity(now.double(), clip.gradient.double(), 0)
+        clip = clip._replace(has_turned=bool(cosine < _PARALLEL))
+    return clip._replace(at_step=_norm_of(weights))
 
 
 @dataclass(slots=True, eq=False)
@@ -205,9 +229,8 @@ Weights: TypeAlias = Mapping[Key, WeightSample]
 def _parts_of(x: Tensor, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return samples of a weight and of the tensors of its shape in the optimizer's state."""
     parts: dict[str, Any] = {**(optimizer.state.get(x) or {}), _WEIGHT: x}
-    alike = {name: part for name, part in parts.items() if isinstance(part, Tensor) and part.shape == x.shape}
-    samples = {name: sample(part) for name, part in alike.items()}
-    return {name: values for name, values in samples.items() if values is not None}
+    samples = ((name, sample(part)) for name, part in parts.items() if getattr(part, "shape", ()) == x.shape)
+    return {name: values for name, values in samples if values is not None}
 
 
 @dataclass(eq=False)
@@ -395,8 +418,8 @@ class Window:
             if not has_run:
                 self.sources += 1
                 node = tensors.grad_fn if isinstance(tensors, Tensor) else None
-                place, batch = user_line(), self._recorder.latest_batch
-                self._backward = Backward(place, batch, *_scaling(node), self.time)
+                batch = self._recorder.latest_batch
+                self._backward = Backward(user_line(), batch, *_scaling(node), self.time)
                 gradients = [(id(x), x.grad) for x in self._weights() if x.grad is not None]
                 self._before = {key: (id(x), x._version, is_full(x)) for key, x in gradients}
             elif self._backward is not None:
@@ -443,7 +466,7 @@ class Window:
     def clips(self, optimizer: Optimizer) -> list[Clip]:
         """Return the clips with the norms that the step is about to take: of all, for a clip of nothing."""
         weights = [weakref.ref(x) for group in optimizer.param_groups for x in group["params"]]
-        return [clip._replace(at_step=_norm_of(clip.weights or weights)) for clip in self._clips]
+        return [_at_step(clip, clip.weights or weights) for clip in self._clips]
 
 
 def _scaling(node: Any) -> tuple[tuple[float, ...], float | None]:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from nanwatch.audit.rules import update_of
-from nanwatch.audit.window import Step
+from nanwatch.audit.window import Step, Window
 
 
 @pytest.mark.parametrize(
@@ -48,3 +49,18 @@ def test_the_update_of_a_bfloat16_weight_is_that_of_float64(kind: Any, options: 
     next(model.parameters()).grad.mul_(2)
     audited.finish()
     assert [weight.gradient is None for weight in audited.weights.values()] == [True, False]
+
+
+def test_a_backward_inside_a_backward_is_no_arrival_of_its_own() -> None:
+    """Only the first of a scaled loss has a sample of its gradient."""
+    model = nn.Linear(2, 2)
+    recorder: Any = SimpleNamespace(subscribe=lambda _: SimpleNamespace(active=False), latest_batch=0)
+    window = Window(recorder, model)
+    window.renew(torch.optim.SGD(model.parameters(), lr=0.1))
+    for factor in (3.0, 0.25):
+        x = torch.ones(1, 2, requires_grad=True)
+        loss = checkpoint(model, x, use_reentrant=True).sum()
+        (loss * factor if factor > 1 else loss / 4).backward()
+    window.taps.remove()
+    seen = [(x.factors, x.was_full, x.gradient is None) for x in window.arrivals[id(model.weight)]]
+    assert seen == [((3.0,), False, False), ((0.25,), True, True)]

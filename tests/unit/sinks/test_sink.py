@@ -54,8 +54,7 @@ def test_each_event_comes() -> None:
             model[0].factor = float("inf")
             run(model, 1)
     frames = [(frame.batch, frame.name) for frame in sink.all("on_frame")]
-    assert frames[:3] == [(0, "0"), (0, ""), (1, "0")]
-    assert len(frames) == 2 * 401
+    assert (frames[:3], len(frames)) == ([(0, "0"), (0, ""), (1, "0")], 2 * 401)
     assert sink.batches == [0, 100, 200, 300]
     forecasts = [warning for warning in caught if "overflow expected" in str(warning.message)]
     assert len(sink.all("on_forecast")) == len(forecasts) > 0

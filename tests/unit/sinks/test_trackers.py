@@ -31,10 +31,8 @@ def test_the_numbers_of_a_batch_are_the_doublings_left() -> None:
     ):
         record = Record(role, role, (2,), "float16", 0.0, high, True, None)  # type: ignore[arg-type]
         batch.frames.append(Frame(3, name, "M", (record,)))
-    expected = {
-        "nanwatch_headroom_bits/a": log2(65504 / 32),
-        "nanwatch_headroom_bits/(root)": log2(65504 / 2),
-    }
+    bits = {"a": log2(65504 / 32), "(root)": log2(65504 / 2)}
+    expected = {f"nanwatch_headroom_bits/{name}": room for name, room in bits.items()}
     values = batch_values(batch)
     assert {name: values[name] for name in expected} == pytest.approx(expected)
     assert values["nanwatch/headroom_bits"] == values["nanwatch_headroom_bits/a"]
