@@ -30,8 +30,6 @@ def watch(model: nn.Module, *, log_every: int | None = None, **options: Any) -> 
         options["sinks"] = [target if isinstance(target, Sink) else sink_for(target) for target in given]
         for sink in options["sinks"]:
             sink.every = log_every
-    settings_of = Options.recorder_settings
-    with mock.patch.object(
-        Options, "recorder_settings", lambda *args: replace(settings_of(*args), **recorder)
-    ):
+    made = Options.recorder_settings
+    with mock.patch.object(Options, "recorder_settings", lambda *args: replace(made(*args), **recorder)):
         return start_watch(model, make_options(options, **settings))

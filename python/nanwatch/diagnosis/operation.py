@@ -200,7 +200,7 @@ class Expression:
     def at(self) -> Place:
         """The place for a report, with columns where the expression lies in one line."""
         line, last, start, end = self.positions or (None, None, None, None)
-        is_known = line == last == self.line and start is not None and end is not None
+        is_known = line == last == self.line and start is not None
         return Place(self.filename, self.line, (start, end) if is_known else None)  # type: ignore[arg-type]
 
     def __str__(self) -> str:

@@ -53,7 +53,8 @@ def annotation_of(report: AnyReport) -> Annotation | None:
         if finding is None or explanation is None:
             return None
         code, module, place = explanation.reason.code, finding.module, finding.place
-        words = f"{summary(finding)}. Why: {explanation.reason} Next: {explanation.advice}"
+        cure = next((f" Cure: {cure.what}." for cure in finding.cures if cure.works), "")
+        words = f"{summary(finding)}. Why: {explanation.reason}{cure} Next: {explanation.advice}"
     rule = code.replace(" ", "-").replace("'", "")
     return Annotation(rule, level, visible(words), module_name(module), place)
 
@@ -65,11 +66,8 @@ def _text(report: AnyReport) -> str:
 def _sarif(report: AnyReport) -> str:
     annotation = annotation_of(report)
     results = [] if annotation is None else [_sarif_result(annotation)]
-    driver = {
-        "name": "nanwatch",
-        "version": __version__,
-        "rules": [{"id": result["ruleId"]} for result in results],
-    }
+    rules = [{"id": result["ruleId"]} for result in results]
+    driver = {"name": "nanwatch", "version": __version__, "rules": rules}
     runs = [{"tool": {"driver": driver}, "results": results}]
     return json.dumps({"$schema": _SARIF, "version": "2.1.0", "runs": runs}, allow_nan=False, indent=1)
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from math import log2
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
-from nanwatch.report.finding import Cure
 from support.gradient_models import Length, dead, failing_backward
 
 END = torch.finfo(torch.float16).max
+INPUT = torch.full((2, 8), 1e-3, dtype=torch.float16)
 
 
 def half_model(weight: float) -> nn.Sequential:
@@ -26,23 +25,11 @@ def half_model(weight: float) -> nn.Sequential:
     return model
 
 
-def given_to(model: nn.Module) -> Tensor:
-    """The input of each of these tests."""
-    return torch.full((2, 8), 1e-3, dtype=torch.float16)
-
-
 def gradients_are_finite(weight: float, scale: float) -> bool:
     """Return whether the gradients are finite when one trains with that scale, without any watch."""
     model = half_model(weight)
-    (model(given_to(model)).float().sum() * scale).backward()
+    (model(INPUT).float().sum() * scale).backward()
     return all(bool(one.grad.isfinite().all()) for one in model.parameters())
-
-
-def cures_of(weight: float, scale: float, scaler: Any = None) -> tuple[Cure, ...]:
-    """Return the cures that the report of that failure has."""
-    model = half_model(weight)
-    report = failing_backward(model, given_to(model), lambda y: y.float().sum() * scale, scaler=scaler)
-    return report.finding.cures
 
 
 def scaler_of(scale: float) -> torch.amp.GradScaler:
@@ -60,7 +47,8 @@ def test_the_scale_that_is_named_is_right(power: int, weight: float) -> None:
     if gradients_are_finite(weight, present):
         return
     scaler = scaler_of(present)
-    (cure,) = (cure for cure in cures_of(weight, present, scaler) if "loss scale" in cure.what)
+    report = failing_backward(half_model(weight), INPUT, lambda y: y.float().sum() * present, scaler=scaler)
+    (cure,) = (cure for cure in report.finding.cures if "loss scale" in cure.what)
     if not cure.works:
         # Not finite with the least scale either, or within a bit of the end.
         assert gradients_are_finite(weight, 1.0) == (cure.verdict == "not enough")
