@@ -356,6 +356,7 @@ def test_a_result_in_8_bits_may_differ_by_their_rounding() -> None:
         ([[1.0, 1e19, -1e30]], [[1.0, torch.inf, torch.nan]], True, "agrees with float64"),
         ([[1.0, 2.0]], [[[1.0, 2.0]]], True, "not compared"),
         ([[1.0], [1.0]], [[torch.nan], [1.0]], True, "as it is, it fails in float64 too"),
+        ([[1.0], [1.0]], [[1e51], [1.0]], True, "float64 gives more than float32 holds"),
         ([[1.0], [1.0], [0.002]], [[torch.nan], [1.0], [0.0]], True, "moves the result by 2.0e-03"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanwatch.report.finding import Place
+from nanwatch.report.finding import Cure, Place
 from nanwatch.report.forms import FORMS
 from nanwatch.report.report import Report
 from nanwatch.report.spike import Departure, SpikeReport, read_saved
@@ -34,10 +34,12 @@ def test_each_form_has_the_headline(report: Report | SpikeReport) -> None:
 def test_sarif_has_rule_level_and_place() -> None:
     """A viewer opens the file at the line; without an operation only the module is known."""
     report = growing()
-    found = replace(report, finding=replace(report.finding, place=Place("/a b/model.py", 12)))
+    cures = Cure("use log1p", works=False), Cure("use logsumexp", works=True), Cure("use half", works=True)
+    found = replace(report, finding=replace(report.finding, place=Place("/a b/model.py", 12), cures=cures))
     run = json.loads(FORMS["sarif"].render(found))["runs"][0]
     (result,) = run["results"]
     assert (result["ruleId"], result["level"]) == ("made-by-the-module", "error")
+    assert result["message"]["text"].partition("Cure: ")[2].startswith("use logsumexp. Next: ")
     assert run["tool"]["driver"]["rules"] == [{"id": "made-by-the-module"}]
     (location,) = result["locations"]
     uri, region = {"uri": "file:///a%20b/model.py"}, {"startLine": 12}
