@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import prune
+from torch.nn.utils import clip_grad_norm_, prune
 from torch.utils.checkpoint import checkpoint
 
 from .kit import SGD, Adam, AdamW, Layers, Watching, batches, cross_entropy, mse, train, unusual, validate
@@ -186,6 +186,19 @@ def meta_learning_of_second_order(watch: Watching) -> None:
 
 
 @unusual
+def reptile(watch: Watching) -> None:
+    model = mlp(8, 16, 4)
+    with watch(model):
+        for _ in range(4):
+            before = copy.deepcopy(model.state_dict())
+            train(model, SGD(model.parameters(), lr=0.05), steps=4)
+            after = model.state_dict()
+            model.load_state_dict(
+                {name: before[name] + 0.3 * (after[name] - before[name]) for name in before}
+            )
+
+
+@unusual
 def evolution_strategy(watch: Watching) -> None:
     model = mlp(8, 4)
     optimizer = Adam(model.parameters(), lr=1e-2)
@@ -232,6 +245,19 @@ def optimizer_inside_the_backward(watch: Watching) -> None:
     with watch(model):
         for _, x, y in batches():
             mse(model(x), y).backward()
+
+
+@unusual
+def counted_over_ragged_micro_batches(watch: Watching) -> None:
+    model = Layers(drop=0.1)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    with watch(model):
+        for _, x, y in batches():
+            optimizer.zero_grad()
+            for rows, target in zip(x.split([9, 4, 3]), y.split([9, 4, 3]), strict=True):
+                (mse(model(rows), target, reduction="sum") / y.numel()).backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
 
 
 @unusual

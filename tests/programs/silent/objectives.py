@@ -19,6 +19,23 @@ ONES, ZEROS = torch.ones(16, 1), torch.zeros(16, 1)
 
 
 @unusual
+def adversaries_of_the_tutorial(watch: Watching) -> None:
+    generator, critic = mlp(8, 16, 4), mlp(4, 16, 1)
+    of_generator = Adam(generator.parameters(), lr=2e-4, betas=(0.5, 0.999))
+    of_critic = Adam(critic.parameters(), lr=2e-4, betas=(0.5, 0.999))
+    with watch(nn.ModuleDict({"generator": generator, "critic": critic})):
+        for _, x, real in batches():
+            critic.zero_grad()
+            logits_loss(critic(real), ONES).backward()
+            made = generator(x)
+            logits_loss(critic(made.detach()), ZEROS).backward()
+            of_critic.step()
+            generator.zero_grad()
+            logits_loss(critic(made), ONES).backward()
+            of_generator.step()
+
+
+@unusual
 def critic_frozen_in_the_other_turn(watch: Watching) -> None:
     there, back, critic = mlp(8, 16, 4), mlp(4, 16, 8), mlp(4, 16, 1)
     of_makers = Adam([*there.parameters(), *back.parameters()], lr=2e-4)
@@ -167,6 +184,25 @@ def queue_of_keys(watch: Watching) -> None:
 
 
 @unusual
+def predictor_without_negatives(watch: Watching) -> None:
+    online, predictor = Layers(norm=nn.BatchNorm1d(16)), mlp(4, 8, 4)
+    target = copy.deepcopy(online)
+    for p in target.parameters():
+        p.requires_grad = False
+    optimizer = AdamW([*online.parameters(), *predictor.parameters()], lr=1e-3)
+    with watch(nn.ModuleDict({"online": online, "predictor": predictor, "target": target})):
+        for _, x, _ in batches():
+            views = [x + 0.1 * torch.randn_like(x) for _ in range(2)]
+            with torch.no_grad():
+                goals = [normalize(target(view)) for view in reversed(views)]
+            pairs = zip(views, goals, strict=True)
+            update(
+                optimizer, sum((2 - 2 * normalize(predictor(online(v))) * g).sum(1).mean() for v, g in pairs)
+            )
+            follow(target, online, 0.01)
+
+
+@unusual
 def large_contrast_in_two_passes(watch: Watching) -> None:
     model = Layers(drop=0.1)
     optimizer = AdamW(model.parameters(), lr=1e-3)
@@ -188,6 +224,15 @@ def large_contrast_in_two_passes(watch: Watching) -> None:
 
 
 @unusual
+def triplets_of_one_encoder(watch: Watching) -> None:
+    model, triplet = mlp(8, 16, 4), nn.TripletMarginLoss(margin=0.2)
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    with watch(model):
+        for step, x, _ in batches():
+            update(optimizer, triplet(model(x), model(x + 0.05), model(x.roll(1, 0) * (1 + step % 3))))
+
+
+@unusual
 def centers_with_a_rate_of_their_own(watch: Watching) -> None:
     model, centers = Layers(), nn.Parameter(torch.randn(4, 16))
     model.register_parameter("centers", centers)
@@ -205,6 +250,18 @@ def centers_with_a_rate_of_their_own(watch: Watching) -> None:
 
 
 @unusual
+def losses_weighted_by_their_uncertainty(watch: Watching) -> None:
+    model = Layers()
+    model.register_parameter("log_variances", nn.Parameter(torch.zeros(2)))
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    with watch(model):
+        for _, x, y in batches():
+            output = model(x)
+            losses = torch.stack([mse(output[:, :2], y[:, :2]), mse(output[:, 2:], y[:, 2:])])
+            update(optimizer, (losses * (-model.log_variances).exp() + model.log_variances).sum())
+
+
+@unusual
 def reversed_gradient_of_a_domain(watch: Watching) -> None:
     body, labels, domains = mlp(8, 16, 8), nn.Linear(8, 4), nn.Linear(8, 2)
     model = nn.ModuleDict({"body": body, "labels": labels, "domains": domains})
@@ -217,7 +274,47 @@ def reversed_gradient_of_a_domain(watch: Watching) -> None:
             update(optimizer, mse(labels(features[:8]), y[:8]) + domain)
 
 
-# Averages and ensembles.
+# Distributions.
+
+
+class Coupling(nn.Module):
+    def __init__(self, flip: bool) -> None:
+        super().__init__()
+        self.net, self.flip = mlp(4, 16, 8), flip
+        nn.init.zeros_(self.net[-1].weight)
+        nn.init.zeros_(self.net[-1].bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        kept, moved = x.chunk(2, 1)[:: -1 if self.flip else 1]
+        scale, shift = self.net(kept).chunk(2, 1)
+        moved = moved * torch.tanh(scale).exp() + shift
+        return torch.cat([moved, kept] if self.flip else [kept, moved], 1), torch.tanh(scale).sum(1)
+
+
+@unusual
+def normalizing_flow(watch: Watching) -> None:
+    model = nn.ModuleList(Coupling(bool(number % 2)) for number in range(4))
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    with watch(model):
+        for _, x, _ in batches():
+            volume = torch.zeros(16)
+            for layer in model:
+                x, change = layer(x)
+                volume = volume + change
+            update(optimizer, (0.5 * x.square().sum(1) - volume).mean())
+
+
+@unusual
+def variational_with_a_warm_up(watch: Watching) -> None:
+    encoder, decoder = nn.Linear(8, 8), mlp(4, 8, 8)
+    model = nn.ModuleDict({"encoder": encoder, "decoder": decoder})
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    with watch(model):
+        for step, x, _ in batches():
+            mean, log_variance = encoder(x).chunk(2, 1)
+            output = decoder(mean + (0.5 * log_variance).exp() * torch.randn_like(mean))
+            divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
+            update(optimizer, mse(output, x) + min(1.0, step / 6) * divergence)
 
 
 @unusual

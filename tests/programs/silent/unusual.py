@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from .kit import SGD, Adam, AdamW, Layers, Watching, batches, cross_entropy, mse, train, unusual
+from .kit import SGD, Adam, AdamW, Layers, Watching, batches, cross_entropy, mse, train, unusual, validate
 
 
 @unusual
@@ -47,6 +49,35 @@ def gradient_surgery(watch: Watching) -> None:
 
 
 @unusual
+def domains_in_turn(watch: Watching) -> None:
+    body, heads = Layers(), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    model, turn = nn.ModuleDict({"body": body, "heads": heads}), iter(range(12))
+    with watch(model):
+        train(model, AdamW(model.parameters(), lr=1e-3), lambda x: heads[next(turn) // 2 % 3](body(x)))
+
+
+@unusual
+def entropy_temperature(watch: Watching) -> None:
+    agent = nn.ModuleDict({"actor": nn.Linear(8, 4), "critic": nn.Linear(12, 1)})
+    agent.register_parameter("log_alpha", nn.Parameter(torch.tensor(0.0)))
+    optimizers = [Adam(part.parameters(), 1e-3) for part in (agent["critic"], agent["actor"])]
+    optimizers.append(Adam([agent.log_alpha], 1e-3))
+    with watch(agent):
+        for _, x, y in batches():
+            for turn, optimizer in enumerate(optimizers):
+                action = torch.tanh(agent["actor"](x)) if turn else y
+                value, entropy = agent["critic"](torch.cat([x, action], 1)), -action.square().mean()
+                loss = mse(value, y.sum(1, keepdim=True)) if turn == 0 else -value.mean()
+                if turn == 1:
+                    loss = loss - agent.log_alpha.exp().detach() * entropy
+                elif turn == 2:
+                    loss = (agent.log_alpha * (entropy + 0.5).detach()).sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+
+@unusual
 def resting_last_layer(watch: Watching) -> None:
     model = Layers()
 
@@ -71,6 +102,49 @@ def dropout_as_uncertainty(watch: Watching) -> None:
                 torch.stack([model(torch.ones(4, 8)) for _ in range(5)]).std(0)
 
 
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.pooler = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.layer(x))
+        return hidden, torch.tanh(self.pooler(hidden[:, 0]))
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert, self.classifier = Encoder(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.bert(x)[0])
+
+
+@unusual
+def pooler_of_a_token_tagger(watch: Watching) -> None:
+    model = Tagger()
+    with watch(model):
+        train(model, AdamW(model.parameters(), lr=1e-3), lambda x: model(x.view(4, 4, 8)).view(16, 4))
+
+
+@unusual
+def locked_image_tower(watch: Watching) -> None:
+    model = nn.ModuleDict({"image": Layers(norm=nn.BatchNorm1d(16)).requires_grad_(False), "text": Layers()})
+    model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    with watch(model):
+        for _, x, _ in batches():
+            model.train()
+            model["image"].eval()
+            with torch.no_grad():
+                image = model["image"](x)
+            scores = model.scale.exp() * image @ model["text"](x).T
+            optimizer.zero_grad()
+            (cross_entropy(scores, torch.arange(16)) + cross_entropy(scores.T, torch.arange(16))).backward()
+            optimizer.step()
+
+
 @unusual
 def rollouts(watch: Watching) -> None:
     policy, value = Layers(), Layers()
@@ -88,6 +162,17 @@ def rollouts(watch: Watching) -> None:
                 (mse(value(x)[:, 0], y.sum(1)) - surrogate.mean()).backward()
                 clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
+
+
+@unusual
+def precise_statistics(watch: Watching) -> None:
+    model = Layers(norm=nn.BatchNorm1d(16))
+    optimizer = SGD(model.parameters(), lr=0.05)
+    with watch(model):
+        for _ in range(3):
+            train(model.train(), optimizer, steps=4)
+            update_bn([x for _, x, _ in batches(4)], model)
+            validate(model.eval(), 1)
 
 
 @unusual
@@ -112,6 +197,57 @@ def averaged_weights(watch: Watching) -> None:
     with watch(nn.ModuleDict({"model": model, "averaged": averaged})):
         train(model, optimizer, after=lambda step: (averaged.update_parameters(model), schedule.step()))
         update_bn([x for _, x, _ in batches(4)], averaged)
+
+
+@unusual
+def momentum_teacher(watch: Watching) -> None:
+    student = Layers(norm=nn.BatchNorm1d(16))
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    optimizer = AdamW(student.parameters(), lr=1e-3)
+    with watch(nn.ModuleDict({"student": student, "teacher": teacher})):
+        for _, x, _ in batches():
+            with torch.no_grad():
+                target = teacher(x + 0.1)
+            optimizer.zero_grad()
+            mse(student(x), target).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
+                    old.lerp_(new, 0.01)
+
+
+@unusual
+def critic_with_gradient_penalty(watch: Watching) -> None:
+    generator, critic = nn.Linear(8, 4), nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 1))
+    of_generator, of_critic = Adam(generator.parameters(), 1e-3), Adam(critic.parameters(), 1e-3)
+    with watch(nn.ModuleDict({"generator": generator, "critic": critic})):
+        for step, x, real in batches():
+            made = generator(x).detach()
+            mixed = (0.3 * real + 0.7 * made).requires_grad_(True)
+            (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+            penalty = 10 * (slope.norm(dim=1) - 1).square().mean()
+            of_critic.zero_grad()
+            (critic(made).mean() - critic(real).mean() + penalty).backward()
+            of_critic.step()
+            if step % 3 == 2:
+                of_generator.zero_grad()
+                (-critic(generator(x)).mean()).backward()
+                of_generator.step()
+
+
+@unusual
+def self_conditioning(watch: Watching) -> None:
+    model = nn.Sequential(nn.Linear(12, 16), nn.Dropout(0.1), nn.SiLU(), nn.Linear(16, 4))
+
+    def call(x: Tensor) -> Tensor:
+        guess = torch.zeros(16, 4)
+        if x[0, 0] > 0:
+            with torch.no_grad():
+                guess = model(torch.cat([x, guess], 1))
+        return model(torch.cat([x, guess], 1))
+
+    with watch(model):
+        train(model, AdamW(model.parameters(), lr=1e-3), call)
 
 
 @unusual
@@ -149,6 +285,21 @@ def straight_through_codes(watch: Watching) -> None:
     model = Quantised()
     with watch(model):
         train(model, AdamW(model.parameters(), lr=1e-3))
+
+
+@unusual
+def unfrozen_layer_by_layer(watch: Watching) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 4))
+    model[:3].requires_grad_(False)
+    optimizer = AdamW(model[3].parameters(), lr=1e-3)
+
+    def unfreeze(step: int) -> None:
+        if step in (2, 5, 8):
+            layer = model[2 - step // 3].requires_grad_(True)
+            optimizer.add_param_group({"params": list(layer.parameters()), "lr": 1e-4})
+
+    with watch(model):
+        train(model, optimizer, after=unfreeze)
 
 
 @unusual
