@@ -42,7 +42,7 @@ def test_reports_are_those_of_the_host(seed: int, poison: float, check: Any, hol
     another one that it made is the first on the host alone.
     """
     model = tree(seed, poison)
-    with watch(model, max_frames=1000, on_nonfinite="record", act_at="module") as w:
+    with watch(model, max_frames=1000, on_nonfinite="record", act_at=check) as w:
         run(model, seed)
     frames, report, finding = repr(w.frames), text_of(w), w.report().finding
     with stand_in(holds=holds):
