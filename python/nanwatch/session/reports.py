@@ -331,7 +331,7 @@ class Reports:
         names = _recorded_names(model)
         target = name if name in names.values() else caller
         innermost = next((names[id(call.module)] for call in calls if id(call.module) in names), None)
-        if target not in names.values() or target is None or innermost == target:
+        if target not in names.values() or target is None:
             return calls
         around = {names[id(x.module)]: x for x in self._calls_around(target) if id(x.module) in names}
         outermost = innermost

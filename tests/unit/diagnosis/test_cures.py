@@ -98,12 +98,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, torch.dtype | None, list[tu
         None,
         [("run `1` in float32", False), ("load the weights in bfloat16", True)],
     ),
-    "an exponential that fits nowhere": (
-        lambda: nn.Sequential(linear(1), Does(torch.exp)),
-        big(100.0),
-        HALF,
-        [("run `1` in float32", False)],
-    ),
     "half precision written into the code": (
         lambda: nn.Sequential(linear(1), Does(lambda x: (x.half() * x.half()).float())),
         big(500.0),
@@ -155,6 +149,22 @@ def test_the_code_that_names_a_module_is_python() -> None:
     parts = {key: nn.Sequential(nn.Linear(1, 1)) for key in ("in", "two words", "plain")}
     model = nn.ModuleDict(parts)
     assert all(eval(code_of(model, f"{key}.0")) is part[0] for key, part in parts.items())
+
+
+def test_a_cure_that_leaves_less_than_a_bit_is_not_enough() -> None:
+    """The result is 40,000, and the next batch, of twice the values, would overflow again."""
+    model = nn.Sequential(linear(1), Does(lambda x: x * x / 4)).half()
+    cures, _ = formats_of(*failed(model, big(100.0).half()), model)
+    assert [cure.verdict for cure in cures] == ["works", "not enough"]
+
+
+def test_a_bad_input_is_forgiven_only_where_the_data_was_bad() -> None:
+    """What is made inside the batch has to be finite, also where the outputs are."""
+    model = Does(lambda part, x: part(x / 0), Does(torch.reciprocal))
+    start, finding = failed(model, torch.ones(2))
+    for origin, works in (("received", False), ("data", True), ("buffer", True)):
+        tried = Trials(start, replace(finding, origin=origin), model)
+        assert tried.judge(tried.run())[0] is works
 
 
 def test_no_float32_for_what_is_float32() -> None:

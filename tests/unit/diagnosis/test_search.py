@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanwatch.diagnosis.experiment import run
-from nanwatch.diagnosis.search import Diagnosis, enrich, find_operation
+from nanwatch.diagnosis.search import Diagnosis, describe, enrich, find_operation
 from nanwatch.instrumentation.wrapped_names import module_names
 from nanwatch.report.report import Report
 from nanwatch.session.api import watch
@@ -89,6 +89,7 @@ def test_a_weight_a_buffer_and_data() -> None:
     finding, seen = look(model, x)
     assert (finding.origin, seen.extent) == ("data", "column 1")
     assert (seen.remarks, len(calls)) == (("`input` came in with 2 nan: column 1",), 1)
+    assert describe(x[:1, :1].expand(1 << 50, 3)) == ""  # a bool for each would need 3 PiB
 
 
 def test_a_bad_weight_that_was_not_read() -> None:
@@ -158,13 +159,13 @@ def test_the_tensor_inside_a_quantized_weight_is_named() -> None:
 
 def test_the_weight_of_a_module_that_is_not_called_is_named() -> None:
     """No call of its owner reads it: the re-run finds whose memory the product was given."""
-    part = nn.Linear(2, 2)
+    unused, part = nn.Linear(2, 2), nn.Linear(2, 2)
     with torch.no_grad():
-        part.weight[1, 0] = NAN
-    finding, seen = look(Does(lambda part, x: x @ part.weight.t(), part), torch.ones(2))
+        unused.weight[0, 0] = part.weight[1, 0] = NAN
+    finding, seen = look(Does(lambda _, part, x: x @ part.weight.t(), unused, part), torch.ones(2))
     assert (finding.module, finding.origin) == ("", "produced")
     finding = enrich(finding, seen)
-    assert (finding.module, finding.label, finding.origin) == ("parts.0", "weight", "weight")
+    assert (finding.module, finding.label, finding.origin) == ("parts.1", "weight", "weight")
 
 
 def test_a_higher_order_operator_runs_again() -> None:
@@ -241,13 +242,19 @@ def test_an_input_that_the_call_itself_wrote() -> None:
     """A frame shows it as the call left it: the call was given finite values, and made the bad ones."""
 
     def overflow(x: Tensor) -> Tensor:
-        x.mul_(1e30).mul_(1e30)  # culprit
+        x.mul_(1e30)
+        x.mul_(1e30)  # culprit
         return torch.zeros(2)
 
     finding, seen = look(Does(lambda part, x: part(x + 1), Does(overflow)), torch.ones(2))
     assert str(seen.step.place) == culprit(overflow)
     finding = enrich(finding, seen)
     assert (finding.module, finding.label, finding.origin) == ("parts.0", "input[0]", "produced")
+    # The re-run is given what the first run left in the batch: the first product is not to blame.
+    model = Does(overflow)
+    with watch(model):
+        finding = fault_of(model, torch.ones(2)).finding
+    assert (finding.origin, str(finding.place)) == ("produced", culprit(overflow))
 
 
 def test_a_nan_among_infinities_that_are_allowed() -> None:

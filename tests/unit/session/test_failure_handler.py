@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +42,11 @@ class InThread(Parts):
             return executor.submit(self.second, self.bad(x)).result()
 
 
+class Streams(Parts):
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        return map(self.second, [self.bad(x)])
+
+
 class NeverCalled(Parts):
     def fit(self, x: Tensor) -> Tensor:
         return self.second(x)
@@ -71,6 +76,7 @@ class CalledInThreads(NeverCalled):
     ("kind", "run", "origin"),
     [
         (InThread, lambda model: model(torch.ones(2)), "received"),
+        (Streams, lambda model: list(model(torch.ones(2))), "received"),
         (NeverCalled, lambda model: model.fit(torch.tensor([INF, 1.0])), "data"),
         (CalledInThreads, lambda model: model.fit(torch.tensor([INF, 1.0])), "data"),
     ],
