@@ -67,9 +67,8 @@ def _try_option(trials: Trials) -> None:
 
     if guilty in modules:
         code = code_of(trials.model, trials.guilty or "")
-        cure = trials.attempt(
-            f"{words}: make {type(guilty).__name__} with {option}={value!r}, as `{code}`", hold
-        )
+        words += f": make {type(guilty).__name__} with {option}={value!r}, as `{code}`"
+        cure = trials.attempt(words, hold)
         trials.cures += [cure] if cure is not None and cure.works else []
 
 

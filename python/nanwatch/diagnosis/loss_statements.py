@@ -64,8 +64,7 @@ class _Reached(BaseException):
 class Caller(NamedTuple):
     """A function of the program that is under way at a line, and has called what leads to the backward or the step.
 
-    `deleted`: parameters that it has deleted, as Trainer does. Their `names` have what its own caller calls so. `since`
-    is the line of the backward before a step.
+    `deleted`: parameters it has deleted: `names` has its own caller's. `since`: the line of the backward before a step.
     """
 
     code: CodeType
@@ -105,7 +104,8 @@ class ProgramCall:
     def of_step(cls, lines: Lines) -> ProgramCall | None:
         """Return the step under way in the function that made the latest backward too, which had these `lines`."""
         for frame in _program_frames(sys._getframe(1)):
-            if since := lines.get((id(frame), frame.f_code)):
+            since = lines.get((id(frame), frame.f_code), frame.f_lineno)
+            if since != frame.f_lineno:  # else the step is given a closure, which has made the backward
                 words = f"backward() at line {since} and the step at line {frame.f_lineno}"
                 between = f"look between the {words} of {frame.f_code.co_filename}"
                 return cls([_callers(frame)[0]._replace(since=since)], [RngState.capture()], between=between)
@@ -127,10 +127,7 @@ def backward_under_way() -> tuple[Tensor | None, Lines]:
     """Return the loss of the backward under way, None where it is no single number, and the lines of its callers."""
     if (frame := _engine_frame()) is None:
         return None, {}
-    lines, outer = Lines(), frame.f_back
-    while outer is not None and len(lines) < _MOST_FRAMES:  # 0.1 µs each
-        lines[id(outer), outer.f_code] = outer.f_lineno
-        outer = outer.f_back
+    lines = {(id(x), x.f_code): line for x, line in islice(walk_stack(frame), _MOST_FRAMES)}  # 0.1 µs each
     roots: Any = frame.f_locals["tensors"] if frame.f_code is _BACKWARD else ()
     loss = roots[0] if len(roots) == 1 else None
     is_number = isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
@@ -145,10 +142,8 @@ def _engine_frame() -> FrameType | None:
     return frames[0] if len(frames) == 1 else None
 
 
-def _engine_of(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code not in _RUNS_ENGINE:
-        frame = frame.f_back
-    return frame
+def _engine_of(frame: FrameType) -> FrameType | None:
+    return next((x for x, _ in walk_stack(frame) if x.f_code in _RUNS_ENGINE), None)
 
 
 def _program_frames(frame: FrameType) -> list[FrameType]:
@@ -173,8 +168,7 @@ def _part_of(caller: Caller, file: source.SourceFile, kept: nn.Module | None) ->
     if top is None or not caller.since:
         parts = (_Part(caller, path, kept) for path in paths)
     elif isolation.is_child():
-        begins = [*source.paths_to(top, caller.since)]
-        pairs = ((since, _between(since, path)) for since in begins for path in paths)
+        pairs = ((x, _between(x, path)) for x in source.paths_to(top, caller.since) for path in paths)
         parts = (_Part(caller, since, kept, following) for since, following in pairs if following)
     else:
         raise Refused("the backward runs a second time in a process of its own alone")
@@ -206,7 +200,7 @@ class _Part:
         self.body: list[ast.stmt] = []
         self.reads: dict[str, Any] = {}
         # Names that a later statement binds: their values are no longer those that an earlier one read.
-        self._bound: set[str] = set()
+        self._bound = {name for x in chain(*following) for name in source.names_in(x, ast.Store)}
         statement = last = path[-1][1]
         made: ast.AST | None = statement if following else self._loss_in(statement)
         if made is None:
@@ -348,9 +342,8 @@ class _Part:
             if is_once or (isinstance(node, ast.Call) and source.called_name(node) in _NOT_TWICE):
                 raise self._refused(node)
 
-    def _refused(self, node: ast.AST) -> Refused:
-        line = getattr(node, "lineno", 0)
-        return Refused(f"line {line} of {self._caller.code.co_filename} should not run a second time")
+    def _refused(self, node: Any) -> Refused:
+        return Refused(f"line {node.lineno} of {self._caller.code.co_filename} should not run a second time")
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -414,10 +407,10 @@ class LossStatements(nn.Module):
         # A re-run puts back the state of all modules that the statements call, and no watch sees their calls.
         self.modules_read = nn.ModuleList(x for x in mentioned if isinstance(x, nn.Module))
         self._generators = [x for x in mentioned if isinstance(x, torch.Generator)]
+        self._scalers = [x for x in mentioned if isinstance(x, torch.amp.GradScaler)]
         # `self` is the module in a call of it. Weights stay what they are: a run makes leaves of its inputs.
-        kinds = {
-            name: [*map(type, tensors_in(part.reads[name]))] for name in sorted({*part.reads} - {"self"})
-        }
+        reads = sorted({*part.reads} - {"self"})
+        kinds = {name: [*map(type, tensors_in(part.reads[name]))] for name in reads}
         self.inputs = {name: part.reads[name] for name, x in kinds.items() if x and nn.Parameter not in x}
         self._caller, self._file, self._kept = caller, file, part.kept
         self._filled = set().union(*map(_filled_by, part.body))
@@ -442,6 +435,9 @@ class LossStatements(nn.Module):
                 return names[_RESULT], [x.detach() for x in outputs]
             stack.callback(register_optimizer_step_pre_hook(_reach).remove)
             self.model.zero_grad()
+            for scaler in self._scalers:  # which unscales no gradients twice
+                with suppress(AssertionError):  # of one that has unscaled none
+                    scaler.update()
             with suppress(_Reached):
                 exec(self._code, names)
         return [x.grad for x in self.model.parameters() if x.grad is not None]

@@ -227,6 +227,7 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
 
 def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, allows: Allows) -> Diagnosis:
     guilty = finding.module if finding.origin == "produced" else finding.source_module
+    taken = [x.grad for x in model.parameters() if x.grad is not None]
     experiment = run(replace(snapshot, grad=True), module_names(model), allows=allows, follows=True)
     # A loss that overflows too is not what made a gradient inside the model.
     step = experiment.failure if guilty is None else experiment.bad_gradient
@@ -235,6 +236,10 @@ def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, al
         nothing = "in a re-run of the batch no operation made a bad gradient"
         remark = nothing if error is None else f"the backward could not be examined: {spell(error)}"
         return Diagnosis(remarks=(remark, *snapshot.doubts()))
+    if finding.phase == "step":
+        x, y = (nn.utils.parameters_to_vector(tensors).abs() for tensors in (taken, experiment.results))
+        if len(x) != len(y) or torch.isclose(x, y, equal_nan=True)[~x.isfinite()].float().mean() < 0.5:
+            return Diagnosis(remarks=("the gradients of the latest backward alone fail in another way",))
     if guilty is None and step.module is not None and not step.in_backward:
         # The loss read this auxiliary loss from an attribute, and the module has no bad gradient yet.
         remark = f"it was made in the forward of {f'`{step.module}`' if step.module else 'the model'}"

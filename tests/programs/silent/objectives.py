@@ -224,15 +224,6 @@ def large_contrast_in_two_passes(watch: Watching) -> None:
 
 
 @unusual
-def triplets_of_one_encoder(watch: Watching) -> None:
-    model, triplet = mlp(8, 16, 4), nn.TripletMarginLoss(margin=0.2)
-    optimizer = Adam(model.parameters(), lr=1e-3)
-    with watch(model):
-        for step, x, _ in batches():
-            update(optimizer, triplet(model(x), model(x + 0.05), model(x.roll(1, 0) * (1 + step % 3))))
-
-
-@unusual
 def centers_with_a_rate_of_their_own(watch: Watching) -> None:
     model, centers = Layers(), nn.Parameter(torch.randn(4, 16))
     model.register_parameter("centers", centers)

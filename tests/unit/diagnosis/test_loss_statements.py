@@ -53,8 +53,7 @@ def failing(model: nn.Module) -> Iterator[tuple[SimpleNamespace, torch.optim.Opt
 
 def test_a_cure_of_the_script_s_own_line() -> None:
     """It is tried on the statements themselves, in a loop, under autocast and with a scaler; nothing is done twice."""
-    model = Net()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=2.0)
     data = iter([(BATCH, LABELS == 0), (BATCH, LABELS == 7), (BATCH, LABELS == 0)])
     seen: list[Tensor] = []
     weights = model.head.weight
@@ -127,8 +126,7 @@ def test_a_loss_that_a_module_keeps_beside_its_outputs() -> None:
 
 def test_a_policy_whose_distribution_holds_a_graph() -> None:
     """It is made again, as its graph is gone; the backward is one of several statements of its line."""
-    model = Net()
-    rewards = torch.ones(4)
+    model, rewards = Net(), torch.ones(4)
     with failing(model) as (failure, optimizer):
         policy = torch.distributions.Categorical(logits=model(BATCH))
         actions = policy.sample()
@@ -211,9 +209,7 @@ def test_parts_of_a_loss() -> None:
         model = Net()
         mine: dict[str, Tensor] = {}
         with failing(model) as (failure, optimizer):
-            losses: dict[str, Tensor] = {}
-            if way == "alias":
-                losses = mine
+            losses = mine if way == "alias" else dict[str, Tensor]()
             if way == "list":
                 parts = [focal(model(BATCH[[i]]), LABELS[[i]]) for i in range(2)]
                 loss = torch.stack(parts).sum()
@@ -266,13 +262,9 @@ def test_what_may_not_run_twice_is_not_run(way: str) -> None:
     assert list(left) == ([1.0, 2.0] if way in ("next", "loop") else [0.0, 1.0, 2.0])
     assert len(kept) == (way == "append")
     assert float(total) == (way == "augmented")
-    if way in ("augmented", "append"):
-        assert failure.finding.source is not None
-    else:
-        assert failure.finding.source is None
-        assert any(
-            "should not run a second time; put the loss" in remark for remark in failure.finding.remarks
-        )
+    assert (failure.finding.source is not None) == (way in ("augmented", "append"))
+    is_refused = "should not run a second time; put the loss" in "".join(failure.finding.remarks)
+    assert is_refused == (way in ("next", "loop"))
 
 
 def test_the_samples_of_a_batch_that_an_attribute_holds() -> None:
@@ -310,9 +302,8 @@ def test_a_loss_that_depends_on_a_state_of_batches_before() -> None:
             state = state.detach()
         optimizer.step()
     assert comment_of(failure.finding) == failure.finding.operation
-    assert [cure.effect for cure in failure.finding.cures if cure.works] == [
-        "as it is, it fails in float64 too"
-    ]
+    effects = [cure.effect for cure in failure.finding.cures if cure.works]
+    assert effects == ["as it is, it fails in float64 too"]
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -340,8 +331,7 @@ def test_a_re_run_in_this_process_leaves_what_the_loss_calls(
         gradients = [None if p.grad is None else p.grad.clone() for p in critic.parameters()]
         optimizer.step()
     assert failure.finding.operation == (None if trains else "SqrtBackward0")
-    assert all(map(torch.equal, norm, critic[0].buffers()))
-    assert torch.equal(drawn, generator.get_state())
+    assert all(map(torch.equal, (*norm, drawn), (*critic[0].buffers(), generator.get_state())))
     for before, parameter in zip(gradients, critic.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, before, rtol=0, atol=0)
     assert torch.autograd.backward.__module__ == "torch.autograd"
@@ -349,12 +339,25 @@ def test_a_re_run_in_this_process_leaves_what_the_loss_calls(
 
 
 def test_gradients_that_became_bad_behind_the_backward() -> None:
-    """All up to the step runs again, and no step is taken."""
+    """All up to the step runs again: the loss, a number by now, and what a scaler divides. No step is taken."""
     model, count = Net(), 0
-    weight = model.head.weight.detach().clone()
+    weight, scaler = model.head.weight.detach().clone(), torch.amp.GradScaler("cpu", init_scale=8.0)
     with failing(model) as (failure, optimizer):
-        model(BATCH).mean().backward()
+        loss: Any = model(BATCH).mean()
+        scaler.scale(loss).backward()
+        loss = scaler.unscale_(optimizer)
         model.head.weight.grad.div_(count)  # type: ignore[union-attr]  # aten.div_.Tensor
-        optimizer.step()
+        scaler.step(optimizer)
     assert comment_of(failure.finding) == failure.finding.operation
     assert torch.equal(weight, model.head.weight)
+
+
+def test_a_line_that_fails_in_the_latest_of_several_backwards_alone_is_not_blamed() -> None:
+    """Its gradients are 0, so their norm is too. What failed is the product."""
+    with failing(model := Net()) as (failure, optimizer):
+        for factor in (1, 0):
+            (model(BATCH).mean() * factor).backward()
+        for p in model.parameters():
+            p.grad.div_(p.grad.norm()).mul_(3e38).mul_(3e38)  # type: ignore[union-attr]
+        optimizer.step()
+    assert failure.finding.operation is None

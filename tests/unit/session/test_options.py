@@ -156,12 +156,12 @@ def test_arguments_of_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     """The environment says them behind the path; the path is that of the folder in which they were said."""
     pytest.importorskip("pyarrow")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(VARIABLE, "trace=run.parquet,counts,sketches=10,batches=0+20")
+    monkeypatch.setenv(VARIABLE, "output_dir=a spikes=1 trace=run.parquet,counts,sketches=10,batches=0+20")
     options = make_options({})
     assert options.trace == Trace(tmp_path / "run.parquet", counts=True, sketches=10, batches=(0, 20))
     settings = options.recorder_settings()
     assert (settings.counts, settings.fingerprints, settings.sketches) == (True, False, 10)
-    assert set(settings.traced) == {0, 20}
+    assert (set(settings.traced), settings.gradients, settings.black_box) == ({0, 20}, True, True)
     with pytest.raises(ValueError, match="batches of the Trace has 20, and every=7"):
         make_options({"every": 7})
 
