@@ -128,7 +128,7 @@ def backward_under_way() -> tuple[Tensor | None, Lines]:
     if (frame := _engine_frame()) is None:
         return None, {}
     lines = {(id(x), x.f_code): line for x, line in islice(walk_stack(frame), _MOST_FRAMES)}  # 0.1 µs each
-    roots: Any = frame.f_locals["tensors"] if frame.f_code is _BACKWARD else ()
+    roots: Any = frame.f_locals.get("tensors", ()) if frame.f_code is _BACKWARD else ()
     loss = roots[0] if len(roots) == 1 else None
     is_number = isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
     return loss if is_number else None, lines

@@ -79,11 +79,11 @@ class Call:
     added: list[tuple[Role, str, Any]] = field(default_factory=list)  # outputs that `add_output` gave it
     number: int = 0
     backward: int = -1  # the one that last brought a gradient of its outputs
-    # Removes the hooks on leaves, which outlive the graph.
-    leaf_hooks: ExitStack = field(default_factory=ExitStack)
+    leaf_hooks: ExitStack = field(default_factory=ExitStack)  # they outlive the graph
 
     def __del__(self) -> None:
-        self.leaf_hooks.close()
+        if "leaf_hooks" in vars(self):  # not where its making met the limit of recursion
+            self.leaf_hooks.close()
 
 
 @dataclass

@@ -58,20 +58,20 @@ class FailureHandler:
         self._reports, self.starts, self._monitor, self._sinks = reports, starts, monitor, sinks
         self._options, self._recorder = options, recorder = reports.options, reports.recorder
         self._action = options.on_nonfinite
-        # The first incident of the latest run of non-finite batches. A finite batch ends the run.
-        self._first: Incident | None = None
-        self.is_run_open = False
-        self._num_examined = 0
+        self._first: Incident | None = None  # of the latest non-finite batches in a row
+        self.is_run_open, self._num_examined = False, 0
         self._under_way: dict[int, Incident] = {}  # by the numbers of their batches
         self._ended: deque[int] = deque(maxlen=_MAX_ENDED)
         self._exception_batch: int | None = None
-        # Warnings
         self._num_runs, self._latest_warned = 0, -sys.maxsize
         self._warned: Counter[str] = Counter()  # non-finite batches, by the module that was the first to fail
         self._ranks: RankCoordinator | None = None
         if (model := reports.model()) is not None and self._action == "raise" and options.peer_timeout:
             write = weakref.WeakMethod(self._write_last_frames)  # the job would keep this handler alive
-            last_frames = lambda name: live(name) if (live := write()) else report_of(())  # noqa: E731
+
+            def last_frames(name: str) -> Report:
+                return report_of(()) if (live := write()) is None else live(name)
+
             self._ranks = RankCoordinator(model, options.peer_timeout, last_frames)
             if torch.distributed.is_available():
                 recorder.watch_name(vars(torch.distributed.distributed_c10d), "_pg_map")  # of process groups

@@ -413,5 +413,4 @@ def _recorded_names(model: nn.Module) -> dict[int, str]:
 
 
 def _likeness(record: Record) -> tuple[Any, ...]:
-    health = record.health
-    return record.shape, health and (health.num_nan, health.num_posinf, health.num_neginf)
+    return record.shape, (x := record.health) and (x.num_nan, x.num_posinf, x.num_neginf)
