@@ -230,7 +230,7 @@ def zeroed_at_each_micro_batch(watch: Watching, wrong: bool) -> None:
 @fault("not-reduced", ranks=2)
 def no_sync_is_never_left(watch: Watching, wrong: bool) -> None:
     wrapped = DistributedDataParallel(Layers())
-    optimizer = SGD(wrapped.parameters(), lr=0.05)
+    optimizers = [SGD(x.parameters(), lr=0.05) for x in (wrapped.module.stem, wrapped.module.head)]
     with watch(wrapped):
         for step, x, y in batches():
             x, y = (tensor[dist.get_rank() :: 2] for tensor in (x, y))
@@ -238,8 +238,8 @@ def no_sync_is_never_left(watch: Watching, wrong: bool) -> None:
             with contextlib.nullcontext() if is_last else wrapped.no_sync():
                 (mse(wrapped(x), y) / 2).backward()
             if step % 2:
-                optimizer.step()
-                optimizer.zero_grad()
+                optimizers[step // 2 % 2].step()
+                wrapped.zero_grad()
 
 
 class Tied(nn.Module):
