@@ -284,7 +284,7 @@ def _place(kind: str, step: Step) -> Place | None:
     """Return the line of the clip or the backward that a fault is of, None where it is of the step."""
     if kind.startswith(("clipping", "not-unscaled")) and step.clips:
         return step.clips[-1].place
-    places = (arrival.place for weight in step.held for arrival in weight.arrivals)
+    places = (arrival.place for weight in step.in_optimizer for arrival in weight.arrivals)
     return next(filter(None, places), None) if kind in _AT_BACKWARD else None
 
 

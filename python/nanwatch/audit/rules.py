@@ -62,7 +62,7 @@ def _no_gradient(step: Step) -> Iterator[Suspect]:
     """Yield weights without a gradient whose modules were called, unless their output may be a leftover."""
     trained = step.trained
     if not trained:  # and yet gradients come, or somebody has made them
-        yield from (_suspect("no-gradient", weight) for weight in step.held if weight.is_meant)
+        yield from (_suspect("no-gradient", weight) for weight in step.in_optimizer if weight.is_meant)
         return
     # Some were set to None on purpose, as those of a last layer that rests. All were not.
     cleared = {weight.key for weight in trained if weight.arrivals}
@@ -85,7 +85,7 @@ def _without_effect(step: Step) -> Iterator[Suspect]:
     # A loss that has become 0, as that of triplets which are far enough apart, cuts off nothing.
     is_met = not active and step.has_learned
     for weight in step.trained:
-        before = weight.previous
+        before = step.previous.get(weight.key)
         # A bias beside a weight with a gradient falls out of a difference of outputs, as in front of a batch norm. The
         # weight may be a parametrization's.
         cancels = weight.label == "bias" and any(
@@ -167,7 +167,7 @@ def update_of(step: Step, weight: WeightSample) -> Tensor | None:
 def _rounded_between_steps(step: Step) -> Iterator[Suspect]:
     """Yield weights that are rounded to 16 bits after each step, or whose states are, and lose what it changed."""
     for weight in step.trained:
-        previous = weight.previous or weight
+        previous = step.previous.get(weight.key, weight)
         for name in previous.begin.keys() & previous.end.keys() & weight.begin.keys():
             before, written, now = previous.begin[name], previous.end[name], weight.begin[name]
             if any(torch.equal(written.to(short).to(now.dtype), now) for short in _SHORT):
@@ -180,14 +180,15 @@ def _rounded_between_steps(step: Step) -> Iterator[Suspect]:
 def _outside(step: Step) -> Iterator[Suspect]:
     """Yield weights that get gradients, and that neither an optimizer has nor anything moves."""
     outside = [weight for weight in step.weights.values() if weight.is_trained and weight.group is None]
-    pairs = [(weight, weight.previous) for weight in outside if weight.is_meant and weight.previous]
+    known = [weight for weight in outside if weight.is_meant and weight.key in step.previous]
+    pairs = [(weight, step.previous[weight.key]) for weight in known]
     resting = [(weight, before) for weight, before in pairs if same_bits(before.before, weight.before)]
     others = held_by_optimizers(but=step.optimizer) if resting else set()
     missing = [(weight, before) for weight, before in resting if id(weight.tensor()) not in others]
     # The optimizer has others of the same shapes: those of a copy, or what these were before they were replaced. In
     # another format these are masters of 16-bit weights, whose updates may round away for a while.
-    known = {id(weight.tensor()) for weight in step.weights.values()}
-    foreign = [x for group in step.optimizer.param_groups for x in group["params"] if id(x) not in known]
+    ids = {id(weight.tensor()) for weight in step.weights.values()}
+    foreign = [x for group in step.optimizer.param_groups for x in group["params"] if id(x) not in ids]
     shapes, formats = Counter(weight.shape for weight, _ in missing), {x.dtype for x in foreign}
     has_copy = shapes <= Counter(tuple(x.shape) for x in foreign)
     for weight, before in missing:
@@ -200,7 +201,7 @@ def _outside(step: Step) -> Iterator[Suspect]:
 
 
 def _frozen_moved(step: Step) -> Iterator[Suspect]:
-    for weight in step.held:
+    for weight in step.in_optimizer:
         has_moved = weight.after is not None and not same_bits(weight.before, weight.after)
         if has_moved and not (weight.is_trained and weight.is_meant):
             yield _suspect("frozen-moved", weight)
@@ -222,7 +223,7 @@ def _means_of_unequal_counts(step: Step) -> Iterator[Suspect]:
 
     Each loss is divided by the number of backwards. A loop over tasks divides by nothing, and means what it adds.
     """
-    for arrivals in (weight.arrivals for weight in step.held):
+    for arrivals in (weight.arrivals for weight in step.in_optimizer):
         if not all(arrival.was_full for arrival in arrivals[1:]):  # emptied between two backwards
             continue
         backwards = {(arrival.place, arrival.batch): arrival for arrival in arrivals}
@@ -275,7 +276,7 @@ def _scaled(step: Step) -> Iterator[Suspect]:
 
 def _divided_by_the_next_scale(step: Step) -> Iterator[Suspect]:
     """Yield weights whose gradients were divided by a factor of the next step's loss, and not of their own."""
-    for before in (weight.previous for weight in step.trained):
+    for before in (step.previous.get(weight.key) for weight in step.trained):
         if step.scale is not None or before is None or before.gradient is None or len(before.arrivals) != 1:
             continue
         first, factors = before.arrivals[0].gradient, before.arrivals[0].factors
@@ -323,7 +324,7 @@ def _copy_rests(step: Step) -> Iterator[Suspect]:
     alike = {(weight.key, copy.key) for weight, copy in pairs}
     for weight, copy in pairs:
         rests = weight.group is not None and weight.grad == "none" and weight.module not in step.window.called
-        before = weight.previous
+        before = step.previous.get(weight.key)
         is_written = before is not None and not same_bits(before.after, weight.before)
         if rests and not is_written and copy.grad == "some":
             # The two modules that have these weights at the same place.

@@ -215,7 +215,6 @@ class WeightSample:
     after: Tensor | None = None
     end: Mapping[str, Tensor] = field(default_factory=dict)
     arrivals: Sequence[Backward] = ()
-    previous: WeightSample | None = None  # in the step before, if it was audited
 
     @property
     def key(self) -> Key:
@@ -239,9 +238,9 @@ class Step:
 
     The step before ended at `since`, and `previous` are the weights in it, where it was audited too. `has_learned` says
     whether an audit has seen a gradient other than 0, and `is_frozen` by a name whether the user means a weight or a
-    module to stay as it is. `held` are the weights of the optimizer, `trained` those that it is to train. `finish` adds
-    `calls`, the latest of each module since the step before, `copied`, the weights that began with equal values,
-    `factors`, the numbers that the losses were multiplied by, and the GradScaler among these, with its `scale`.
+    module to stay as it is. `in_optimizer` are the weights of the optimizer, `trained` those that it is to train.
+    `finish` adds `calls`, the latest of each module since the step before, `copied`, the weights that began with equal
+    values, `factors`, the numbers that the losses were multiplied by, and the GradScaler among these, with its `scale`.
     """
 
     model: nn.Module
@@ -274,9 +273,8 @@ class Step:
                     weight.begin, weight.group = _parts_of(x, self.optimizer), places.get(id(x))
                     weight.lr = None if weight.group is None else number(groups[weight.group].get("lr"))
                     weight.before, weight.gradient = weight.begin[_WEIGHT], gradient
-                    weight.previous = self.previous.get(weight.key)
-        self.held = [weight for weight in self.weights.values() if weight.group is not None]
-        self.trained = [weight for weight in self.held if weight.is_trained]
+        self.in_optimizer = [weight for weight in self.weights.values() if weight.group is not None]
+        self.trained = [weight for weight in self.in_optimizer if weight.is_trained]
 
     def finish(self) -> None:
         """Add what was gathered and what the step made of the weights. Forget gradients that it has changed."""
@@ -284,8 +282,6 @@ class Step:
             for weight in self.weights.values():
                 x = weight.tensor()
                 weight.arrivals = self.window.arrivals.get(id(x), ())
-                if weight.previous is not None:
-                    weight.previous.previous = None
                 if weight.begin and x is not None:
                     weight.end = _parts_of(x, self.optimizer)
                     weight.after = weight.end.get(_WEIGHT)
@@ -295,7 +291,7 @@ class Step:
         calls, copies = self.window.calls.items(), self.window.copies
         self.calls = {name: call for name, call in calls if call.time >= self.since}
         self.copied = [[self.weights[key] for key in keys if key in self.weights] for keys in copies]
-        arrivals = [arrival for weight in self.held for arrival in weight.arrivals]
+        arrivals = [arrival for weight in self.in_optimizer for arrival in weight.arrivals]
         self.factors = {factor for arrival in arrivals for factor in arrival.factors}
         scaler = find_scaler()() if self.factors else None
         scale = number(getattr(scaler, "_scale", None)) or 0.0

@@ -159,7 +159,7 @@ def test_a_cure_that_leaves_less_than_a_bit_is_not_enough() -> None:
 
 
 def test_a_bad_input_is_forgiven_only_where_the_data_was_bad() -> None:
-    """What is made inside the batch has to be finite, also where the outputs are."""
+    """A value made inside the batch has to be finite, even if the outputs are."""
     model = Does(lambda part, x: part(x / 0), Does(torch.reciprocal))
     start, finding = failed(model, torch.ones(2))
     for origin, works in (("received", False), ("data", True), ("buffer", True)):
