@@ -231,7 +231,7 @@ class _Job:
         if not self.coordinators:
             self._end()
 
-    def settle(self, published: OriginConsensus | None = None, patience: float = 1e9) -> Origin | None:
+    def settle(self, published: OriginConsensus | None = None, patience: float = torch.inf) -> Origin | None:
         """Return the origin once the ranks agree, None if another watch has settled `published`."""
         with self._lock:
             consensus = self.consensus
