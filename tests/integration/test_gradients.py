@@ -196,6 +196,23 @@ def test_autograd_grad_is_seen_as_backward_is(recorder: str) -> None:
     assert weights == [model[0].weight.grad.abs().max().item()]
 
 
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_a_weight_used_past_its_module_is_its_latest_calls(recorder: str) -> None:
+    """Nobody takes the outputs of the module's calls, and a function takes its weight: its frame has this alone."""
+    kept: list[Tensor] = []
+
+    def forward(layer: nn.Module, x: Tensor) -> Tensor:
+        kept.append(layer(x))
+        return nn.functional.linear(x, layer.weight)
+
+    model = Does(forward, nn.Linear(3, 2))
+    with watched(model, recorder, gradients=True, max_frames=100) as w:
+        outputs = [model(torch.ones(1, 3)) for _ in range(2)]
+        outputs[0].sum().backward()
+        frames = [(f.batch, f.name, [r.label for r in f.records]) for f in backward_frames(w)]
+    assert frames == [(0, "", ["output.grad"]), (1, "parts.0", ["weight.grad"])]
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_checkpointed_modules_have_their_gradients(recorder: str, reentrant: bool) -> None:

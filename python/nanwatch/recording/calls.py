@@ -6,12 +6,12 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ..numerics.readable import unreadable
 from ..records.record import Frame, Record, Role
@@ -66,6 +66,7 @@ class Node:
     class_name: str
     observed: bool
     allow_inf: bool | Excuses
+    has_frames: bool = False
 
 
 @dataclass(eq=False)
@@ -79,56 +80,42 @@ class Call:
     added: list[tuple[Role, str, Any]] = field(default_factory=list)  # outputs that `add_output` gave it
     number: int = 0
     backward: int = -1  # the one that last brought a gradient of its outputs
-    leaf_hooks: ExitStack = field(default_factory=ExitStack)  # they outlive the graph
-
-    def __del__(self) -> None:
-        if "leaf_hooks" in vars(self):  # not where its making met the limit of recursion
-            self.leaf_hooks.close()
 
 
-@dataclass
-class Backward:
-    """Gradients that came in one run of the autograd engine."""
+GradientUser: TypeAlias = tuple[Call, Part, str]  # whose gradient it is, with its label
 
-    end: weakref.ref[Any]  # the callback at its end, which is gone if an exception has ended it
-    # The third item is the gradient's place, tensor and version. One gradient may come to several calls in turn.
-    arrivals: list[tuple[Call, Part, object, Record]] = field(default_factory=list)
-    weights: set[object] = field(default_factory=set)
 
-    @property
-    def has_fault(self) -> bool:
-        """Whether a gradient so far is not finite, and not meant to be so."""
-        return any(record.is_fault for *_, record in self.arrivals)
+class GradientHook:
+    """Hook at a place of the graph, for the calls that used the tensor there.
 
-    def frames(self) -> tuple[list[BackwardCall], list[Arrival]]:
-        """Return the calls with their frames, a parent after its children as in the forward, and the arrivals."""
-        # A call is done when it and all calls in it had their last gradient.
-        records: dict[Call | None, list[Record]] = {call: [] for call, *_ in self.arrivals}
-        done: dict[Call, int] = {}
-        places: list[tuple[Call, tuple[int, Part, int]]] = []
-        time, latest = 0, None
-        for position, (call, part, gradient, record) in enumerate(self.arrivals):
-            time, latest = time + (gradient != latest), gradient
-            places.append((call, (len(records[call]), part, time)))
-            records[call].append(record)
-            around: Call | None = call
-            while around is not None and around in records:
-                done[around] = position
-                around = around.caller
-        calls = sorted(done, key=lambda call: (done[call], call.number))
-        positions: dict[Call | None, int] = {call: position for position, call in enumerate(calls)}
-        ended = []
-        for call in calls:
-            frame = call.frame._replace(records=tuple(records[call]), phase="backward")
-            ended.append(BackwardCall(frame, positions.get(call.caller), call.number))
-        return ended, [Arrival(positions[call], *place) for call, place in places]
+    At the node that made the tensor it keeps its call. At a leaf, which outlives graphs, one serves all calls.
+    """
+
+    __torch_unserializable__ = True  # torch.save() warns of any other hook
+
+    def __init__(self, recorder: Any, place: object) -> None:
+        self.recorder, self.place = weakref.ref(recorder), place
+        self.users: list[tuple[Callable[[], Call | None], Part, str]] = []
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        """Hand a gradient to the recorder."""
+        # Autograd gives None for a result that nobody used, as a part of unbind, and for a Function whose backward
+        # returns none. Compiled autograd would follow this hook into code that it cannot compile.
+        if gradient is not None and not is_compiling() and (recorder := self.recorder()) is not None:
+            users = [(call_of(), part, label) for call_of, part, label in self.users]
+            recorder.take_gradient(gradient, self.place, [user for user in users if user[0] is not None])
+
+
+def leaf_hooks(leaf: Tensor, recorder: object) -> dict[int, GradientHook]:
+    """Return the recorder's hook at a leaf by its key, if it has one."""
+    hooks = (leaf._backward_hooks or {}).items()
+    return {key: x for key, x in hooks if isinstance(x, GradientHook) and x.recorder() is recorder}
 
 
 def place_of(x: Any) -> tuple[Any, ...] | None:
     """Return the place of a tensor in the graph: an output of a node, or a leaf's own; None where hooks see nothing."""
-    if not issubclass(type(x), Tensor) or not x.requires_grad or x.is_meta:
-        return None
-    if unreadable(x).startswith("inside a functorch transform"):
+    is_followed = issubclass(type(x), Tensor) and x.requires_grad and not x.is_meta
+    if not is_followed or unreadable(x).startswith("inside a functorch transform"):
         return None
     try:
         return ("leaf", id(x)) if x.grad_fn is None else (x.grad_fn._sequence_nr(), x.output_nr)
@@ -136,6 +123,46 @@ def place_of(x: Any) -> tuple[Any, ...] | None:
         # One of several views, as unbind gives them, after their base was written into: it has no graph any more, and
         # autograd refuses each use of it.
         return None
+
+
+class Backward:
+    """Gradients that came in one run of the autograd engine: their calls, parts, times and records."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.end = weakref.ref(end)  # the callback at its end, which is gone if an exception has ended it
+        self.has_fault = False  # a gradient so far is not finite
+        self._arrivals: list[tuple[Call, Part, int, Record]] = []
+        self._time = 0
+        self._latest: object = None
+
+    def add(self, gradient: object, users: list[GradientUser], record: Record) -> None:
+        """Add a gradient for each of its users. It is known by place, tensor and version: it may come to more hooks."""
+        self._time, self._latest = self._time + (gradient != self._latest), gradient
+        self.has_fault |= record.is_fault
+        for call, part, label in users:
+            self._arrivals.append((call, part, self._time, record._replace(label=label)))
+
+    def frames(self) -> tuple[list[BackwardCall], list[Arrival]]:
+        """Return the calls with their frames, a parent after its children as in the forward, and the arrivals."""
+        records: dict[Call | None, list[Record]] = {call: [] for call, *_ in self._arrivals}
+        # A call is done when it and all calls in it had their last gradient.
+        done: dict[Call, int] = {}
+        for position, (call, *_) in enumerate(self._arrivals):
+            around: Call | None = call
+            while around is not None and around in records:
+                done[around] = position
+                around = around.caller
+        calls = sorted(done, key=lambda call: (done[call], call.number))
+        positions: dict[Call | None, int] = {call: position for position, call in enumerate(calls)}
+        arrivals = []
+        for call, part, when, record in self._arrivals:
+            arrivals.append(Arrival(positions[call], len(records[call]), part, when))
+            records[call].append(record)
+        ended = []
+        for call in calls:
+            frame = call.frame._replace(records=tuple(records[call]), phase="backward")
+            ended.append(BackwardCall(frame, positions.get(call.caller), call.number))
+        return ended, arrivals
 
 
 class Peaks(dict[PeakName, float]):

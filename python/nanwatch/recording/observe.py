@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,30 +85,22 @@ def state_of(module: nn.Module, path: str = "") -> list[tuple[Role, str, Tensor]
     return values
 
 
-class StateTensor(NamedTuple):
-    """Tensor of an optimizer: its label, the parameter that it belongs to, and whether it is that parameter."""
-
-    label: str
-    tensor: Tensor
-    parameter: Tensor
-    is_parameter: bool
-
-
-def state_tensors(optimizer: Optimizer, names: dict[int, str]) -> Iterator[StateTensor]:
-    """Yield the tensors of an optimizer's state: `exp_avg[0.weight]`, with the name of its parameter.
+def state_tensors(optimizer: Optimizer, names: dict[int, str]) -> Iterator[tuple[Role, str, Tensor]]:
+    """Yield role, label and value of an optimizer's tensors: `exp_avg[0.weight]`, with the name of its parameter.
 
     `names` are those of the model's parameters, by id. Another parameter, such as a float32 copy of a weight, is called
-    by its place, `[group][position]`, and comes itself too: `param[0][3]`.
+    by its place, `[group][position]`, and comes itself too, as a weight: `param[0][3]`. The state has the role of
+    buffers.
     """
     for number, group in enumerate(optimizer.param_groups):
         for position, x in enumerate(group["params"]):
             name = names.get(id(x))
             where = f"[{number}][{position}]" if name is None else f"[{name}]"
             if name is None:
-                yield StateTensor(f"param{where}", x, x, True)
+                yield "weight", f"param{where}", x
             for key, value in optimizer.state.get(x, {}).items():
                 if isinstance(value, Tensor):
-                    yield StateTensor(f"{key}{where}", value, x, False)
+                    yield "buffer", f"{key}{where}", value
 
 
 def observe(

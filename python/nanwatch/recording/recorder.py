@@ -18,12 +18,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from ..numerics import _extension
 from ..records.record import PLAIN_MASK, Frame, Note, Record
-from .calls import Backward, Batch, Call, Node, Peaks, place_of
-from .events import Event, Part, PeakName, Recorder, RecorderEvents, Settings, Start
+from .calls import Backward, Batch, Call, GradientHook, GradientUser, Node, Peaks, leaf_hooks, place_of
+from .events import Event, PeakName, Recorder, RecorderEvents, Settings, Start
 from .masks import Excuses
 from .observe import call_values, completed_record, observe
 from .walk import is_container, leaves, spell_key
@@ -31,18 +30,13 @@ from .walk import is_container, leaves, spell_key
 # More than one batch is under way where several threads call the model.
 _COUNTED_BATCHES = 16
 # The record of a call near the end of its thread's stack.
-_FULL = Note("not_checked", "the stack is nearly full (sys.getrecursionlimit)")
-_NO_STACK = Record("output", "output", None, "", None, None, None, None, _FULL)
+_FULL_STACK = Note("not_checked", "the stack is nearly full (sys.getrecursionlimit)")
 
 
 class _Thread(threading.local):
-    """The calls under way in one thread, outermost first, and their batch."""
-
-    batch: Batch | None = None
-    recording = False  # a callback may call other modules: they are not recorded
-
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[Call] = []  # under way, outermost first
+        self.recording = False  # a callback may call other modules: they are not recorded
 
 
 @dataclass
@@ -68,8 +62,9 @@ class PythonRecorder:
         self.keeps_starts = self.gathers_inputs = self.gathers_gradient_peaks = self.gathers_weights = False
         self.gathers_from = sys.maxsize
         self.latest_batch = -1
-        names = ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits")
-        self.counters = dict.fromkeys(names, 0)
+        self.counters = dict.fromkeys(
+            ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits"), 0
+        )
         # Nobody calls back or reads a tensor while holding the lock. Reentrant, as a signal's handler may ask for a
         # report at any moment.
         self._lock = threading.RLock()
@@ -79,13 +74,11 @@ class PythonRecorder:
         self._nodes: list[Node] = []
         self._frames: deque[Frame] = deque(maxlen=settings.max_frames)
         self._num_frames: dict[int, int] = {}  # by batch, of the latest ones
-        self._called: set[str] = set()
         self._peaks, self._gradient_peaks = Peaks(), Peaks()
         self._thread = _Thread()
-        self._threads_inside: set[int] = set()  # of a batch
+        self._batches: dict[int, Batch] = {}  # under way, by thread
         self._ended: weakref.WeakSet[Batch] = weakref.WeakSet()
         self._follows = settings.gradients
-        self._followed: weakref.WeakSet[Call] = weakref.WeakSet()
         self._call_numbers = itertools.count()
         self._backwards: dict[int, Backward] = {}
 
@@ -129,7 +122,8 @@ class PythonRecorder:
     @property
     def num_other_threads(self) -> int:
         """Return how many other threads are inside a batch."""
-        return len(self._threads_inside - {threading.get_ident()})
+        batches = list(self._batches.items())
+        return sum(thread != threading.get_ident() and not batch.recomputed for thread, batch in batches)
 
     @property
     def frames_kept(self) -> int:
@@ -154,32 +148,33 @@ class PythonRecorder:
 
     def called(self) -> set[str]:
         """Return the names of the modules that were called and have weights."""
-        return self._called.copy()
+        return {node.name for node in self._nodes if node.has_frames}
 
     def start(self) -> Start | None:
         """Return the start of the batch under way in this thread."""
-        return None if self._thread.batch is None else self._thread.batch.start()
+        batch = self._batches.get(threading.get_ident())
+        return None if batch is None else batch.start()
 
     def ended_starts(self) -> list[Start]:
-        """Return the starts of ended batches of which a gradient may still come.
-
-        Of those before the latest batch only their numbers are kept.
-        """
+        """Return the starts of ended batches of which a gradient may still come: of the latest with its call."""
         with self._lock:
-            starts = [batch.start() for batch in self._ended]
-        return sorted((start for start in starts if start is not None), key=lambda start: start.batch)
+            starts = [start for batch in self._ended if (start := batch.start()) is not None]
+        return sorted(starts, key=lambda start: start.batch)
 
     def forget_starts(self) -> None:
         """Forget the starts of ended batches."""
+        self._forget_calls()
+        self._ended.clear()
+
+    def _forget_calls(self) -> None:
         with self._lock:
             for batch in self._ended:
                 batch.forget_call()
-            self._ended.clear()
 
     def call_under_way(self) -> tuple[int, str, str] | None:
         """Return the batch, and name and class of the module, of this thread's innermost call if it is recorded."""
-        calls = self._thread.calls
-        return calls[-1].frame[:3] if calls and self._records(calls[-1]) else None
+        call = None if self._thread.recording or not self._thread.calls else self._thread.calls[-1]
+        return call.frame[:3] if call is not None and self._records(call) else None
 
     def outermost(self) -> str | None:
         """Return the name of the module of this thread's outermost call."""
@@ -218,11 +213,10 @@ class PythonRecorder:
         """Record a call that has returned `outputs[0]`, or raised the exception being handled."""
         thread = self._thread
         thread.calls.pop()
-        is_recorded = outputs and call.node.observed and self._records(call)
         completed, thread.recording = False, True
         # No context managers, which need more of the stack than is perhaps left.
         try:
-            if is_recorded:
+            if outputs and call.node.observed and self._records(call):
                 self._record(call, module, args, kwargs, *outputs)
             completed = bool(outputs)
         finally:
@@ -244,7 +238,7 @@ class PythonRecorder:
         self._keep(Frame(batch, name, class_name, tuple(records), "step"))
 
     def _records(self, call: Call) -> bool:
-        return not (self.paused or self._thread.recording or call.batch.number % self._settings.every)
+        return not self.paused and call.batch.number % self._settings.every == 0
 
     def _reports(self, event: Event, batch: int = -1) -> bool:
         """Return whether an event is reported, as somebody has subscribed to it or the batch is traced."""
@@ -262,11 +256,11 @@ class PythonRecorder:
                 self._follow(call, values)
         except RecursionError:
             # The call itself was made: it needed less of the stack than its observation.
-            records = [_NO_STACK]
+            records = [Record("output", "output", None, "", None, None, None, None, _FULL_STACK)]
         frame = call.frame._replace(records=tuple(records))
         with self._lock:
             self._keep(frame, sum(record.isfinite is not None for record in records))
-            self._called.add(frame.name)
+            call.node.has_frames = True
             if number >= self.gathers_from and not frame.recomputed:
                 self._peaks.add(frame, self.gathers_inputs)  # an input counts at the module that made it
         if self._reports(Event.FRAME, number):
@@ -278,8 +272,9 @@ class PythonRecorder:
     def _keep(self, frame: Frame, num_read: int = 0) -> None:
         with self._lock:
             self._frames.append(frame)
-            for name, count in (("frames", 1), ("tensors", num_read), ("tensors_read", num_read)):
-                self.counters[name] += count
+            self.counters["frames"] += 1
+            self.counters["tensors"] += num_read
+            self.counters["tensors_read"] += num_read
             self._num_frames[frame.batch] = self._num_frames.get(frame.batch, 0) + 1
             if len(self._num_frames) > _COUNTED_BATCHES:
                 del self._num_frames[min(self._num_frames)]
@@ -297,11 +292,9 @@ class PythonRecorder:
             extra = self._events.on_batch_start(batch.number, is_traced, module, *batch.given)
             if self.keeps_starts:
                 batch.keep_start(module, extra)
-                with self._lock:
-                    for ended in () if hasattr(type(module), "is_watched_function") else self._ended:
-                        ended.forget_call()
-            self._threads_inside.add(threading.get_ident())
-        self._thread.batch = batch
+                if not hasattr(type(module), "is_watched_function"):
+                    self._forget_calls()
+        self._batches[threading.get_ident()] = batch
         return batch
 
     def _end_batch(self, batch: Batch, completed: bool) -> None:
@@ -315,8 +308,7 @@ class PythonRecorder:
             if error is None or raised.__cause__ is error or not isinstance(raised, Exception):
                 raise
         finally:
-            self._threads_inside.discard(threading.get_ident())
-            self._thread.batch = None
+            del self._batches[threading.get_ident()]
             batch.given = (), None
             if (start := batch.start()) is not None and start.grad:
                 with self._lock:
@@ -325,63 +317,54 @@ class PythonRecorder:
     # Gradients. A recorded call leaves a hook at each of its tensors; csrc/gradients/gradient_recorder.h says how.
 
     def _follow(self, call: Call, values: Iterable[tuple[Any, str, Any]]) -> None:
-        # A graph keeps its hooks, which must not keep this.
-        arrive = partial(PythonRecorder._arrive, weakref.ref(self))
         with torch._C.DisableTorchFunction():
             places = [(part, label, x, place_of(x)) for part, label, x in values if part != "buffer"]
             outputs = {place for part, _, x, place in places if part == "output" and place and not x.is_leaf}
             if not outputs or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
                 return
             call.number = next(self._call_numbers)
-            with self._lock:
-                self._followed.add(call)
             for part, label, x, place in places:
                 # An output that is a leaf is handed through. An input that the module writes into is its output.
                 if place is None or (part == "output" if x.is_leaf else part == "input" and place in outputs):
                     continue
-                call_of = weakref.ref(call) if x.is_leaf else lambda: call
-                handle = x.register_hook(partial(arrive, call_of, place, part, label))
-                if x.is_leaf:
-                    call.leaf_hooks.callback(handle.remove)
+                with self._lock:
+                    hooks = [*leaf_hooks(x, self).values()] if x.is_leaf else []
+                    hook = hooks[0] if hooks else GradientHook(self, place)
+                    if not hooks:
+                        x.register_hook(hook)
+                    alive = [user for user in hook.users if user[0]() is not None]
+                    call_of = weakref.ref(call) if x.is_leaf else lambda: call
+                    hook.users = [*alive, (call_of, part, f"{label}.grad")]
 
     def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
-        """Remove the hooks from all leaves, and look at no gradient any more."""
+        """Remove the hooks from these leaves, and look at no gradient any more."""
         self._follows = False
-        with self._lock:
-            calls = list(self._followed)
-        for call in calls:
-            call.leaf_hooks.close()
+        with self._lock, torch._C.DisableTorchFunction():
+            for x in leaves:
+                for key in leaf_hooks(x, self):
+                    (x._backward_hooks or {}).pop(key)
 
-    @staticmethod
-    def _arrive(recorder_of: Any, call_of: Any, place: object, part: Part, label: str, gradient: Any) -> None:
-        """Take a gradient that came at a place of the graph, of a tensor that the call has used."""
-        # Autograd gives None for a result that nobody used, as a part of unbind, and for a Function whose backward
-        # returns none. Compiled autograd would follow this hook into code that it cannot compile.
-        if gradient is None or is_compiling():
-            return
-        self: PythonRecorder | None = recorder_of()
-        call: Call | None = call_of()
-        if self is None or call is None:
-            return
+    def take_gradient(self, gradient: Tensor, place: object, users: list[GradientUser]) -> None:
+        """Take a gradient that came at a place of the graph, of a tensor that these calls have used."""
         task = torch._C._current_graph_task_id()
         # An argument or a weight may get its gradient from elsewhere, too: a call whose outputs had none has no part in
-        # this backward.
-        if not self._follows or task == -1 or (part != "output" and call.backward != task):
+        # this backward. A weight that is used past its module alone is the latest call's.
+        weights = [user for user in users if user[1] == "weight"]
+        users = [user for user in users if user[1] == "output" or user[0].backward == task] or weights[-1:]
+        if not self._follows or task == -1 or not users:
             return
-        backward = self._backwards.get(task) or self._open(task)
         # The gradient of a weight is the sum over all calls of its module. It belongs to the first, which the backward
         # reaches last.
-        weight = (place, call.frame.name, label)
-        if part == "weight" and weight in backward.weights:
-            return
-        batch = call.frame.batch
-        record = observe(gradient, f"{label}.grad", "gradient", batch=batch, wanted=self._settings)
+        first = dict[object, GradientUser]()
+        for call, part, label in users:
+            first.setdefault((id(call.node), label) if part == "weight" else len(first), (call, part, label))
+        backward = self._backwards.get(task) or self._open(task)
+        record = observe(gradient, "", "gradient", batch=users[0][0].batch.number, wanted=self._settings)
         with self._lock, torch._C.DisableTorchFunction():
             version = None if gradient.is_inference() else gradient._version
-            backward.weights.add(weight)
-            backward.arrivals.append((call, part, (place, id(gradient), version), record))
-            if part == "output":
-                call.backward = task
+            backward.add((place, id(gradient), version), [*first.values()], record)
+            for call, part, _ in users:
+                call.backward = task if part == "output" else call.backward
 
     def _open(self, task: int) -> Backward:
         end = partial(self._finish, task)
@@ -389,7 +372,7 @@ class PythonRecorder:
             if task in self._backwards:  # another device's thread was faster
                 return self._backwards[task]
             # The engine drops the callback when an exception ends the run.
-            backward = self._backwards[task] = Backward(weakref.ref(end))
+            backward = self._backwards[task] = Backward(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         if self._reports(Event.BACKWARD_START):
             self._events.on_backward_start()

@@ -61,8 +61,6 @@ def leaves(
     unless the object is one of those `given` to the call, such as a key-value cache.
     `inside`, the ids of the containers around the value, and `num_before`, the leaves there, count for the limits.
     """
-    if isinstance(value, torch.Tensor):
-        return [(label, value)]
     walk = _Walk(objects, given, MAX_LEAVES - num_before)
     walk.enter(value, label, inside)
     return walk.leaves

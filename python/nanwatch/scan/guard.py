@@ -183,7 +183,7 @@ class CheckpointGuard:
             with suppressing("the state of an optimizer could not be listed"):
                 parameters = [x for group in optimizer.param_groups for x in group["params"]]
                 if optimizer is self._reports.options.optimizer or any(id(x) in names for x in parameters):
-                    yield from ((state.label, state.tensor) for state in state_tensors(optimizer, names))
+                    yield from ((label, x) for _, label, x in state_tensors(optimizer, names))
 
 
 def _owner(owned: list[_Owned], keys: tuple[str, ...], x: Tensor) -> _Owned | None:

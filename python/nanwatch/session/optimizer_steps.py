@@ -38,7 +38,7 @@ from ..numerics.readable import Numbers, is_plain
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall, Event
 from ..recording.observe import nonfinite, observe, state_tensors
-from ..records.record import Frame, Note, Role
+from ..records.record import Frame, Note
 from ..report import text
 from ..report.events import SkippedStep
 from ..report.finding import Finding
@@ -361,11 +361,10 @@ class OptimizerSteps:
         model = self._model()
         names = {} if model is None else parameter_names(model)
         settings, records, self._has_read_state = self._options.recorder_settings(), [], True
-        for state in state_tensors(optimizer, names):
+        for role, label, x in state_tensors(optimizer, names):
             # A state without a dimension is a count of steps.
-            if state.is_parameter or (state.tensor.ndim and state.tensor.is_floating_point()):
-                role: Role = "weight" if state.is_parameter else "buffer"
-                records.append(observe(state.tensor, state.label, role, wanted=settings))
+            if role == "weight" or (x.ndim and x.is_floating_point()):
+                records.append(observe(x, label, role, wanted=settings))
         frame, incident = Frame(batch, OPTIMIZER, type(optimizer).__name__, tuple(records), "step"), None
         if frame.fault is not None:
             incident = self._reports.of_frame(frame, "weight" if frame.fault.role == "weight" else "buffer")

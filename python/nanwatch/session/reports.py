@@ -231,7 +231,7 @@ class Reports:
         parameter = (of_called or owned or parameters)[0]
         if model is None or not owned:  # it is beside the model
             name, class_name = OPTIMIZER, type(optimizer).__name__
-            label = next(state.label for state in state_tensors(optimizer, {}) if state.tensor is parameter)
+            label = next(label for _, label, x in state_tensors(optimizer, {}) if x is parameter)
         else:
             owner, label = owners[id(parameter)]
             name = owner.name

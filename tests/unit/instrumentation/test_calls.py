@@ -28,13 +28,6 @@ class Odd(BaseException):
         self.second = second
 
 
-by_name = pytest.mark.parametrize(
-    "error",
-    [ValueError("user's"), KeyboardInterrupt(), StopIteration(4), Odd(1, second=2)],
-    ids=lambda error: type(error).__name__,
-)
-
-
 class Talker:
     """RecorderEvents that notes what it is told, and raises where it is asked to."""
 
@@ -111,7 +104,9 @@ class Stand:
         assert self.listener.seen is None
 
 
-@by_name
+@pytest.mark.parametrize(
+    "error", [ValueError("user's"), KeyboardInterrupt(), StopIteration(4), Odd(1, second=2)], ids=repr
+)
 @pytest.mark.usefixtures("each_recorder")
 def test_a_forwards_exception_comes_out_as_it_is(error: BaseException) -> None:
     """The same object, with no cause, no context and no argument of the call kept; the listener sees it raised."""

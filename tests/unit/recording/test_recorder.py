@@ -336,9 +336,8 @@ def test_each_tensor_has_its_parameters_name() -> None:
     for x in (known, copy):
         x.grad = torch.ones(2)
     optimizer.step()
-    found = {one.label: one for one in state_tensors(optimizer, {id(known): "fc.weight"})}
-    parts = ("step", "exp_avg", "exp_avg_sq")
-    assert set(found) == {*(f"{p}[fc.weight]" for p in parts), *(f"{p}[0][1]" for p in parts), "param[0][1]"}
-    assert found["exp_avg[fc.weight]"].tensor is optimizer.state[known]["exp_avg"]
-    assert [label for label, one in found.items() if one.is_parameter] == ["param[0][1]"]
-    assert found["param[0][1]"].tensor is found["exp_avg[0][1]"].parameter is copy
+    tensors = {label: (role, x) for role, label, x in state_tensors(optimizer, {id(known): "fc.weight"})}
+    parts = [f"{part}{at}" for at in ("[fc.weight]", "[0][1]") for part in ("step", "exp_avg", "exp_avg_sq")]
+    assert set(tensors) == {*parts, "param[0][1]"}
+    assert tensors["exp_avg[fc.weight]"] == ("buffer", optimizer.state[known]["exp_avg"])
+    assert tensors["param[0][1]"] == ("weight", copy)
