@@ -26,12 +26,9 @@ from .operation import Step
 from .patching.rounds import Rounds
 from .patching.source import TargetFinder, find_target
 from .patching.table import OPTIONS
-from .trials import LEAST_ROOM, Hold, Room, Trials, loaded
+from .trials import LEAST_ROOM, Hold, Trials, loaded
 
-# Runs of a batch for other formats. Two cures are a choice; more would only cost forwards.
-MAX_RUNS = 6
-_ENOUGH = 2
-# Modules around the guilty one that are tried on a backward.
+# The guilty module and those around it, the whole model apart, that are tried in float32.
 _MOST_MODULES = 3
 # Past the range of float16 (2^-24 to 2^16) nothing is to be gained by a smaller loss scale.
 _LARGEST_DIVISOR = 2.0**40
@@ -67,9 +64,7 @@ def _try_option(trials: Trials) -> None:
 
     if guilty in modules:
         code = code_of(trials.model, trials.guilty or "")
-        words += f": make {type(guilty).__name__} with {option}={value!r}, as `{code}`"
-        cure = trials.attempt(words, hold)
-        trials.cures += [cure] if cure is not None and cure.works else []
+        trials.attempt(f"{words}: make {type(guilty).__name__} with {option}={value!r}, as `{code}`", hold)
 
 
 def try_formats(trials: Trials) -> None:
@@ -89,7 +84,6 @@ class _Formats:
 
     def __init__(self, trials: Trials) -> None:
         self._trials, self._finding, self._snapshot = trials, trials.finding, trials.snapshot
-        self._most_runs, self._num_cures = trials.runs + MAX_RUNS, len(trials.cures)
         self._modules = {x.name: x.module for x in named_modules(trials.model, remove_duplicate=False)}
         self._root = trials.names.get(unwrapped(self._snapshot.module), "")
         self._at = self._root if trials.guilty is None else trials.guilty
@@ -97,41 +91,30 @@ class _Formats:
         # Gradients of float16 weights have no scaler: a loss that grows with the square of the outputs has to fit.
         self._is_half = any(p.dtype is torch.float16 for p in self._snapshot.module.parameters())
         self._squares = self._is_half and not self._is_backward
+        self._seen = trials.run(squares=self._squares)
 
     def go(self) -> None:
-        """Try the formats."""
-        # A change of the source leaves the formats as they are: without a narrow one this is the last run.
-        changed = self._trials.latest
-        self._seen = changed or self._trials.run(squares=self._squares)
-        if self._is_narrow():
-            self._seen = self._trials.run(squares=self._squares) if changed else self._seen
-            self._of_backward() if self._is_backward else self._of_forward()
-
-    def _is_narrow(self) -> bool:
-        """Return whether a narrow format takes part in the guilty call or in the bad record, or in the backward."""
+        """Try the formats, where a narrow one takes part in the guilty call, the bad record or the backward."""
+        modules = [self._at, *self._around()][:_MOST_MODULES]
         if self._is_backward:
-            return any(record.dtype in _HALVES for record in self._seen.gradients)
+            bad = [x for x in self._seen.gradients if x.is_fault]
+            if bad and any(x.dtype in _HALVES for x in self._seen.gradients):
+                self._smaller_scale()
+                any(map(self._in_float32, modules))
+            return
         calls = [call for call in self._seen.calls if call.name in (self._at, self._finding.module)]
         dtypes = [x.dtype for x in (*self._finding.operands, *(x for call in calls for x in call.records))]
-        return any(call.autocast for call in calls) or any(x in _HALVES or "float8" in x for x in dtypes)
-
-    def _of_forward(self) -> None:
-        """Try float32 for the guilty module, bfloat16, larger modules, and the ends of float16."""
+        if not any(call.autocast for call in calls) and not any(
+            x in _HALVES or "float8" in x for x in dtypes
+        ):
+            return
         works = self._in_float32(self._at, is_expected=True)
         is_wide_enough = self._bfloat16()
-        larger = [name for name in self._around() if name != self._root]
-        # One run is left for the whole model, which may have many modules around the guilty one.
-        works = works or any(map(self._in_float32, larger[: self._most_runs - 1 - self._trials.runs]))
+        works = works or any(self._in_float32(name) for name in modules[1:] if name != self._root)
         if not (works or is_wide_enough or self._at == self._root):
             self._in_float32(self._root)
         if not is_wide_enough:
             self._clamp()
-
-    def _of_backward(self) -> None:
-        """Try a smaller loss scale, and float32 for the guilty module and those around it."""
-        if "gradient" in self._seen.bad_labels():
-            self._smaller_scale()
-            any(map(self._in_float32, [self._at, *self._around()][:_MOST_MODULES]))
 
     def _in_float32(self, name: str, *, is_expected: bool = False) -> bool:
         code = f"nanwatch.run_in_fp32({code_of(self._trials.model, name)})"
@@ -204,17 +187,8 @@ class _Formats:
             words = f"a loss scale of {scale / divisor:g} in place of {scale:g}"
         self._trials.cures.append(Cure(words, bits >= LEAST_ROOM, bits if isfinite(bits) else None))
 
-    def _try(self, what: str, *change: Any, room: Room | None = None, is_expected: bool = False) -> bool:
-        """Keep a change as a cure if it works, or if a user would expect it to. Return whether it works."""
-        trials = self._trials
-        is_enough = sum(cure.works for cure in trials.cures[self._num_cures :]) >= _ENOUGH
-        if not self._is_backward and (trials.runs >= self._most_runs or is_enough):
-            return False
-        cure = trials.attempt(what, *change, room=room, squares=self._squares)
-        if cure is None or not (cure.works or is_expected):
-            return False
-        trials.cures.append(cure)
-        return cure.works
+    def _try(self, what: str, *change: Any, **options: Any) -> bool:
+        return self._trials.attempt(what, *change, squares=self._squares, **options)
 
     def _room(self, changed: str | None, experiment: Experiment) -> float | None:
         """Return the headroom of a trial. The module `changed` gives its results back in the format around it."""

@@ -86,20 +86,18 @@ def find_operation(
     """
     try:
         called, reason = find_called(model, finding.module), no_second_run(snapshot.module)
-        if finding.origin in ("weight", "buffer"):
-            state = () if called is None else _tensors_of(called.module)
-            x = next((x for _, label, x in state if label == finding.label), None)
-            diagnosis = Diagnosis() if x is None else _of_tensor(x)
-            return diagnosis if finding.origin == "weight" or reason else _with_spread(diagnosis, snapshot)
-        if finding.origin == "data":
+        if finding.origin in ("weight", "buffer", "data"):
+            is_data = finding.origin == "data"
+            there = _of_data(snapshot, finding) if is_data else _of_state(called and called.module, finding)
+            if reason or finding.origin == "weight":
+                return there
             # The model itself may fill what it was given, as it does a key-value cache, and then does so again.
-            if "][" in finding.label and called is not None and not reason:
+            if "][" in finding.label and called is not None:
                 producer = replace(finding, origin="produced")
-                diagnosis = _of_forward(snapshot, producer, called.module, model, allows)
-                if (step := diagnosis.step) is not None and step.call is not None and not step.strangers:
-                    return replace(diagnosis, call=step.call, made_in=step.call.name)
-            diagnosis = _of_data(snapshot, finding)
-            return diagnosis if reason else _with_spread(diagnosis, snapshot)
+                made = _of_forward(snapshot, producer, called.module, model, allows)
+                if (step := made.step) is not None and step.call is not None and not step.strangers:
+                    return replace(made, call=step.call, made_in=step.call.name)
+            return _with_spread(there, snapshot)
         if reason:
             return Diagnosis(remarks=(f"no re-run was made: {reason}",))
         if finding.phase in ("backward", "step"):
@@ -118,6 +116,11 @@ def _of_tensor(x: Tensor, **facts: Any) -> Diagnosis:
     health = observe(x, "", "output").health
     index = None if health is None else health.first_nonfinite
     return Diagnosis(**{"extent": describe(x), "index": index, **facts})
+
+
+def _of_state(module: nn.Module | None, finding: Finding) -> Diagnosis:
+    state = () if module is None else _tensors_of(module)
+    return next((_of_tensor(x) for _, label, x in state if label == finding.label), Diagnosis())
 
 
 def _of_data(snapshot: BatchSnapshot, finding: Finding) -> Diagnosis:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from typing import Any
@@ -43,7 +43,8 @@ class Trials:
     """Trials of changes on the batch of one finding. Cures that work go to `cures`.
 
     `guilty` is the module in whose code the value was made, None for code outside of all. `allows` tells which
-    infinities are meant, and `loss_scale` is None where it is not known.
+    infinities are meant, and `loss_scale` is None where it is not known. `exact` is the first run in float64, which is
+    the measure of all trials.
     """
 
     snapshot: BatchSnapshot
@@ -54,9 +55,7 @@ class Trials:
     cures: list[Cure] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     runs: int = 0
-    latest: Experiment | None = None  # of those that ran to their end
-    # Results of the runs in float64, None where one failed. The first is the measure of all trials.
-    _exact: list[list[Tensor] | None] = field(default_factory=list)
+    exact: Experiment | None = None
 
     def __post_init__(self) -> None:
         self.names = module_names(self.model)
@@ -73,24 +72,27 @@ class Trials:
         """Run the batch under a change, forward and backward, with the options of `experiment.run`."""
         self.runs += 1
         with hold():
-            experiment = run(snapshot or self.snapshot, self.names, make, self.allows, **options)
-        self.latest = self.latest if experiment.error else experiment
-        return experiment
+            return run(snapshot or self.snapshot, self.names, make, self.allows, **options)
 
-    def attempt(self, what: str, *change: Any, room: Room | None = None, **options: Any) -> Cure | None:
-        """Try a change, given as `run` takes it. Return it as a cure that works or does not, None where it raises.
+    def attempt(
+        self, what: str, *change: Any, room: Room | None = None, is_expected: bool = False, **options: Any
+    ) -> bool:
+        """Try a change, given as `run` takes it. Keep it as a cure if it works. Return whether it does.
 
-        `room` returns the bits of headroom that a trial leaves. A change that works leaves one.
+        `room` returns the bits of headroom that a trial leaves. A change that works leaves one. One that a user would
+        expect to work is also kept where it does not.
         """
         experiment = self.run(*change, **options)
         if experiment.error is not None:
             self.remarks.append(f"could not try to {what}: {spell(experiment.error)}")
-            return None
+            return False
         works, effect = self.judge(experiment)
         if effect and not works:
             self.remarks.append(f"with a change the batch is finite, but {effect}: {what}")
         bits = room(experiment) if works and room else None
-        return Cure(what, works and (bits is None or bits >= LEAST_ROOM), bits, "", "" if room else effect)
+        works = works and (bits is None or bits >= LEAST_ROOM)
+        self.cures += [Cure(what, works, bits, "", "" if room else effect)] if works or is_expected else []
+        return works
 
     def judge(
         self, experiment: Experiment, values: Sequence[Tensor] = (), exact: Sequence[Tensor] = ()
@@ -106,38 +108,32 @@ class Trials:
         bad = [label for label in experiment.bad_labels() if not (is_given and label.startswith("input"))]
         if experiment.error is not None or bad:
             return False, ""
-        if not self._exact:
-            self.in_float64()
-        is_close, words = compared(experiment.results, self._exact[0])
+        truth = self.exact or self.in_float64()
+        is_close, words = compared(experiment.results, truth.results)
         farthest, effect = _moved(values, exact)
-        is_small = not is_close and 0 < farthest <= MOST_BY_GUARD
-        if is_small and self.snapshot.grad and not self.in_float64(backward=True):
+        if not is_close and 0 < farthest <= MOST_BY_GUARD and "gradient" in truth.bad_labels():
             is_close, words = True, f"float64's gradient fails too; {words}"
         return is_close, "; ".join(filter(None, [words, effect]))
 
-    def in_float64(self, around: Hold = nullcontext, *, backward: bool = False) -> bool:
-        """Run the batch in float64, under a change that only looks. Return whether all gradients are finite there."""
-        snapshot = replace(self.snapshot, grad=backward)
+    def in_float64(self, around: Hold = nullcontext) -> Experiment:
+        """Run the batch in float64, under a change that only looks."""
 
         def make(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if module is not snapshot.module:
+            if module is not self.snapshot.module:
                 return make_call(module, args, kwargs)
             args, kwargs = cast((args, kwargs), (torch.float32, *NARROW), torch.float64)
             with loaded(module, torch.float64), Float64():
                 return make_call(module, args, kwargs)
 
         with around():
-            experiment = run(snapshot, self.names, make, self.allows)
-        if experiment.error is not None and self.snapshot.grad and not backward:
-            # The batch may take gradients itself, as a gradient penalty does.
-            return self.in_float64(around, backward=True)
-        self._exact.append(experiment.results if experiment.error is None else None)
-        return "gradient" not in experiment.bad_labels()
+            experiment = run(self.snapshot, self.names, make, self.allows)
+        self.exact = self.exact or experiment
+        return experiment
 
 
-def compared(values: Sequence[Tensor], truth: Sequence[Tensor] | None) -> tuple[bool, str]:
+def compared(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[bool, str]:
     """Compare results with those of float64, at the elements that float64 gives as finite, and float32 can hold."""
-    if truth is None or [x.shape for x in values] != [x.shape for x in truth]:
+    if [x.shape for x in values] != [x.shape for x in truth]:
         return True, "not compared with float64"
     pairs = [(x, y) for x, y in zip(values, truth, strict=True) if x.is_floating_point() or x.is_complex()]
     # A format of 8 bits rounds by more than 1 %.

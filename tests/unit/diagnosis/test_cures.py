@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import nanwatch
 from nanwatch.diagnosis import trials
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
-from nanwatch.diagnosis.cures import MAX_RUNS, code_of, try_formats
+from nanwatch.diagnosis.cures import code_of, try_formats
 from nanwatch.diagnosis.experiment import Draws
 from nanwatch.diagnosis.trials import Float64, Trials, compared
 from nanwatch.report.finding import Finding, working_first
@@ -92,12 +92,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, torch.dtype | None, list[tu
             ("run `1` in float32, nanwatch.run_in_fp32(model[1])", True),
         ],
     ),
-    "an exponential that fits in float32": (
-        lambda: nn.Sequential(linear(1), Does(torch.exp), Does(torch.log)).half(),
-        big(5.0).half(),
-        None,
-        [("run `1` in float32", False), ("load the weights in bfloat16", True)],
-    ),
     "half precision written into the code": (
         lambda: nn.Sequential(linear(1), Does(lambda x: (x.half() * x.half()).float())),
         big(500.0),
@@ -117,7 +111,7 @@ def test_the_cures_are_true(
     start, finding = failed(model, x, autocast=autocast)
     with mock.patch.object(trials, "run", wraps=trials.run) as runs:
         cures, remarks = formats_of(start, finding, model)
-    assert runs.call_count <= MAX_RUNS + 1  # one in float64
+    assert runs.call_count <= 7
     assert not remarks
     expected = sorted(expected, key=lambda case: not case[1])
     for cure, (begin, works) in zip(cures, expected, strict=True):
@@ -136,7 +130,7 @@ def test_the_whole_model_is_tried_whatever_lies_around_the_guilty_module() -> No
     around = nn.Sequential(nn.Sequential(nn.Sequential(layer)))
     model = nn.Sequential(around, nn.LayerNorm(4)).half()
     start, finding = failed(model, big(100.0).half())
-    cures, (remark,) = formats_of(start, finding, model)
+    cures, (remark, _) = formats_of(start, finding, model)
     assert [(cure.what.partition(" in ")[0], cure.works) for cure in cures] == [
         ("run the model", True),
         ("run `0.0.0.0`", False),
@@ -159,24 +153,22 @@ def test_a_cure_that_leaves_less_than_a_bit_is_not_enough() -> None:
 
 
 def test_a_bad_input_is_forgiven_only_where_the_data_was_bad() -> None:
-    """A value made inside the batch has to be finite, even if the outputs are."""
-    model = Does(lambda part, x: part(x / 0), Does(torch.reciprocal))
-    start, finding = failed(model, torch.ones(2))
-    for origin, works in (("received", False), ("data", True), ("buffer", True)):
-        tried = Trials(start, replace(finding, origin=origin), model)
-        assert tried.judge(tried.run())[0] is works
+    """A value made inside the batch has to be finite, even if the outputs are, and outputs have to be in any case."""
+    for part, forgiving in (torch.reciprocal, {"data", "buffer"}), (torch.neg, set()):
+        model = Does(lambda part, x: part(x / 0), Does(part))
+        start, finding = failed(model, torch.ones(2))
+        for origin in ("received", "data", "buffer"):
+            tried = Trials(start, replace(finding, origin=origin), model)
+            assert tried.judge(tried.run())[0] is (origin in forgiving)
 
 
 def test_no_float32_for_what_is_float32() -> None:
-    """Where no narrow format takes part there is no cure, and but one run, or none behind another trial."""
+    """Where no narrow format takes part there is no cure, and but one run."""
     model = nn.Sequential(linear(1), Does(torch.exp))
     start, finding = failed(model, big(1000.0))
     with mock.patch.object(trials, "run", wraps=trials.run) as runs:
         assert formats_of(start, finding, model) == ((), ())
-        tried = Trials(start, finding, model)
-        tried.run()
-        try_formats(tried)
-    assert runs.call_count == 2  # that of a change of the source is enough
+    assert runs.call_count == 1
 
 
 def test_a_cure_whose_gradients_overflow_does_not_help() -> None:

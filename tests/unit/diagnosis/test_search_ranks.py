@@ -124,7 +124,7 @@ def test_a_replica_of_one_process_runs_again_in_a_child() -> None:
 
 
 def test_a_collective_is_not_waited_for(four_ranks: None) -> None:
-    """Neither one that the model's own code calls, nor those of a library that shards."""
+    """Neither one that the model's own code calls, nor those of a library that shards, also after bad data."""
     start, finding = failed_once(Gathers(True), torch.zeros(2))
     seen = find_operation(start, finding, model=start.module)
     assert seen.step is None
@@ -134,3 +134,6 @@ def test_a_collective_is_not_waited_for(four_ranks: None) -> None:
     seen = find_operation(start, finding, model=sharded)
     assert len(seen.remarks) == 1
     assert "4 processes" in seen.remarks[0]
+    start, finding = failed_once(sharded, torch.full((2,), torch.nan))
+    seen = find_operation(start, finding, model=sharded)
+    assert (finding.origin, seen.step, seen.extent) == ("data", None, "all")

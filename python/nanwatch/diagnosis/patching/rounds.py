@@ -166,8 +166,7 @@ class Proposer:
         if binding is None or (condition and not self._holds(condition, binding)):
             return []
         changed = binding.letters[part] if part else node
-        is_target = isinstance(node, ast.AugAssign) and changed in (node, node.target)
-        if is_target or (part and self._site.constant(changed) is not None):
+        if isinstance(changed, ast.stmt) or (part and self._site.constant(changed) is not None):
             return []
         return self._written(node, changed, form, binding, words)
 
@@ -260,13 +259,9 @@ class Proposer:
         lowest = self._numbers["LOWEST"]
         for node in ast.walk(self._site.node):
             value = self._site.constant(node) if isinstance(node, ast.expr) else None
-            above = self._site.parents.get(node)
-            is_negated = isinstance(above, ast.UnaryOp) and self._site.constant(above) is not None
-            if value not in (math.inf, -math.inf) or is_negated:
-                continue
             # A mask of the wrong sign is found in a softmax.
-            numbers = [lowest] * (value < 0 or "softmax" in self._operation) + [lowest[1:]] * (value > 0)
-            for number in numbers:
+            is_low = value == -math.inf or (value == math.inf and "softmax" in self._operation)
+            for number in [lowest] * is_low + [lowest[1:]] * (value == math.inf):
                 edits = (Edit(self._site.file.span(node), number),)
                 yield Proposal(edits, node, "write a finite number for the infinity")
 

@@ -310,9 +310,7 @@ def exchanged(target: Target, file: SourceFile, looks: Sequence[Span], probe: Pr
     tree = ast.fix_missing_locations(_Looks(file, looks).visit(ast.parse(file.text)))
     node = target.node_in(tree)
     assert isinstance(node, FunctionNode)
-    code = next(iter(_compiled(tree, file, before, first_line(node))), None)
-    if code is None or code.co_freevars != before.co_freevars:
-        raise ValueError("the edited function has other free variables")
+    code, *_ = _compiled(tree, file, before, first_line(node))
     code = _with_constant(code, probe)
     try:
         for function in target.functions:
