@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ..instrumentation.global_hooks import Handles, after_steps, before_steps, with_check_after_closure
+from ..instrumentation.global_hooks import (
+    Handles,
+    after_steps,
+    before_steps,
+    weakly,
+    with_check_after_closure,
+)
 from ..recording.events import Event, Recorder, StepWeight
 from ..records.record import Frame
 from ..report.events import UpdateFinding, update_finding
@@ -23,7 +29,7 @@ from ..report.finding import Place
 from ..util.modules import each_module, each_parameter, is_in
 from ..util.visible import spell, suppressed, warn_user
 from .rules import Evaluations, Suspect, ancestors, copies_among, suspects_of
-from .window import IsFrozen, Step, Weights, Window, each_weight, is_relevant, number, user_line, weakly
+from .window import IsFrozen, Step, Weights, Window, each_weight, is_relevant, number, user_line
 
 Tell: TypeAlias = Callable[[UpdateFinding], object]
 # Audits of the first steps, and of those after a state of the training that is new: as many as a suspicion needs.
@@ -34,10 +40,10 @@ _MOST_FINDINGS, _MOST_ERRORS = 64, 3
 _AT_BACKWARD = ("missing-zero-grad", "accumulation", "no-gradient", "zero-gradient", "train-mode-wrong")
 
 # Audits in a row in which a weight must be suspected. A head that the loss leaves out, an expert without tokens, a
-# branch behind a gain of 0 and a learning rate that warms up are no fault, and are over in fewer.
+# branch behind a gain of 0, and layers at a rate of 0 that are released later are no fault, and are over in fewer.
 _NEEDED = {
     **dict.fromkeys(("no-gradient", "zero-gradient", "other-module-trained:copy"), 6),
-    "zero-lr": 5,
+    "not-stepped": 8,
     **dict.fromkeys(("absorbed", "absorbed:state", "not-in-optimizer", "other-module-trained"), 3),
     "train-mode-wrong": 3,
 }
@@ -150,7 +156,7 @@ class UpdateAudit:
         self._tracks: weakref.WeakKeyDictionary[Optimizer, _Track] = weakref.WeakKeyDictionary()
         self._evaluations = Evaluations()
         self._named: set[tuple[str, str, str | None]] = set()
-        self._window = Window(recorder, model)
+        self._window = Window(recorder, model, weakly(self._skipped))
         self.on_frame: Callable[[Frame], None] = self._window.on_frame
         self._starts = recorder.subscribe(Event.BATCH_START)
         hooks = before_steps.add(weakly(self._before)), after_steps.add(weakly(self._after))
@@ -187,12 +193,9 @@ class UpdateAudit:
 
     @_harmless
     def _tell_of_calls(self, inputs: Tensor | None) -> None:
-        """Tell of an evaluation that has ended, and of steps that a GradScaler goes on skipping."""
+        """Tell of an evaluation that has ended."""
         for place in self._evaluations.trained(inputs):
             self._add(self._step, Suspect("eval-mode-wrong", "", None), 1, place)
-        if len(self._window.skips) >= _NEEDED_ELSE:
-            scale, place = self._window.skips[-1]
-            self._add(self._step + 1, Suspect("skipped-step", "", None, {"scale": scale}), 1, place)
 
     @property
     def _step(self) -> int:
@@ -224,8 +227,7 @@ class UpdateAudit:
 
     @_harmless
     def _tell_of_ranks(self) -> None:
-        faults, model = self._ranks.faults(), self._model()
-        if not faults or model is None:
+        if not (faults := self._ranks.faults()) or (model := self._model()) is None:
             return
         split = [(kind, name.rpartition("."), rank) for kind, name, _, rank in faults]
         suspects = [Suspect(kind, module, label, {"rank": rank}) for kind, (module, _, label), rank in split]
@@ -253,8 +255,7 @@ class UpdateAudit:
         if track is None or model is None or not track.is_relevant:
             return
         step, track.open = track.open, None
-        track.in_a_row = 0 if step is None else track.in_a_row + 1
-        track.previous = {} if step is None else step.weights
+        track.in_a_row, track.previous = (0, {}) if step is None else (track.in_a_row + 1, step.weights)
         if step is not None:
             step.finish()
             for suspect, count in track.add(step):
@@ -268,6 +269,15 @@ class UpdateAudit:
             self._window.renew(optimizer)
         else:
             self._window.close()
+
+    @_harmless
+    def _skipped(self, optimizer: Optimizer, scale: float) -> None:
+        """Audit a step that a GradScaler has skipped with this scale."""
+        if (model := self._model()) is not None and is_relevant(model, optimizer):
+            track = self._tracks.setdefault(optimizer, _Track())
+            track.is_relevant = True
+            track.open = Step(model, optimizer, self._window, self._is_frozen, {}, 0, False, scale)
+            self._after(optimizer)
 
     def _add(self, step: int, suspect: Suspect, count: int, place: Place | None) -> None:
         key = suspect[:3]

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise, permutations
-from math import inf, isclose
+from math import inf, isclose, prod
 from typing import NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ def _suspect(kind: str, weight: WeightSample, **numbers: float) -> Suspect:
 
 def suspects_of(step: Step) -> Iterator[Suspect]:
     """Yield what may be wrong with this step. A rule that raises is left out."""
-    for rule in _RULES:
+    for rule in _RULES if step.skipped_with is None else (_not_stepped,):
         try:
             yield from list(rule(step))
         except Exception:
@@ -79,31 +79,23 @@ def _no_gradient(step: Step) -> Iterator[Suspect]:
             yield _suspect("no-gradient", weight)
 
 
-def _without_effect(step: Step) -> Iterator[Suspect]:
-    """Yield weights with a rate of 0, with a gradient of 0, or whose update rounds away."""
+def _zero_gradient(step: Step) -> Iterator[Suspect]:
+    """Yield weights with a gradient of 0, unless a clip of an infinite norm has made it 0."""
     active = [weight for weight in step.trained if weight.grad == "some"]
     # A loss that has become 0, as that of triplets which are far enough apart, cuts off nothing.
-    is_met = not active and step.has_learned
+    if (not active and step.has_learned) or any(clip.total == inf for clip in step.clips):
+        return
+    modules = {weight.module for weight in active}
     for weight in step.trained:
         before = step.previous.get(weight.key)
         # A bias beside a weight with a gradient falls out of a difference of outputs, as in front of a batch norm. The
         # weight may be a parametrization's.
-        cancels = weight.label == "bias" and any(
-            is_in(sibling.module, weight.module) and sibling.label != "bias" for sibling in active
-        )
-        if weight.lr == 0:
-            if weight.grad == "some":
-                yield _suspect("zero-lr", weight, lr=0.0)
-        elif cancels:
-            continue
-        elif weight.grad == "zero":
-            # A branch behind a factor of 0 gets its gradient once the factor has moved.
-            is_late = before is not None and bool(before.lr) and all(clip.total < inf for clip in step.clips)
-            if is_late and not is_met and not _is_idle(step, weight, {each.module for each in active}):
-                yield _suspect("zero-gradient", weight)
-        # A rate that rises still becomes what was meant.
-        elif before is None or before.lr is None or weight.lr is None or weight.lr <= before.lr:
-            yield from _absorbed(step, weight)
+        siblings = [each for each in active if is_in(each.module, weight.module) and each.label != "bias"]
+        # A branch behind a factor of 0 gets its gradient once the factor has moved.
+        is_late = weight.lr != 0 and before is not None and bool(before.lr)
+        cancels = weight.label == "bias" and siblings
+        if weight.grad == "zero" and is_late and not cancels and not _is_idle(step, weight, modules):
+            yield _suspect("zero-gradient", weight)
 
 
 def _is_idle(step: Step, weight: WeightSample, active: set[str]) -> bool:
@@ -121,19 +113,31 @@ def _is_idle(step: Step, weight: WeightSample, active: set[str]) -> bool:
     return False
 
 
-def _absorbed(step: Step, weight: WeightSample) -> Iterator[Suspect]:
-    values, after, update = weight.before, weight.after, update_of(step, weight)
-    if values is None or after is None or update is None or len(update) != len(after):
-        return
-    moving, share = _lost_share(values, update, after)
-    if share >= _ABSORBED:
-        count = int(moving.sum())
-        in_float32 = (values.float() != (values.double() - update).float()) & moving
-        size = values.abs().cpu()
-        spacing = torch.nextafter(size, torch.full_like(size, inf)).double() - size.double()
-        chances = (update.abs() / spacing.to(update.device)).clamp_max(1.0)
-        numbers = {"float32": int(in_float32.sum()) / count, "stochastic": float(chances[moving].mean())}
-        yield _suspect("absorbed", weight, absorbed=share, **numbers)
+def _not_stepped(step: Step) -> Iterator[Suspect]:
+    """Yield weights with a gradient that the loop does not step: by a rate of 0, or as the GradScaler skips it."""
+    scale = step.skipped_with
+    form, numbers = ("", {"lr": 0.0}) if scale is None else (":skipped", {"scale": scale})
+    for weight in step.trained:
+        if (scale is not None or weight.lr == 0) and weight.grad == "some" and weight.is_meant:
+            yield _suspect(f"not-stepped{form}", weight, **numbers)
+
+
+def _absorbed(step: Step) -> Iterator[Suspect]:
+    """Yield weights whose update rounds away, at a rate that does not rise: it may still become what was meant."""
+    for weight in step.trained:
+        values, after, update = weight.before, weight.after, update_of(step, weight)
+        before = step.previous.get(weight.key, weight)
+        if values is None or after is None or update is None or (weight.lr or 0.0) > (before.lr or 0.0):
+            continue
+        moving, share = _lost_share(values, update, after)
+        if share >= _ABSORBED and weight.grad != "zero":
+            count = int(moving.sum())
+            in_float32 = (values.float() != (values.double() - update).float()) & moving
+            size = values.abs().cpu()
+            spacing = torch.nextafter(size, torch.full_like(size, inf)).double() - size.double()
+            chances = (update.abs() / spacing.to(update.device)).clamp_max(1.0)
+            numbers = {"float32": int(in_float32.sum()) / count, "stochastic": float(chances[moving].mean())}
+            yield _suspect("absorbed", weight, absorbed=share, **numbers)
 
 
 def _lost_share(values: Tensor, update: Tensor, after: Tensor) -> tuple[Tensor, float]:
@@ -158,10 +162,9 @@ def update_of(step: Step, weight: WeightSample) -> Tensor | None:
         return lr * parts.get("momentum_buffer", weight.gradient.double())
     if kind not in (torch.optim.Adam, torch.optim.AdamW) or not {"exp_avg", "exp_avg_sq"} <= parts.keys():
         return None
-    count = number(step.optimizer.state[x].get("step")) or 1.0
-    first, second = (1 - float(beta) ** count for beta in group["betas"])
-    update: Tensor = lr * (parts["exp_avg"] / first) / ((parts["exp_avg_sq"] / second).sqrt() + group["eps"])
-    return update
+    count, eps = number(step.optimizer.state[x].get("step")) or 1.0, float(group["eps"])
+    first, second = (float(1 - beta**count) for beta in group["betas"])
+    return lr * (parts["exp_avg"] / first) / ((parts["exp_avg_sq"] / second).sqrt() + eps)
 
 
 def _rounded_between_steps(step: Step) -> Iterator[Suspect]:
@@ -221,19 +224,18 @@ def _stale(step: Step) -> Iterator[Suspect]:
 def _means_of_unequal_counts(step: Step) -> Iterator[Suspect]:
     """Yield weights that got several backwards of one line, whose losses are means over unequal counts.
 
-    Each loss is divided by the number of backwards. A loop over tasks divides by nothing, and means what it adds.
+    Each loss is divided by the number of backwards, and not by its part of all elements. A loop over tasks divides by
+    nothing, and means what it adds.
     """
     for arrivals in (weight.arrivals for weight in step.in_optimizer):
-        if not all(arrival.was_full for arrival in arrivals[1:]):  # emptied between two backwards
-            continue
         backwards = {(arrival.place, arrival.batch): arrival for arrival in arrivals}
         for place in dict.fromkeys(backward.place for backward in backwards.values()):
             line = [backward for backward in backwards.values() if backward.place == place]
             counts = [backward.elements or 0.0 for backward in line]
+            shares = [prod(backward.factors) / (backward.elements or 1.0) for backward in line]
             are_divided = all({*backward.factors} - {1.0, step.scale} for backward in line)
-            # A function that steps with any optimizer: one backward was for another model's.
-            is_one_step = len({backward.time for backward in line}) == 1
-            if len(counts) > 1 and are_divided and is_one_step and max(counts) > _UNEQUAL * min(counts) > 0:
+            are_unequal = all(max(each) > _UNEQUAL * min(each) > 0 for each in (counts, shares))
+            if are_divided and are_unequal:
                 numbers = {"backwards": len(counts), "least": min(counts), "most": max(counts)}
                 yield from (_suspect("accumulation", weight, **numbers) for weight in step.trained)
                 return
@@ -338,8 +340,6 @@ def _copy_rests(step: Step) -> Iterator[Suspect]:
                 yield _suspect("other-module-trained:copy", weight)
 
 
-# Modes: trainings and evaluations in the wrong one, and statistics that should rest.
-
 # An evaluation makes calls without grad mode in a row, or one after so many forwards and steps of the training. Others
 # make the fake samples of a GAN, or condition a model on its own output.
 _RARE, _EVALUATIONS = 8, 2
@@ -410,8 +410,9 @@ class Evaluations:
         return [] if is_second_pass else places
 
 
+# In the order of docs/updates.md. Evaluations belong to the eleventh rule there, and the ranks have the twelfth.
 _RULES: tuple[Callable[[Step], Iterator[Suspect]], ...] = (
-    _no_gradient, _without_effect, _rounded_between_steps, _frozen_moved, _statistics_not_frozen, _stale,
-    _means_of_unequal_counts, _clips, _scaled, _divided_by_the_next_scale, _in_evaluation_mode, _tie_broken,
-    _copy_rests, _outside,
+    _no_gradient, _zero_gradient, _outside, _copy_rests, _not_stepped, _absorbed, _rounded_between_steps,
+    _frozen_moved, _statistics_not_frozen, _tie_broken, _clips, _scaled, _divided_by_the_next_scale, _stale,
+    _means_of_unequal_counts, _in_evaluation_mode,
 )  # fmt: skip

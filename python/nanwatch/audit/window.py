@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..instrumentation.global_hooks import GlobalHooks, Handles, find_scaler
+from ..instrumentation.global_hooks import GlobalHooks, Handles, find_scaler, weakly
 from ..instrumentation.wrapped_names import named_modules
 from ..numerics._extension import instances_of
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unreadable
@@ -238,9 +238,9 @@ class Step:
 
     The step before ended at `since`, and `previous` are the weights in it, where it was audited too. `has_learned` says
     whether an audit has seen a gradient other than 0, and `is_frozen` by a name whether the user means a weight or a
-    module to stay as it is. `in_optimizer` are the weights of the optimizer, `trained` those that it is to train.
-    `finish` adds `calls`, the latest of each module since the step before, `copied`, the weights that began with equal
-    values, `factors`, the numbers that the losses were multiplied by, and the GradScaler among these, with its `scale`.
+    module to stay as it is. A GradScaler skips a step with the scale `skipped_with`. `in_optimizer` are the weights of
+    the optimizer, `trained` those that it is to train. `finish` adds the latest `calls` since the step before, the
+    weights that began equal (`copied`), `factors` of the losses, and the GradScaler among these, with its `scale`.
     """
 
     model: nn.Module
@@ -250,6 +250,7 @@ class Step:
     previous: Weights
     since: int
     has_learned: bool
+    skipped_with: float | None = None
 
     def __post_init__(self) -> None:
         """Sample the weights before the step."""
@@ -294,7 +295,7 @@ class Step:
         arrivals = [arrival for weight in self.in_optimizer for arrival in weight.arrivals]
         self.factors = {factor for arrival in arrivals for factor in arrival.factors}
         scaler = find_scaler()() if self.factors else None
-        scale = number(getattr(scaler, "_scale", None)) or 0.0
+        scale = number(getattr(scaler, "_scale", None)) or inf
         is_used = any(isclose(factor, scale, rel_tol=1e-3) for factor in self.factors)
         self.scaler: Any = scaler if is_used else None
         self.scale: float | None = scale if is_used else None
@@ -337,32 +338,25 @@ def _replace_all(call: Callable[..., Any]) -> SimpleNamespace:
 _taps = GlobalHooks(_replace_all, traced=False)
 
 
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a method while its object is alive, and keeps it no longer so."""
-    reference = weakref.WeakMethod(method)
-    return lambda *args: None if (call := reference()) is None else call(*args)
-
-
 class Window:
     """Gatherer for the audits of a model.
 
     `time` counts the beginnings and the ends of the steps of all optimizers, `sources` the backwards and reductions.
     `batches` are those in grad mode, `calls` has the latest one of each module in these, and `called` the modules that
     were called at any time. `copies` are weights that began with equal values, and `has_trained` says whether an audit
-    has seen the model in training mode. `skips` has the scales and the lines of the latest two steps in a row that a
-    GradScaler has skipped with a scale of at most 1. `group_sizes` are the numbers of ranks that reduced a tensor.
+    has seen the model in training mode. `group_sizes` are the numbers of ranks that reduced a tensor. `on_skip` gets
+    the optimizer whose step a GradScaler has skipped, and a scale that is at most 1.
     """
 
-    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
+    def __init__(self, recorder: Recorder, model: nn.Module, on_skip: Callable[..., object]) -> None:
         self.time = 0
         self.arrivals: dict[int, list[Backward]] = {}  # by the weight's id, since its optimizer's latest step
         self.calls: dict[str, Call] = {}
         self.called: set[str] = set()
         self.copies: dict[tuple[Key, ...], None] = {}
         self.has_trained = False
-        self.skips: deque[tuple[float, Place | None]] = deque(maxlen=2)
         self.group_sizes = WeakTensorKeyDictionary()
-        self._recorder, self._model = recorder, weakref.ref(model)
+        self._recorder, self._model, self._on_skip = recorder, weakref.ref(model), on_skip
         self._clips: deque[Clip] = deque(maxlen=_MOST_CLIPS)
         self.batches: deque[int] = deque(maxlen=256)
         self.sources = self._depth = 0  # a checkpoint calls the engine within a backward
@@ -379,8 +373,6 @@ class Window:
         """Gather nothing until `renew`."""
         self._frames.active = False
         self.arrivals.clear()
-        self.calls.clear()
-        self.group_sizes.clear()
 
     def renew(self, optimizer: Optimizer) -> None:
         """Open, and forget the backwards and clips before a step of this optimizer."""
@@ -453,11 +445,8 @@ class Window:
             return
         state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
         is_skipped = any(map(float, state.get("found_inf_per_device", {}).values()))
-        scale = float(scaler._scale) if is_skipped else inf
-        if scale > 1:
-            self.skips.clear()
-        elif not ids_of(optimizer).isdisjoint(map(id, self._weights())):
-            self.skips.append((scale, user_line()))
+        if is_skipped and (scale := float(scaler._scale)) <= 1:
+            self._on_skip(optimizer, scale)
 
     def clips(self, optimizer: Optimizer) -> list[Clip]:
         """Return the clips with the norms that the step is about to take: of all, for a clip of nothing."""

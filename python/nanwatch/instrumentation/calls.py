@@ -22,7 +22,7 @@ from ..recording.recorder import PythonRecorder
 from ..util.visible import warn_user, with_utf8
 from . import compiled
 from .functions import watch_begins, watch_ends
-from .global_hooks import Handles, after_steps, children
+from .global_hooks import Handles, after_steps, children, weakly
 from .slot import (
     ATTRIBUTE,
     CallWrapper,
@@ -99,18 +99,8 @@ class Attachment:
             self.add(named.name, named.module)
         compiled.follow_watched_calls()
         # torch's registries are global and outlive this: the hooks must keep neither it nor the model alive.
-        reference = weakref.ref(self)
-
-        def changed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            # Fused optimizers write without the version counter. The step itself is the only sign.
-            if (attachment := reference()) is not None:
-                attachment._recorder.forget_weights([group["params"] for group in optimizer.param_groups])
-
-        def registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-            if (attachment := reference()) is not None and module is not None:
-                attachment._registered(parent, name, module)
-
-        self._hooks = Handles(self, [after_steps.add(changed), children.add(registered)])
+        hooks = after_steps.add(weakly(self._changed)), children.add(weakly(self._registered))
+        self._hooks = Handles(self, hooks)
         watch_begins(self, model)
 
     def add(self, name: str, module: nn.Module) -> None:
@@ -138,8 +128,12 @@ class Attachment:
             self._nodes[key] = self._recorder.add_node(with_utf8(name), module, records, allow_inf)
         return self._nodes[key]
 
-    def _registered(self, parent: nn.Module, name: str, module: nn.Module) -> None:
-        if (known := self._names.get(parent)) is None:
+    def _changed(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # Fused optimizers write without the version counter. The step itself is the only sign.
+        self._recorder.forget_weights([group["params"] for group in optimizer.param_groups])
+
+    def _registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        if module is None or (known := self._names.get(parent)) is None:
             return
         for named in named_modules(module, child_name(parent, known, name)):
             self.add(named.name, named.module)

@@ -107,6 +107,12 @@ class GlobalHooks:
     _call_uncompiled = _disable_dynamo(_call)
 
 
+def weakly(method: Callable[..., Any]) -> Hook:
+    """Return a function that calls a method while its object is alive, and keeps it no longer so."""
+    reference = weakref.WeakMethod(method)
+    return lambda *args: None if (call := reference()) is None else call(*args)
+
+
 class Handles:
     """Handles of registered hooks, which are removed by `remove()` or when `owner` is collected, once."""
 

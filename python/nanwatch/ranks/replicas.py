@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from ..instrumentation.global_hooks import Handles, after_steps
+from ..instrumentation.global_hooks import Handles, after_steps, weakly
 from ..instrumentation.wrapped_names import named_modules
 from ..numerics import _extension
 from ..numerics._fingerprint import fingerprint
@@ -165,15 +165,11 @@ class ReplicaWatch:
         self._step = 0  # batches that followed a step of the optimizer
         self._is_off = self._has_warned = False
         self._comparison: Exchange | None = None
-        reference = weakref.ref(self)
+        self._hooks = Handles(self, [after_steps.add(weakly(self._stepped))])
 
-        def after(optimizer: Optimizer, *_: Any) -> None:
-            if (watch := reference()) is not None and not watch._has_stepped:
-                watch._stepped(optimizer)
-
-        self._hooks = Handles(self, [after_steps.add(after)])
-
-    def _stepped(self, optimizer: Optimizer) -> None:
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._has_stepped:
+            return
         if optimizer not in self._optimizers:
             model = self._model()
             parameters = {id(x) for group in optimizer.param_groups for x in group["params"]}

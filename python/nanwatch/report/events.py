@@ -135,9 +135,13 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Make the optimizer after the last layer is in place, from model.parameters(), or add the weight with"
             " add_param_group. What is to stay frozen says requires_grad_(False).",
         ),
-        "zero-lr": (
-            "has the learning rate 0",
+        "not-stepped": (
+            "is not stepped: its learning rate is 0",
             "Print the groups' lr and the scheduler's factor: an integer division or a schedule that is over gives 0.",
+        ),
+        "not-stepped:skipped": (
+            "is not stepped: the GradScaler skips its steps, also with the scale {scale:.3g}",
+            "Its gradients are inf or nan by themselves. watch(gradients=True) says where they become so.",
         ),
         "absorbed": (
             "stays as it is in {absorbed:.0%} of its elements, because their updates round away",
@@ -216,10 +220,6 @@ KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "not-unscaled:other": (
             "gets a loss times the scale {scale:.6g}, and is stepped with its gradient divided by {divisor:.6g}",
             "Divide by the scale that the loss was multiplied by, and change the scale after the step.",
-        ),
-        "skipped-step": (
-            "is not stepped: the GradScaler skips its steps, also with the scale {scale:.3g}",
-            "Its gradients are inf or nan by themselves. watch(gradients=True) says where they become so.",
         ),
         "train-mode-wrong": (
             "is trained in evaluation mode: dropout and batch norm do not train",

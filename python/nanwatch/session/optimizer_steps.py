@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..audit.window import weakly
 from ..blackbox.process import process_box
 from ..diagnosis.causes import take_apart
 from ..diagnosis.incident import Incident
@@ -31,6 +30,7 @@ from ..instrumentation.global_hooks import (
     after_steps,
     before_steps,
     find_scaler,
+    weakly,
     with_check_after_closure,
 )
 from ..instrumentation.wrapped_names import find_module, parameter_names, parameter_owners

@@ -138,7 +138,7 @@ def layers_in_a_plain_list(watch: Watching, wrong: bool) -> None:
         train(model, Adam(model.parameters(), lr=1e-3))
 
 
-@fault("zero-lr")
+@fault("not-stepped")
 def schedule_counted_in_epochs_stepped_by_batch(watch: Watching, wrong: bool) -> None:
     model = Layers()
     optimizer = SGD(model.parameters(), lr=0.05)

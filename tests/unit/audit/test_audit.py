@@ -263,7 +263,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[Training], object]]] = {
     ),
     "masked": ("zero-gradient", "", lambda case: case.put(forward=lambda: case.model(case.x) * 0)),
     "head_alone": ("not-in-optimizer", "0", lambda case: case.hold(case.model[4])),
-    "rate": ("zero-lr", "", lambda case: case.hold(case.model, lr=0.0)),
+    "rate": ("not-stepped", "", lambda case: case.hold(case.model, lr=0.0)),
     "no_zero": ("missing-zero-grad", "", lambda case: case.put(zero=lambda: None)),
     "zero_before_step": ("no-gradient", "", lambda case: case.put(before_step=case.optimizer.zero_grad)),
     "frozen_late": ("frozen-moved", "4", _frozen_late),
@@ -279,7 +279,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[Training], object]]] = {
     "clipped_at_each_backward": ("clipping", "", _clipped_at_each_backward),
     "copy_rests": ("other-module-trained", "copy", _copy_rests),
     "divided_by_the_next_scale": ("not-unscaled", "", lambda case: _unscaled(case, 2.0, 2.0)),
-    "skipped": ("skipped-step", "", _skipped),
+    "skipped": ("not-stepped", "", _skipped),
     "rounded_states": ("absorbed", "", _rounded_states),
     "doubled_after_the_clip": ("clipping", "", partial(_after_the_clip, change=torch.clone)),
 }
@@ -340,7 +340,14 @@ NOISE = partial(_after_the_clip, change=torch.randn_like)
 SCALES = [partial(_unscaled, growth=1.0, divisor=2.0), partial(_unscaled, growth=2.0, divisor=1.0)]
 
 
-@pytest.mark.parametrize("change", [_average, _target, _layers_begin_alike, NOISE, _second_head, *SCALES])
+LOOKS_FAULTY: list[Callable[[Training], object]] = [
+    lambda case: case.later(lambda: case.put(factor=0.0)),  # a hinge loss that is met
+    lambda case: case.put(before_step=lambda: [case.clip(0.01), case.clip(0.01)]),
+    _average, _target, _layers_begin_alike, NOISE, _second_head, *SCALES,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", LOOKS_FAULTY)
 def test_a_healthy_training_that_looks_like_a_faulty_one(change: Callable[[Training], object]) -> None:
     """Also copies that are written or called, and parts, as well as noise after a clip, and the copy of a tied head."""
     training = Training()

@@ -55,7 +55,7 @@ def test_a_backward_inside_a_backward_is_no_arrival_of_its_own() -> None:
     """Only the first of a scaled loss has a sample of its gradient."""
     model = nn.Linear(2, 2)
     recorder: Any = SimpleNamespace(subscribe=lambda _: SimpleNamespace(active=False), latest_batch=0)
-    window = Window(recorder, model)
+    window = Window(recorder, model, lambda *_: None)
     window.renew(torch.optim.SGD(model.parameters(), lr=0.1))
     for factor in (3.0, 0.25):
         x = torch.ones(1, 2, requires_grad=True)
