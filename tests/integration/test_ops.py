@@ -22,12 +22,8 @@ def _samples() -> list[torch.Tensor]:
     """Every dtype, with and without grad, in the shapes that are easy to get wrong."""
     samples = [torch.ones(2, 3).to(dtype) for dtype in DTYPES]
     samples += [torch.randn(4, dtype=dtype, requires_grad=True) for dtype in (torch.float32, torch.complex64)]
-    samples += [
-        torch.randn(6, 6)[::2, 1::3],
-        torch.randn(3, 1).expand(3, 4),
-        torch.empty(0, 2),
-        torch.tensor(NAN),
-    ]
+    samples += [torch.randn(6, 6)[::2, 1::3], torch.randn(3, 1).expand(3, 4)]
+    samples += [torch.empty(0, 2), torch.tensor(NAN)]
     return samples
 
 

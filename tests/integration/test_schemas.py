@@ -22,16 +22,9 @@ from support.paths import ROOT
 
 X = torch.ones(3, 4)
 LOSS = Departure("", "loss", 9.1, 2.4, nan)
-SPIKE = SpikeReport(
-    410,
-    0,
-    (LOSS, Departure("", "gradients", inf, 0.0, inf)),
-    "learning rate",
-    first=LOSS,
-    forward=(LOSS,),
-    rates=(1e-3, 1e-2),
-    shares=((3, 0.9),),
-)
+CAUSES = (LOSS, Departure("", "gradients", inf, 0.0, inf))
+FACTS: Any = {"first": LOSS, "forward": (LOSS,), "rates": (1e-3, 1e-2), "shares": ((3, 0.9),)}
+SPIKE = SpikeReport(410, 0, CAUSES, "learning rate", **FACTS)
 
 
 def failed() -> nanwatch.Report:
