@@ -7,6 +7,8 @@ pass on.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
 import json
 import os
@@ -19,6 +21,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import datetime, timezone, tzinfo
 from functools import partial
 from hashlib import blake2b
 from inspect import signature
@@ -104,7 +107,7 @@ def _seed() -> None:
 
 
 def _stop_clocks() -> None:
-    """Let each clock of the module time advance by 1 ms a call, from the same moment in each run."""
+    """Let each clock of time and datetime advance by 1 ms a call, from the same moment in each run."""
     for name in ("time", "perf_counter", "monotonic", "process_time"):
         # A counter for each: threads of libraries, which ask one clock, do not move the others.
         now = itertools.count(_START, 1_000_000).__next__
@@ -112,6 +115,25 @@ def _stop_clocks() -> None:
         _replace(time, name, lambda now=now: now() / 1e9)
     # PyTorch has imported timeit, which has perf_counter by a name of its own.
     _replace(timeit, "default_timer", itertools.count(_START / 1e9, 1e-3).__next__)
+    for name in ("localtime", "gmtime", "ctime"):
+        _replace(time, name, getattr(time, name), _START / 1e9)
+    moments = itertools.count(_START / 1e9, 1e-3)
+
+    def read(kind: type[datetime], tz: tzinfo | None = None) -> datetime:
+        _note_call("datetime.now()")
+        return kind.fromtimestamp(next(moments), tz)
+
+    def read_utc(kind: type[datetime]) -> datetime:
+        return read(kind, timezone.utc).replace(tzinfo=None)
+
+    # These two ask the system's clock, and the class refuses to have them replaced. Libraries know it by its memory, so
+    # a subclass will not do.
+    methods = gc.get_referents(vars(datetime))[0]
+    forget_methods = partial(ctypes.pythonapi.PyType_Modified, ctypes.py_object(datetime))
+    _undoes.callback(forget_methods)
+    _undoes.callback(methods.update, now=methods["now"], utcnow=methods["utcnow"])
+    methods.update(now=classmethod(read), utcnow=classmethod(read_utc))
+    forget_methods()
 
 
 def _order_data() -> None:
@@ -150,7 +172,9 @@ TRIALS = {
         {"PYTHONHASHSEED": "0"},
     ),
     "time": Trial(
-        "the clocks of the module time moved on by 1 ms a call", "a time that the program reads", _stop_clocks
+        "the clocks of the modules time and datetime moved on by 1 ms a call",
+        "a time that the program reads",
+        _stop_clocks,
     ),
     "threads": Trial(
         "torch.set_num_threads(1)",

@@ -190,10 +190,12 @@ def _run(
     done = subprocess.run(
         interpreter, env=environment, capture_output=True, text=True, errors="replace", check=False
     )
+    last = done.stderr.strip().rpartition("\n")[2] or "it printed nothing on stderr"
     if not file.exists():
-        last = done.stderr.strip().rpartition("\n")[2] or "it printed nothing on stderr"
         raise RuntimeError(f"the script ended by status {done.returncode}: {last}")
     recording = Recording(**json.loads(file.read_text(encoding="utf-8")))
+    if recording.error.startswith("exit status"):
+        recording.error += f" ({last})"
     recording.tensors = [TensorPrint(*values) for values in recording.tensors]
     if len(recording.tensors) == bool(recording.error):
         why = recording.error or "it called no module and made no optimizer step in its own process"

@@ -31,7 +31,7 @@ for x in data:
 """
 MODEL = "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1))\n"
 PART = """
-import os, random, time, timeit, numpy, torch
+import datetime, os, random, time, timeit, numpy, torch
 random.seed(a=0), numpy.random.seed(seed=0), torch.manual_seed(seed=0)
 race = os.getpid() % 1000 / 1000  # as races of threads and atomics, which no trial touches
 class Part(torch.nn.Module):
@@ -75,7 +75,12 @@ SOURCES = {
         "dropout. A trial shows random numbers",
         ("manual_seed(0)",),
     ),
-    "clock": in_part("x * (1 + (time.time() + timeit.default_timer()) % 1)", "time.time()", "clocks"),
+    "clock": in_part(
+        "x * (1 + (time.time() + timeit.default_timer() + datetime.datetime.now().microsecond / 1e6"
+        " + datetime.datetime.utcnow().microsecond / 1e6 + time.localtime().tm_sec / 60) % 1)",
+        "datetime.now()",
+        "clocks",
+    ),
     "both": Source(
         PART.format("x + float(numpy.random.default_rng(seed=None).random())")
         + "data = data * (time.time() % 1)\n",
@@ -171,6 +176,7 @@ def test_a_repeatable_script(
         (("missing.py",), "there is no script 'missing.py'"),
         (("raises.py",), "there is nothing to compare in raises.py: KeyError: 'mine'"),
         (("later.py",), "the runs are bit-equal, but each ended by KeyError: 'mine'"),
+        (("asks.py",), "exit status 2 (asks.py: error: the following arguments are required: --lr)"),
         (("gone.py",), "the script ended by status 3: it printed nothing on stderr"),
     ],
 )
@@ -186,6 +192,10 @@ def test_bad_use(
     monkeypatch.chdir(tmp_path)
     Path("raises.py").write_text("raise KeyError('mine')\n")
     Path("later.py").write_text("import torch\ntorch.nn.ReLU()(torch.ones(2))\nraise KeyError('mine')\n")
+    Path("asks.py").write_text(
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr', required=True)\n"
+        "parser.parse_args()\n"
+    )
     Path("gone.py").write_text("import os\nos._exit(3)\n")
     status = command.main(["twice", *arguments])
     out, err = capfd.readouterr()
