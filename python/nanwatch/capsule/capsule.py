@@ -14,11 +14,14 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+import stat
 import uuid
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from itertools import count
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -96,14 +99,19 @@ class Capsule:
         path = Path(folder) if os.path.isfile(folder) else Path(folder) / FILE
         try:
             # A pipe would wait for ever, and a link may lead anywhere.
-            if path.is_symlink() or (path.exists() and not path.is_file()):
+            if not stat.S_ISREG(path.lstat().st_mode):
                 raise ValueError("it is no regular file")
+            if not zipfile.is_zipfile(path):
+                raise ValueError("it is damaged, or torch.save has not written it")
             with only_our_dispatch():
                 document = torch.load(path, map_location="cpu", weights_only=True)
             return cls(path.parent, **_fields(document))
         except Exception as error:
+            # The text of PyTorch's own advises to run the code of the file.
+            is_foreign = isinstance(error, UnpicklingError)
+            why = "it holds more than plain values and tensors" if is_foreign else spell(error)
             advice = f"a capsule is a folder with the file {FILE}, as nanwatch wrote it"
-            raise CapsuleError(visible(f"{path}: {spell(error)}; {advice}")) from error
+            raise CapsuleError(visible(f"{path}: {why}; {advice}")) from error
 
 
 _EXPECTED: dict[str, type] = {

@@ -71,7 +71,8 @@ def test_diff_tells_whether_traces_differ(place: Path, capsys: pytest.CaptureFix
         (("diff", "a.parquet", "--batches", "0", "9"), "no batch 9; it has batches 0 to 1"),
         (("diff", "a.parquet", "b.parquet", "--rtol", "2"), "rtol should be"),
         (("diff", "a.parquet", "b.parquet", "--html", "no/such/page.html"), "there is no folder 'no/such'"),
-        (("show", "none.json"), "there is no 'none.json': show reads a trace"),
+        (("show", "none.json"), "there is no file or folder 'none.json': show reads a trace"),
+        (("show", "--ranks", "pipe"), "there is no file or folder 'pipe'"),
         (("show", "words.txt"), "words.txt is neither a report nor a trace"),
         (("show", "bad.json"), "not a nanwatch report"),
         (("fits", "none"), "there is no trace"),
@@ -91,6 +92,7 @@ def test_bad_use_is_status_2_and_one_line(
     """Nothing on stdout, and what was wrong on stderr."""
     monkeypatch.setenv("XDG_STATE_HOME", str(place / "none"))
     (place / "words.txt").write_text("words")
+    os.mkfifo(place / "pipe")
     (place / "bad.json").write_text('{"schema": 1}')
     status, out, err = run(capsys, *arguments)
     assert (status, out) == (2, "")
