@@ -120,19 +120,18 @@ class BoxFile:
         self._sections: dict[str, Any] = {}
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES)
-            if not data.startswith(_MAGIC):
-                came = f"begins with {data[: len(_MAGIC)]!r}, not with {_MAGIC!r}" if data else "is empty"
-                raise ValueError(f"it {came}")
-            # The first page says where each section lies, how many items it has, and the words of an item.
-            for line in data[len(_MAGIC) : _PAGE].partition(b"\0")[0].decode("ascii").splitlines():
-                name, at, count, *words = line.split(" ")
-                item = np.dtype([(word, "<i8") for word in words] if words else "u1")
-                self._places[name] = int(at)
-                self._sections[name] = np.frombuffer(data, item, int(count), int(at))
-            # Counts that have grown meanwhile say which items were overwritten during the read.
-            state, ring = self._sections["state"], self._sections["calls"]
-            file.seek(self._places["state"])
-            later = np.frombuffer(file.read(state.nbytes), state.dtype)
+        if not data.startswith(_MAGIC):
+            came = f"begins with {data[: len(_MAGIC)]!r}, not with {_MAGIC!r}" if data else "is empty"
+            raise ValueError(f"it {came}")
+        # The first page says where each section lies, how many items it has, and the words of an item.
+        for line in data[len(_MAGIC) : _PAGE].partition(b"\0")[0].decode("ascii").splitlines():
+            name, at, count, *words = line.split(" ")
+            item = np.dtype([(word, "<i8") for word in words] if words else "u1")
+            self._places[name] = int(at)
+            self._sections[name] = np.frombuffer(data, item, int(count), int(at))
+        # Counts that have grown meanwhile say which items were overwritten during the read.
+        state, ring = self._sections["state"], self._sections["calls"]
+        later = np.fromfile(path, state.dtype, 1, offset=self._places["state"])
         self.state, after = _words(state[0]), _words(later[0])
         end = self.state["calls"]
         # The oldest may be half overwritten by one that was never counted.

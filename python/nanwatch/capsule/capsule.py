@@ -108,8 +108,7 @@ class Capsule:
             return cls(path.parent, **_fields(document))
         except Exception as error:
             # The text of PyTorch's own advises to run the code of the file.
-            is_foreign = isinstance(error, UnpicklingError)
-            why = "it holds more than plain values and tensors" if is_foreign else spell(error)
+            why = "it holds more than plain values" if isinstance(error, UnpicklingError) else spell(error)
             advice = f"a capsule is a folder with the file {FILE}, as nanwatch wrote it"
             raise CapsuleError(visible(f"{path}: {why}; {advice}")) from error
 
@@ -179,19 +178,16 @@ def write_capsule(
     flags = {path: submodule.training for path, submodule in module.named_modules()}
     with only_our_dispatch(), torch.no_grad():
         contents = _Contents(max_bytes)
-        call = {
+        document = {
             "args": contents.encoded(tuple(args), "input"),
             "kwargs": {key: contents.encoded(x, f"input[{key}]") for key, x in (kwargs or {}).items()},
             "state": contents.encoded_state(module),
-        }
-        document = {
             "schema": _SCHEMA,
             "version": _VERSION,
             "versions": _extension.versions(),
             "module": name,
             "class_name": type(module).__name__,
             "device": contents.device,
-            **call,
             "training": {path: flag for path, flag in flags.items() if path == "" or flag != module.training},
             "rng": [state.cpu().clone() for state in (rng.torch, *rng.cuda)],
             "autocast": [(state.device_type, state.dtype, state.enabled) for state in autocast],
@@ -304,8 +300,8 @@ def make_numbered(folder: Path, make: Callable[[Path], object]) -> Path:
 
     `make` raises OSError when it finds the place taken after all. Raises what `make` raises for another reason.
     """
-    for number in count(1):
-        place = folder if number == 1 else folder.with_name(f"{folder.name}.{number}")
+    place, numbers = folder, count(2)
+    while True:
         try:
             if not os.path.lexists(place):
                 make(place)
@@ -313,4 +309,4 @@ def make_numbered(folder: Path, make: Callable[[Path], object]) -> Path:
         except OSError:
             if not os.path.lexists(place):  # else another process made one of this name in the meantime
                 raise
-    raise AssertionError  # never
+        place = folder.with_name(f"{folder.name}.{next(numbers)}")

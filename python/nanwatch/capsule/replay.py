@@ -136,11 +136,9 @@ class _Call:
                 f"the recorded call ran on {self.recorded}, this one on {self.target}: other kernels, other random"
                 " numbers"
             )
-        here = str(torch.__version__)
-        if capsule.versions.get("torch") != here:
-            self.remarks.append(
-                f"the recorded call ran in torch {capsule.versions.get('torch')}, this one in {here}"
-            )
+        version, here = capsule.versions.get("torch"), str(torch.__version__)
+        if version != here:
+            self.remarks.append(f"the recorded call ran in torch {version}, this one in {here}")
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _move(self, x: Tensor) -> Tensor:
@@ -197,11 +195,9 @@ class _Call:
             parameters = {}
         positional = [parameter for parameter in parameters.values() if parameter.kind in _BY_POSITION]
         by_key: dict[Any, Parameter] = {**dict(enumerate(positional)), **parameters}
-        args, kwargs = enumerate(self.capsule.args), self.capsule.kwargs.items()
-        return (
-            [self._argument(x, by_key.get(number)) for number, x in args],
-            {name: self._argument(x, by_key.get(name)) for name, x in kwargs},
-        )
+        args = [self._argument(x, by_key.get(number)) for number, x in enumerate(self.capsule.args)]
+        kwargs = {name: self._argument(x, by_key.get(name)) for name, x in self.capsule.kwargs.items()}
+        return args, kwargs
 
     def _argument(self, value: Any, parameter: Parameter | None) -> Any:
         why = _left_out(value)

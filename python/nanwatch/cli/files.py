@@ -89,7 +89,7 @@ def show_main(arguments: list[str]) -> int:
 def _show(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
     for path in options.paths:
         if not (path.is_file() or path.is_dir()):  # a pipe would never answer
-            raise FileNotFoundError(f"there is no file or folder {str(path)!r}: show reads {_READS}{near(path)}")
+            raise FileNotFoundError(f"no file or folder {str(path)!r}: show reads {_READS}{near(path)}")
     if options.ranks or len(options.paths) > 1:
         merged = merge(*options.paths, tell=tell)
         return merged, int(bool(merged.failed))

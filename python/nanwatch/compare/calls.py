@@ -215,11 +215,9 @@ def errors_between(a: Tensor, b: Tensor) -> Errors:
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the floating-point parameters and buffers, the weight with a row for each output."""
-    kept = {**module._parameters, **module._buffers}
-    tensors = {name: x.detach() for name, x in kept.items() if x is not None and x.is_floating_point()}
-    tensors = {
-        name: x for name, x in tensors.items() if x.layout is torch.strided and not x.is_meta and x.numel()
-    }
+    kept = [*module._parameters.items(), *module._buffers.items()]
+    floats = [(name, x) for name, x in kept if x is not None and x.is_floating_point() and not x.is_meta]
+    tensors = {name: x.detach() for name, x in floats if x.layout is torch.strided and x.numel()}
     # transformers' Conv1D keeps its weight turned.
     if type(module).__name__ == "Conv1D" and "weight" in tensors and tensors["weight"].ndim == 2:
         tensors["weight"] = tensors["weight"].t()
@@ -343,7 +341,7 @@ def _row_marks(call: ModuleCall) -> Tensor | None:
     weight = None if call.module is None or not call.is_leaf else own_tensors(call.module).get("weight")
     if weight is None or weight.ndim == 0:
         return None
-    rows = weight.flatten(1) if weight.ndim > 1 else weight[:, None]
+    rows = weight.reshape(len(weight), -1)
     rows = rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
     if float(rows.max() - rows.min()) == 0.0:
         return None

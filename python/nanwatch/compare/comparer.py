@@ -10,7 +10,7 @@ from math import hypot, isfinite, prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..numerics.readable import dtype_name
 from ..trace.result import Comparison, Place, plural
@@ -98,13 +98,14 @@ class Comparer:
         if not verdict.equal:
             headline = f"No module can be named: {verdict.why}"
         if first is not None:
-            size = _spell_error(first.error)
+            errors = first.input_error, first.error
+            before, size = ("not comparable" if error is None else f"{error:.2g}" for error in errors)
             copies = f"Equal in {verdict.hidden_by}; the float32 copies differ first in {first.name}, {size}"
             headline = copies if verdict.hidden_by else f"Differ first in {first.name}"
             if first.error is not None and first.limit is not None:
                 side = "above" if first.error > first.limit else "within"
                 size += f", {side} {self.factor:g} x the floor of {first.limit / self.factor:.2g}"
-            facts = [("Input", _spell_error(first.input_error)), ("Output", size), ("Where", verdict.where)]
+            facts = [("Input", before), ("Output", size), ("Where", verdict.where)]
         facts += [*(("Looks like", words) for words in verdict.likely), ("Noise", self.noise.words)]
         facts = [(head, words) for head, words in facts if words]
         places = tuple(place for pair in self.pairs if (place := self.place(pair)).error is not None)
@@ -121,12 +122,10 @@ class Comparer:
     def place(self, pair: CallPair) -> Place:
         """Return the errors of a pair, which need not be one of those that were matched."""
         a, b = pair
-        before, after = (self._events.get((kind, pair)) or self._compare(kind, pair) for kind in _KINDS)
-        place = Place(a.path, b.path, a.class_name, b.class_name, input_error=before and before.total)
-        if after is None:
-            return place
-        place = place._replace(error=after.total, limit=self.factor * after.floor, cosine=after.cosine)
-        return place._replace(largest_difference=after.largest_difference)
+        before, out = (self._events.get((kind, pair)) or self._compare(kind, pair) for kind in _KINDS)
+        sizes = (out.total, self.factor * out.floor, out.cosine, out.largest_difference) if out else ()
+        names = a.path, b.path, a.class_name, b.class_name
+        return Place(*names, "", None, "", before and before.total, *sizes)
 
     # The search.
 
@@ -199,7 +198,7 @@ class Comparer:
     def _looks_like(self, event: Event, pair: CallPair) -> list[str]:
         """Return in words what may make the difference of an event, for which a pair of calls is blamed."""
         (kind, calls), errors, parts = event, self._events[event], pair.a.parts or pair.b.parts
-        words = [] if parts or event == ("inputs", pair) else module_differences(pair)
+        words = [] if parts or event == ("inputs", pair) else [*module_differences(pair)]
         if errors is not None and (rows := self._rows(kind, calls, errors.values)) is not None:
             words += _part_of_difference(parts, *rows, self.factor * errors.floor)
             first = calls.a.value(kind, errors.values[0])
@@ -264,10 +263,6 @@ def _spell(event: Event) -> str:
     return f"the {event[0][:-1]} of {event[1].name}"
 
 
-def _spell_error(error: float | None) -> str:
-    return "not comparable" if error is None else f"{error:.2g}"
-
-
 # Words for a difference.
 
 
@@ -321,9 +316,9 @@ class Gap(NamedTuple):
 def gaps(pair: CallPair) -> dict[str, Gap]:
     """Return the parameters and buffers that both modules of a pair have, and do not have alike."""
     a, b = pair.a.tensors(), pair.b.tensors()
-    shared = {name: (x, b[name]) for name, x in a.items() if name in b and x.shape == b[name].shape}
+    shared = [name for name in a if name in b and a[name].shape == b[name].shape]
     buffers = () if pair.a.module is None else pair.a.module._buffers
-    apart = {name: gap_between(name, *both, is_buffer=name in buffers) for name, both in shared.items()}
+    apart = {name: gap_between(name, a[name], b[name], is_buffer=name in buffers) for name in shared}
     return {name: gap for name, gap in apart.items() if gap is not None}
 
 
@@ -348,37 +343,28 @@ def gap_between(name: str, x: Tensor, y: Tensor, *, is_buffer: bool) -> Gap | No
     return Gap(f"its {name} {words}", beyond) if error else None
 
 
-def module_differences(pair: CallPair) -> list[str]:
-    """Return in words which settings and own parameters the two modules of a pair do not have alike."""
-    settings = _settings_apart(pair)
-    training = [settings.pop("training")] if "training" in settings else []
-    has_bias = [call.module is not None and call.module._parameters.get("bias") is not None for call in pair]
-    bias = [f"only {'A' if has_bias[0] else 'B'} has a bias"] if pair.is_leaf and len({*has_bias}) > 1 else []
-    return [*settings.values(), *bias, *(gap.words for gap in gaps(pair).values()), *training]
+def module_differences(pair: CallPair) -> dict[str, bool]:
+    """Return in words which settings and own tensors the two modules of a pair do not have alike.
 
-
-def parameter_differences(pair: CallPair) -> list[str]:
-    """Return in words which own tensors modules of equal outputs do not have alike, and of leaves which eps.
-
-    Modules of two kinds or settings may keep a weight in two ways, and a buffer may have been rounded.
+    The value is True for a tensor, or the eps of a leaf, that makes modules of equal outputs differ. Modules of two
+    kinds or settings may keep a weight in two ways, and a buffer may have been rounded.
     """
-    settings = _settings_apart(pair)
-    words = [settings["eps"]] if "eps" in settings and pair.is_leaf else []
+    is_joined, settings = bool(pair.a.parts or pair.b.parts), dict[str, str]()
+    if not is_joined and pair.a.module is not None:
+        a, b = (_settings(call.module) for call in pair)
+        apart = [name for name in a if name in b and a[name] != b[name]]
+        settings = {name: f"{name} is {a[name]} in A and {b[name]} in B" for name in apart}
     kinds = {type(call.module).__name__ for call in pair}
-    is_one_kind = pair.a.parts or pair.b.parts or len(kinds) == 1 or kinds == {"Conv1D", "Linear"}
-    if is_one_kind and not settings.keys() - {"eps", "training"}:
-        words += [gap.words for gap in gaps(pair).values() if gap.beyond]
-    return words
+    is_one_kind = is_joined or len(kinds) == 1 or kinds == {"Conv1D", "Linear"}
+    is_one_kind = is_one_kind and not settings.keys() - {"eps", "training"}
+    training = {settings.pop("training"): False} if "training" in settings else {}
+    words = {text: name == "eps" and pair.is_leaf for name, text in settings.items()}
+    has_bias = [call.module is not None and call.module._parameters.get("bias") is not None for call in pair]
+    if pair.is_leaf and len({*has_bias}) > 1:
+        words[f"only {'A' if has_bias[0] else 'B'} has a bias"] = False
+    return words | {gap.words: is_one_kind and gap.beyond > 0 for gap in gaps(pair).values()} | training
 
 
-def _settings_apart(pair: CallPair) -> dict[str, str]:
-    """Return in words, by name, the numbers and words that both modules keep and do not have alike."""
-    if pair.a.parts or pair.b.parts or pair.a.module is None:
-        return {}
-    a, b = (
-        {name: x for name, x in vars(call.module).items() if isinstance(x, bool | int | float | str)}
-        for call in pair
-    )
-    a, b = ({"eps" if _EPS & {*name.split("_")} else name: x for name, x in kept.items()} for kept in (a, b))
-    apart = [name for name in a if name in b and a[name] != b[name]]
-    return {name: f"{name} is {a[name]} in A and {b[name]} in B" for name in apart}
+def _settings(module: nn.Module | None) -> dict[str, bool | int | float | str]:
+    plain = {name: x for name, x in vars(module).items() if isinstance(x, bool | int | float | str)}
+    return {"eps" if _EPS & {*name.split("_")} else name: x for name, x in plain.items()}

@@ -122,24 +122,14 @@ class ModelRuns:
         # A compiled module comes before the one that it was made of.
         self.modules = {_plain_path(path): module for path, module in each_module(model)}
         self.compiled = {_plain_path(path) for path, module in each_module(model) if _is_compiled(module)}
-        self._call = call
-        self._inputs = inputs
-        self._snapshot = snapshot
-        self._most_bytes = most_bytes
+        self._call, self._inputs = call, inputs
+        self._snapshot, self._most_bytes = snapshot, most_bytes
         snapshot.restore()
         run = self._run(model, None)
         self.calls = list(run.values())
         self.dtype = _dtype_of(run)
         self.stored = most_common((x.dtype for x in each_parameter(model)), self.dtype)
         self._runs: dict[Any, Run] = {(self.dtype, self.stored, ()): run}
-
-    def tensors(self) -> dict[TensorKey, Tensor]:
-        """Return parameters and buffers of floating-point dtypes by module and name."""
-        return {
-            (path, name): x
-            for path, module in self.modules.items()
-            for name, x in own_tensors(module).items()
-        }
 
     def run_in(
         self, dtype: torch.dtype, stored: torch.dtype | None = None, shaken: Sequence[TensorKey] = ()
@@ -240,13 +230,10 @@ class _CallLog:
 
     def wrappers(self, model: nn.Module) -> Iterator[TemporaryWrapper]:
         """Yield the wrappers that record. Compiled modules are left as they are: their parts have none."""
-        compiled: list[str] = []
+        compiled = [path for path, module in each_module(model) if _is_compiled(module)]
         for path, module in each_module(model):
-            if any(is_in(path, outer) for outer in compiled):
-                continue
-            if _is_compiled(module):
-                compiled.append(path)
-            yield TemporaryWrapper(module, partial(self._record, _plain_path(path)))
+            if not any(path != outer and is_in(path, outer) for outer in compiled):
+                yield TemporaryWrapper(module, partial(self._record, _plain_path(path)))
 
     def _record(self, path: str, wrapper: TemporaryWrapper, args: Any, kwargs: Any) -> Any:
         """Make and record a call of the wrapper's module."""

@@ -22,8 +22,8 @@ from ..trace.result import Comparison
 from ..trace.trace_file import Trace, in_order, sketches
 from ..util.modules import is_in
 from ..util.visible import module_name, spell
-from .calls import FLOATS, CallPair, ModuleCall, Run, coarsest, match_calls, most_common
-from .comparer import Comparer, Noise, NoiseRuns, Verdict, gaps, parameter_differences
+from .calls import FLOATS, CallPair, ModuleCall, Run, coarsest, match_calls, most_common, own_tensors
+from .comparer import Comparer, Noise, NoiseRuns, Verdict, gaps, module_differences
 from .model_runs import Caller, ModelRuns, Snapshot, TensorKey
 
 # A buffer is unlike its counterpart where this share of its elements is further apart than rounding makes them.
@@ -177,7 +177,12 @@ class _Models:
             names = pair.a.tensors().keys() & pair.b.tensors().keys() - rounded
             alike |= {(part.path, name) for call in pair for part in call.parts or (call,) for name in names}
         prints = [
-            {key: fingerprint(x.to(stored)) for key, x in side.tensors().items()} for side in self._sides
+            {
+                (path, name): fingerprint(x.to(stored))
+                for path in modules
+                for name, x in own_tensors(modules[path]).items()
+            }
+            for modules in (side.modules for side in self._sides)
         ]
         runs = []
         for number, side in enumerate(self._sides):
@@ -208,7 +213,8 @@ def _with_copies(result: Verdict, precise: Verdict, name: str) -> Verdict:
 def _with_parameters(comparer: Comparer, result: Verdict) -> Verdict:
     """Return the result with what modules keep apart: one with another own tensor or eps is never equal."""
     pairs = {(pair.a.path, pair.b.path): pair for pair in reversed(comparer.pairs)}.values()
-    unlike = [(pair, words) for pair in pairs if (words := parameter_differences(pair))]
+    apart = [(pair, module_differences(pair)) for pair in pairs]
+    unlike = [(pair, words) for pair, counts in apart if (words := [*filter(counts.get, counts)])]
     # What makes up for another weight is another weight, or code: then all that follows agrees.
     leaves = [pair for pair in comparer.pairs if pair.is_leaf]
     is_lost = len(unlike) == 1 and any(comparer.differs(("inputs", pair)) for pair in leaves)

@@ -123,16 +123,15 @@ def _stop_clocks() -> None:
         _note_call("datetime.now()")
         return kind.fromtimestamp(next(moments), tz)
 
-    def read_utc(kind: type[datetime]) -> datetime:
-        return read(kind, timezone.utc).replace(tzinfo=None)
-
-    # These two ask the system's clock, and the class refuses to have them replaced. Libraries know it by its memory, so
-    # a subclass will not do.
+    # These two ask the system's clock, and the class refuses a change. Libraries know it by its memory, so a subclass
+    # will not do.
     methods = gc.get_referents(vars(datetime))[0]
     forget_methods = partial(ctypes.pythonapi.PyType_Modified, ctypes.py_object(datetime))
     _undoes.callback(forget_methods)
     _undoes.callback(methods.update, now=methods["now"], utcnow=methods["utcnow"])
-    methods.update(now=classmethod(read), utcnow=classmethod(read_utc))
+    methods.update(
+        now=classmethod(read), utcnow=classmethod(lambda kind: read(kind, timezone.utc).replace(tzinfo=None))
+    )
     forget_methods()
 
 
@@ -172,9 +171,7 @@ TRIALS = {
         {"PYTHONHASHSEED": "0"},
     ),
     "time": Trial(
-        "the clocks of the modules time and datetime moved on by 1 ms a call",
-        "a time that the program reads",
-        _stop_clocks,
+        "the clocks of time and datetime moved on 1 ms a call", "a time that the program reads", _stop_clocks
     ),
     "threads": Trial(
         "torch.set_num_threads(1)",

@@ -205,7 +205,7 @@ class Attack:
 def test_no_code_of_the_file_runs(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(torch.load(file, weights_only=True) | {"module": Attack()}, file)
-    assert "it holds more than plain values and tensors" in error_of(file)
+    assert "it holds more than plain values" in error_of(file)
     file.write_bytes(pickle.dumps(Attack()))
     assert "torch.save has not written it" in error_of(file)
     assert os.listdir(tmp_path) == ["c"]
