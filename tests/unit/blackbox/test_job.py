@@ -55,10 +55,12 @@ def test_the_rank_that_died_is_first(source: Path, tmp_path: Path) -> None:
     os.truncate(other(source, folder / "blackbox" / "short.blackbox"), 5000)
     job = read_job(folder)
     assert [report.rank for report in job.reports] == [0, 1, 2]
-    assert (job.first.rank, job.first.end) == (1, "signal")
     text = job.to_text()
-    assert "Rank 1 ended first: signal 11 (SIGSEGV)" in text
-    assert "2 of the others: batch 1, forward: inside 1 (ReLU)" in text
+    for words in (
+        "Rank 1 ended first: signal 11 (SIGSEGV)",
+        "2 of the others: batch 1, forward: inside 1 (ReLU)",
+    ):
+        assert words in text
     assert "Not read: " in text
     document = json.loads(job.to_json())
     assert (document["schema"], document["first"], len(document["ranks"])) == ("nanwatch.blackbox.job", 1, 3)
@@ -70,15 +72,11 @@ def test_the_rank_that_is_behind_is_first_while_all_run(source: Path, tmp_path: 
         other(source, tmp_path / f"{rank}.blackbox", rank=str(rank))
     assert read_job(tmp_path).first is None
     change(tmp_path / "2.blackbox", calls=2)
-    job = read_job(tmp_path)
-    assert job.first.rank == 2
-    assert "Rank 2 is behind the others: it runs" in job.to_text()
+    assert "Rank 2 is behind the others: it runs" in read_job(tmp_path).to_text()
 
 
 def test_an_end_without_a_mark_may_be_later_than_its_sign_of_life(source: Path) -> None:
     report = read_black_box(source)
     killed = replace(report, rank=0, end="unknown", latest=10.0)
     for latest, first in ((11.0, 1), (12.0, 0)):
-        fault = replace(report, rank=1, end="signal", latest=latest)
-        job = Job((killed, fault))
-        assert job.first.rank == first
+        assert Job((killed, replace(report, rank=1, end="signal", latest=latest))).first.rank == first

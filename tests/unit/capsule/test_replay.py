@@ -109,12 +109,14 @@ def test_nothing_of_the_callers_changes(tmp_path):
             return x.add_(torch.rand(2, 4))
 
     capsule = Capsule.open(write_capsule(tmp_path / "c", Noisy(), "", (X.clone(),)))
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    model = Noisy()
+
+    def states() -> list[object]:
+        return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+
+    before, model = states(), Noisy()
     replay(capsule, model)
     replay(capsule, lambda: nn.init.normal_(torch.empty(9)) is None or Noisy())
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert (before[1], before[2]) == (random.getstate(), np.random.get_state()[1].tolist())
+    assert states() == before
     assert torch.equal(capsule.args[0], X)
     assert model._compiled_call_impl is None
 
@@ -151,7 +153,6 @@ def test_a_dtype_casts_weights_and_inputs(tmp_path):
     assert replay(folder, overflowing).finding is None
     assert replay(folder, overflowing, dtype=torch.float64).finding is None
     report = replay(folder, overflowing, dtype=torch.float16)
-    assert report.finding is not None
     assert {record.dtype for frame in report.frames for record in frame.records} == {"float16"}
     model = Heard(nn.Embedding(5, 2))
     ids = write_capsule(tmp_path / "ids", model, "", (torch.tensor([1, 4]),))
