@@ -174,7 +174,7 @@ def run(
     allows: Allows = nothing_allowed,
     *,
     follows: bool = False,
-    seeks: Callable[[nn.Module, Record], bool] | None = None,
+    sought: tuple[nn.Module, str] | None = None,
     squares: bool = False,
     divisor: float = 1.0,
 ) -> Experiment:
@@ -182,7 +182,7 @@ def run(
 
     make: makes each call of a module.
     follows: whether to find the operation that began the first bad value. Its mode knows the calls under way.
-    seeks: whether a bad record of a module is the one whose operation is asked for. The run follows no further values.
+    sought: the module, and the label of the bad value, whose operation is asked for. The run follows no further values.
     divisor: the gradients that the backward begins with are divided by it.
 
     A batch with a graph has a backward too, from its outputs, as if their mean were the loss, and with `squares` one as
@@ -201,13 +201,13 @@ def run(
         values += [(x, observe(x, label, "output", allowed)) for label, x in outputs]
         experiment.calls.append(ObservedCall(call.name, tuple(record for _, record in values), autocast))
         for x, record in values:
-            is_bad = record.is_fault and isinstance(x, Tensor)
-            is_sought = is_bad and (seeks is None or seeks(call.module, record))
-            if is_sought and provenance is not None and provenance.active:
+            is_sought = sought is None or (call.module is sought[0] and record.label == sought[1])
+            is_bad = is_sought and record.is_fault and isinstance(x, Tensor)
+            if is_bad and provenance is not None and provenance.active:
                 # A receiver that nobody called was called by the batch.
                 experiment.fault = experiment.fault or (x, call, open_calls[-1] if open_calls else call)
                 experiment.failure = experiment.failure or provenance.origin(x, record)
-                provenance.active = seeks is None
+                provenance.active = sought is None
 
     def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = names.get(module, "" if module is snapshot.module else "?")

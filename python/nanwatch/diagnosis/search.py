@@ -19,7 +19,7 @@ from ..instrumentation.wrapped_names import module_names
 from ..numerics import _reference
 from ..numerics.readable import inner_tensors, is_plain, local_shard, only_our_dispatch, unreadable
 from ..recording.observe import observe, state_of
-from ..records.record import Frame, Record
+from ..records.record import Frame
 from ..report.finding import Finding, OriginKind, finding_of
 from ..util.modules import is_in
 from ..util.visible import spell
@@ -152,14 +152,11 @@ def _of_forward(
 ) -> Diagnosis:
     """Find what made the value of the finding in a call of the suspect, whose output or input it is."""
     names = {suspect: finding.module, **module_names(model)}
-
-    def is_sought(module: nn.Module, record: Record) -> bool:
-        # An infinity counts where the batch had a nan: with fewer threads a product adds up in another order.
-        return module is suspect and record.label == finding.label
-
+    # An infinity counts where the batch had a nan: with fewer threads a product adds up in another order.
+    sought = suspect, finding.label
     # Without a graph it needs less memory. Where that raises, the forward may ask for one, as for a tensor's hook.
-    for grad in (False, True) if snapshot.grad else (False,):
-        experiment = run(replace(snapshot, grad=grad), names, allows=allows, follows=True, seeks=is_sought)
+    for grad in sorted({False, snapshot.grad}):
+        experiment = run(replace(snapshot, grad=grad), names, allows=allows, follows=True, sought=sought)
         if experiment.fault is not None:
             return _diagnosis(finding, names, experiment)
         if experiment.error is None:

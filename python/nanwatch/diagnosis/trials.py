@@ -197,7 +197,7 @@ def _known(value: Tensor, exact: Tensor, most: float) -> tuple[Tensor, Tensor, T
 @contextmanager
 def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Give `model` for the block the weights and buffers of `model.to(dtype)`, and cast nothing else."""
-    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    modules = (module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule))
     tables: list[dict[str, Any]] = [table for x in modules for table in (x._parameters, x._buffers)]
     copies: dict[Tensor, Tensor] = {}  # so that tied weights stay tied
     with ExitStack() as stack:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,12 +82,10 @@ class Proposer:
         parts = [*inner, *(node for value in made for node in ast.walk(value))]
         # The operations that made the operands of the likeliest node, where one of these was not finite.
         is_bad = any(record.isfinite is False for record in step.operands)
-        made_by = [(x, operation_of(x, site)) for x in parts if is_bad]
-        self._sources = [x for x, operation in made_by if operation and operation.name in POLES]
-        names = [x for x in parts if isinstance(x, ast.Constant | ast.Name | ast.Attribute)]
-        # Those that are added, or handed to a function: a product with 1e-8 is computed before it is rounded.
-        pairs = [(x, site.parents[x]) for x in names if not isinstance(site.parents[x], ast.Attribute)]
-        added = [x for x, above in pairs if isinstance(getattr(above, "op", ast.Add()), ast.Add)]
+        self._sources = [x for x in parts if is_bad and getattr(operation_of(x, site), "name", "") in POLES]
+        # Names that are added, or handed to a function: a product with 1e-8 is computed before it is rounded.
+        names = (x for x in parts if isinstance(x, ast.Constant | ast.Name | ast.Attribute))
+        added = [x for x in names if isinstance(getattr(site.parents[x], "op", ast.Add()), ast.Add)]
         operations = filter(None, (operation_of(node, site) for node in (*self.failing, *self._sources)))
         looked = [*(x for y in operations for x in (*y.args, *y.keywords.values())), *added]
         looked = [x for x in looked if isinstance(x, _VALUES) and site.constant(x) is None]
@@ -305,13 +304,13 @@ class Program(NamedTuple):
 
     def cure(self, effect: str) -> Cure:
         """Return the changes as a cure, whose effect is in words."""
-        files = {target.file.name: target.file for target in self.targets}
-        patch = "".join(file.patch(self.files[name]) for name, file in files.items())
-        code = ""
-        if not patch:  # a cell of a notebook
-            ((name, file), *_) = files.items()
-            lines = zip(file.text.splitlines(), self.files[name].text.splitlines(), strict=False)
-            code = next((new.strip() for old, new in lines if old != new), "")
+        pairs = {target.file.name: (target.file, self.files[target.file.name]) for target in self.targets}
+        patch = "".join(before.patch(after) for before, after in pairs.values())
+        lines = chain(
+            *(zip(x.text.splitlines(), y.text.splitlines(), strict=False) for x, y in pairs.values())
+        )
+        # Only the cell of a notebook has no patch.
+        code = "" if patch else next((new.strip() for old, new in lines if old != new), "")
         return Cure("; and ".join(self.words), True, None, patch, effect, code)
 
 
