@@ -303,6 +303,15 @@ def unfrozen_layer_by_layer(watch: Watching) -> None:
 
 
 @unusual
+def layers_released_from_a_rate_of_zero(watch: Watching) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    groups = [{"params": [*model[0].parameters()], "lr": 0.0}, {"params": [*model[2].parameters()]}]
+    optimizer = AdamW(groups, lr=1e-3)
+    with watch(model):
+        train(model, optimizer, after=lambda step: step == 4 and optimizer.param_groups[0].update(lr=1e-4))
+
+
+@unusual
 def truncated_recurrence_with_measured_norms(watch: Watching) -> None:
     cell, head, state = nn.GRU(8, 16, batch_first=True), nn.Linear(16, 4), [torch.zeros(1, 4, 16)]
     model = nn.ModuleDict({"cell": cell, "head": head})

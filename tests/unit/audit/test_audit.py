@@ -123,17 +123,6 @@ def _closure(training: Training) -> None:
     training.put(step=lambda: training.optimizer.step(closure))
 
 
-def _straight_through(training: Training) -> None:
-    training.model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 4), nn.Linear(4, 16))
-    training.hold(training.model)
-
-    def forward() -> Tensor:
-        codes = training.model[0](training.x)
-        return training.model[1](codes + (training.model[3](training.model[2](codes)) - codes).detach())
-
-    training.put(forward=forward)
-
-
 def _auxiliary_loss_detached(training: Training) -> None:
     """The model returns two outputs, of which the loss takes one."""
     training.model = Forked(training.model)
@@ -270,7 +259,6 @@ FAULTS: dict[str, tuple[str, str, Callable[[Training], object]]] = {
     "copied": ("other-module-trained", "", lambda case: case.hold(copy.deepcopy(case.model))),
     "clip_nothing": ("clipping", "", _clip_nothing),
     "all_frozen": ("no-gradient", "", _all_frozen),
-    "straight_through": ("no-gradient", "2", _straight_through),
     "closure": ("not-in-optimizer", "0", _closure),
     "evaluation_mode_later": ("train-mode-wrong", "", lambda case: case.later(lambda: case.model.eval())),
     "clip_inf": ("clipping", "", lambda case: case.put(factor=1e25, before_step=lambda: case.clip(1.0))),

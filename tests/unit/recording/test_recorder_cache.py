@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
+import threading
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
-from support.long_reads import during_the_read, long_to_read
+from support.implementations import threads
 from support.toys import Does, Own, fault_of, fresh, latest, seen
 from support.watching import watch
 
@@ -325,12 +328,37 @@ def write_past_the_counter(x: Tensor) -> None:
     OTHER.step()
 
 
+@contextmanager
+def during_the_read(module: nn.Module, act: Callable[[], object]) -> Iterator[None]:
+    """Inside, another thread acts once while the recorder reads what belongs to the first call of the module.
+
+    The recorder looks at the call after the user's hooks, and lets other threads run only while it reads: they get no
+    other turn.
+    """
+    called = threading.Event()
+    thread = threading.Thread(target=lambda: called.wait() and act())
+    before = sys.getswitchinterval()
+    thread.start()
+    handle = module.register_forward_hook(lambda *_: called.set())
+    sys.setswitchinterval(60)
+    try:
+        with threads(1):
+            yield
+    finally:
+        sys.setswitchinterval(before)
+        handle.remove()
+        called.set()
+        thread.join()
+
+
 @pytest.mark.parametrize("write", [write, write_past_the_counter])
 def test_a_weight_written_while_it_is_read_is_read_again(write: Callable[[Tensor], None]) -> None:
     """The range is that of the version before: a later batch, when the weight has its turn, has the nan."""
     OTHER.step()  # the first one takes long
     model = Own()
-    model.weight = nn.Parameter(long_to_read(), requires_grad=False)
+    # Each of 2^15 ones is read 4,096 times: some 50 ms of reading in 128 KiB of memory.
+    long_to_read = torch.ones(1 << 15).as_strided((1 << 14, 1 << 14), (1, 1))
+    model.weight = nn.Parameter(long_to_read, requires_grad=False)
     with watch(model, on_nonfinite="record") as w:
         with during_the_read(model, lambda: write(model.weight)):
             model(torch.ones(1))
