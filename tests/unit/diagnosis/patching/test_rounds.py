@@ -51,14 +51,12 @@ def new_lines(cure: Cure) -> list[str]:
 
 
 def test_the_cure_is_the_line_and_says_how_near_float64_it_is() -> None:
+    """Healthy negative values forbid a clamp, which would change them: the divisor is replaced where it is small."""
     cure = works(failed(Ratio(), HEALTHY_AND_ZERO))
     assert new_lines(cure) == ["return self.scale * x / x.sum(-1, keepdim=True).clamp(min=1e-8)"]
     assert cure.effect.startswith("agrees with float64, to 2.5e-08 of the largest value; as it is, it fails")
     assert ("test_rounds.py" in cure.patch, cure.code) == (True, "")
 
-
-def test_healthy_negative_values_forbid_a_clamp() -> None:
-    """A lower limit would change them, so the divisor is replaced where it is small."""
     cure = works(failed(Ratio(), torch.cat([HEALTHY_AND_ZERO, -HEALTHY_AND_ZERO])))
     divisor = "x.sum(-1, keepdim=True)"
     (line,) = new_lines(cure)
