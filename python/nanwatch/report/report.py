@@ -11,7 +11,7 @@ from typing import Any, Literal, TextIO, TypeAlias
 from ..records.record import CAPTURED, Frame
 from ..util import reading
 from ..util.job import Attempt, current_attempt, rank
-from ..util.progress import wants_color
+from ..util.progress import color_console
 from ..util.visible import first_few, module_name, suppressed, visible
 from . import text
 from .events import Suspect
@@ -104,7 +104,7 @@ class Report(InNotebook):
     def print(self, file: TextIO | None = None) -> None:
         """Write the text to `file` (sys.stdout), in colour where that is a terminal and `rich` is installed."""
         out = sys.stdout if file is None else file
-        out.write(f"{self.to_text(color=wants_color(out))}\n")
+        out.write(f"{self.to_text(color=color_console(out) is not None)}\n")
 
     def to_json(self) -> str:
         """Return one strict JSON document; nan and the infinities are the strings "nan", "inf" and "-inf"."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import TextIO, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 from .visible import visible
 
@@ -29,15 +29,13 @@ def shown() -> Iterator[Tell]:
     rich keeps what the block writes to sys.stderr meanwhile above the line. What is for a stdout that may be the same
     terminal has to wait for the block's end.
     """
-    file = sys.stderr
-    if file is None or not wants_color(file):
+    if sys.stderr is None or (console := color_console(sys.stderr)) is None:
         yield silent
         return
-    from rich.console import Console
     from rich.progress import Progress, TextColumn
 
     column = TextColumn("{task.description}", markup=False)
-    with Progress(column, console=Console(file=file), transient=True, redirect_stdout=False) as progress:
+    with Progress(column, console=console, transient=True, redirect_stdout=False) as progress:
         task = progress.add_task("", total=None)
 
         def tell(what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
@@ -47,11 +45,11 @@ def shown() -> Iterator[Tell]:
         yield tell
 
 
-def wants_color(file: TextIO) -> bool:
-    """Return whether `file` is a terminal that shows colours, by rich's judgement; False without rich."""
+def color_console(file: TextIO) -> Any:
+    """Return rich's console of a terminal that shows colours, by rich's judgement; None for others, or without rich."""
     try:
         from rich.console import Console
     except ImportError:
-        return False
+        return None
     console = Console(file=file)
-    return console.is_terminal and not console.no_color and console.color_system is not None
+    return None if not console.is_terminal or console.no_color or console.color_system is None else console

@@ -8,16 +8,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
 from functools import cache
-from math import inf, isfinite, nan
+from inspect import signature
+from math import isfinite
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from .visible import visible
 
 _T = TypeVar("_T")
 _PLAIN = {str: "a string", int: "an integer", bool: "true or false"}
-_SPECIAL = {"nan": nan, "inf": inf, "-inf": -inf}
 
 
 def document(text: str, read_all: Callable[[Any], _T], what: str) -> _T:
@@ -79,12 +78,10 @@ def read(kind: Any, value: Any, where: str) -> Any:
         _check(isinstance(value, dict), where, "an object", value)
         return {key: read(arguments[1], item, f"{where}[{shorten(key)}]") for key, item in value.items()}
     if kind is float:
-        number = _SPECIAL.get(value, value) if isinstance(value, str) else value
-        is_right = isinstance(number, int | float) and not isinstance(number, bool)
         # An int beyond a float's range, or a nan that is no string, comes from no writer of ours.
-        is_right = is_right and (number is not value or abs(number) <= sys.float_info.max)
-        _check(is_right, where, 'a number, "nan", "inf" or "-inf"', value)
-        return float(number)
+        is_number = type(value) in (int, float) and abs(value) <= sys.float_info.max
+        _check(is_number or value in ("nan", "inf", "-inf"), where, 'a number, "nan", "inf" or "-inf"', value)
+        return float(value)
     if kind in _PLAIN:
         _check(type(value) is kind, where, _PLAIN[kind], value)
         return value
@@ -114,13 +111,9 @@ def _object(kind: Any, value: Any, where: str) -> Any:
 @cache
 def _fields(kind: Any) -> tuple[dict[str, Any], list[str]]:
     """Return the types of the fields, and those that have a default."""
-    hints = get_type_hints(kind, include_extras=True)
-    if hasattr(kind, "_field_defaults"):
-        return hints, list(kind._field_defaults)
-    optional = [
-        field.name for field in fields(kind) if (field.default, field.default_factory) != (MISSING, MISSING)
-    ]
-    return {field.name: hints[field.name] for field in fields(kind)}, optional
+    hints, parameters = get_type_hints(kind, include_extras=True), signature(kind).parameters.values()
+    optional = [parameter.name for parameter in parameters if parameter.default is not parameter.empty]
+    return {parameter.name: hints[parameter.name] for parameter in parameters}, optional
 
 
 def shorten(value: object) -> str:
