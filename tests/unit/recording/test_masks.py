@@ -148,19 +148,15 @@ def test_missing_values_are_allowed_by_the_option_that_the_report_names() -> Non
 def test_scores_that_leave_float16_are_no_mask() -> None:
     """Some become -inf and others come near the end; a mask of float16's lowest number and -inf stays one."""
 
-    class Scores16(nn.Module):
-        def __init__(self, scale: float, lowest: float) -> None:
-            super().__init__()
-            self.softmax, self.scale, self.lowest = nn.Softmax(-1), scale, lowest
-
-        def forward(self, q: Tensor) -> Tensor:
-            scores = (q * self.scale).clamp(max=60000) + CAUSAL * self.lowest
-            return self.softmax(scores.half())
+    def scores16(scale: float, lowest: float) -> nn.Module:
+        return Does(
+            lambda last, q: last(((q * scale).clamp(max=60000) + CAUSAL * lowest).half()), nn.Softmax(-1)
+        )
 
     torch.manual_seed(0)
     q = torch.randn(8, 4, 4)
-    assert Note("mask") in notes(Scores16(1.0, -65519.0), q)
-    model = Scores16(3e4, 0.0)
+    assert Note("mask") in notes(scores16(1.0, -65519.0), q)
+    model = scores16(3e4, 0.0)
     with nanwatch.watch(model, rerun=False), pytest.raises(nanwatch.NonFiniteError):
         model(q)
 
@@ -169,17 +165,9 @@ def test_scores_that_leave_float16_are_no_mask() -> None:
 def test_a_scaled_product_that_overflows_is_no_mask(key: float) -> None:
     """Its values could be those of a mask; autograd tells that nothing was masked."""
 
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.softmax = nn.Softmax(-1)
-
-        def forward(self, q: Tensor, k: Tensor) -> Tensor:
-            return self.softmax((q @ k.mT).view(1, 2, 2) / 2)
-
+    model = Does(lambda softmax, q, k: softmax((q @ k.mT).view(1, 2, 2) / 2), nn.Softmax(-1))
     q = torch.full((2, 8), 100.0, dtype=torch.float16, requires_grad=True)
     k = torch.tensor([[key], [-200.0]], dtype=torch.float16).expand(2, 8)
-    model = Attention()
-    with nanwatch.watch(model, rerun=False), pytest.raises(nanwatch.NonFiniteError) as error:
-        model(q, k)
-    assert (error.value.report.finding.module, error.value.report.finding.label) == ("softmax", "input[0]")
+    with nanwatch.watch(model, rerun=False):
+        finding = fault_of(model, q, k).finding
+    assert (finding.module, finding.label) == ("parts.0", "input[0]")

@@ -25,6 +25,7 @@ from nanwatch.session.api import watch as start_watch
 from support.oracle import values_of
 from support.random_trees import Plain, run, tree
 from support.recorders import RECORDERS, needs_native, watched
+from support.toys import Does
 
 Record = tuple[str, str, Any, Any, Any]  # label, dtype, abs_min, abs_max, isfinite
 
@@ -122,13 +123,6 @@ def test_both_recorders_see_what_hooks_see(seed: int, poison: float) -> None:
 # The limits of the walk
 
 
-class Takes(nn.Module):
-    """Takes anything and returns it, or nothing."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if args else None
-
-
 def deep(levels: int, make: Any = lambda x: [x]) -> Any:
     """A tensor in so many containers."""
     value: Any = torch.ones(1)
@@ -187,7 +181,7 @@ def note_of(leaf: Any) -> str:
 def test_the_walk_of_a_call_is_that_of_leaves(make: Callable[[], Any], recorder: str) -> None:
     """At cycles, depths, long lists and unreadable containers each recorder has the labels of walk.leaves."""
     value = make()
-    model = Takes()
+    model = Does(lambda value, **others: value)
     with watched(model, recorder) as w:
         model(value, **{"two words": None})
     expected = call_leaves((value,), {"two words": None}) + leaves(value, "output")
@@ -204,12 +198,11 @@ def test_the_start_of_a_batch_has_its_arguments_and_generators(recorder: str, mo
     a, b, c, d = (torch.ones(1) for _ in range(4))
     starts: list[Any] = []
 
-    class Asks(nn.Module):
-        def forward(self, *args: Any, **kwargs: Any) -> None:
-            torch.rand(1, generator=stand_in)
-            starts.append(w._recorder.start())
+    def forward(*args: Any, **kwargs: Any) -> None:
+        torch.rand(1, generator=stand_in)
+        starts.append(w._recorder.start())
 
-    model = Asks()
+    model = Does(forward)
     b.add_(1)
     with watched(model, recorder) as w:
         model(a, [b, [d]], UserDict(x=d), {"y": {"z": d}}, key={"c": c})

@@ -15,7 +15,7 @@ from nanwatch.numerics import _extension
 from support.gradient_models import Net, Spoiling, backward_frames, loss_of
 from support.random_trees import run, tree
 from support.stand_in_device import BROKEN, OLD_DRIVER, StandIn, stand_in
-from support.toys import Scale, mlp, names, text_of
+from support.toys import Does, Scale, mlp, names, text_of
 from support.watching import watch
 
 pytestmark = pytest.mark.skipif(_extension.C is None, reason="the Python recorder waits for each row")
@@ -57,21 +57,15 @@ def test_reports_are_those_of_the_host(seed: int, poison: float, check: Any, hol
 def test_masks_and_infinities_that_are_meant(dtype: torch.dtype) -> None:
     """An additive mask of either kind is noted as on the host. A row without a zero is left to softmax to show."""
     lowest = torch.finfo(dtype).min
-    masks = [
-        torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), low).to(dtype)
-        for low in (-INF, lowest)
-    ]
+    causal = torch.ones(4, 4, dtype=torch.bool).triu(1)
+    masks = [torch.zeros(4, 4).masked_fill(causal, low).to(dtype) for low in (-INF, lowest)]
     spoilt = masks[0].clone()
     spoilt[2] = -INF
-
-    class Takes(nn.Module):
-        def forward(self, x: Tensor, *masks: Tensor) -> Tensor:
-            return x * 2
 
     for given_masks, allowed in ((masks, ()), ([spoilt], "inf:0")):
         texts = []
         for on_device in (False, True):
-            model = nn.ModuleList([Takes()])
+            model = nn.ModuleList([Does(lambda x, *masks: x * 2)])
             with device_or_host(on_device):
                 with watch(model, on_nonfinite="record", allow=allowed) as w:
                     model[0](torch.ones(2, dtype=dtype), *given_masks)
@@ -85,37 +79,30 @@ def test_a_model_over_several_devices_and_streams_and_the_host() -> None:
     where = {torch.float32: 0, torch.float64: 1, torch.float16: -1}
     with stand_in(place=lambda x: where[x.dtype]) as device:
 
-        class Moves(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.a, self.b, self.c = Scale(2.0), Scale(), Scale()
+        def moves(a: nn.Module, b: nn.Module, c: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+            device.stream = 2
+            x = a(x)
+            device.stream = 1
+            y = b(x.half())
+            return x, y, c(y.double())
 
-            def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-                device.stream = 2
-                x = self.a(x)
-                device.stream = 1
-                y = self.b(x.half())
-                z = self.c(y.double())
-                return x, y, z
-
-        model = Moves()
+        model = Does(moves, Scale(2.0), Scale(), Scale())
         with watch(model, act_at="batch") as w:
             model(torch.ones(3))
             assert (device.launches, device.waits) == ([2, 2, 1, 1], 3)
-    assert names(w) == [(0, "a"), (0, "b"), (0, "c"), (0, "")]
+    assert names(w) == [(0, "parts.0"), (0, "parts.1"), (0, "parts.2"), (0, "")]
     assert [r.abs_max for r in w.frames[-1].records] == [1, 2, 2, 2]
 
 
 def test_an_error_of_the_device_leaves_the_frames_up_to_it() -> None:
     """Rows that the device wrote before it failed are reported; rows that it did not write are not called finite."""
 
-    class Asserts(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            device.run(7)  # the rows of the two layers at the front
-            device.broken = True
-            raise RuntimeError("CUDA error: device-side assert triggered")
+    def asserts(x: Tensor) -> Tensor:
+        device.run(7)  # the rows of the two layers at the front
+        device.broken = True
+        raise RuntimeError("CUDA error: device-side assert triggered")
 
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Scale(), Asserts())
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Scale(), Does(asserts))
     with stand_in() as device:
         w = watch(model)
         with pytest.raises(RuntimeError, match="device-side assert"):
