@@ -41,7 +41,7 @@ class RankCoordinator:
     """Link between one Watch that raises and the other ranks of the job.
 
     `last_frames(folder)` returns this rank's latest frames as a report without a finding, and writes them into
-    `output_dir`, if there is one, as `folder`.
+    `output_dir`, if there is one, as `folder`. With a `peer_timeout` of 0 there is no link.
     """
 
     def __init__(self, model: nn.Module, peer_timeout: float, last_frames: Callable[[str], Report]) -> None:
@@ -51,7 +51,7 @@ class RankCoordinator:
         # The first batch after each of the latest numbers of optimizer steps, for rows that come late.
         self._firsts: deque[tuple[int, int]] = deque([(0, 0)], maxlen=_MOST_FIRSTS)
         self.is_sharded = False  # each rank steps a part of the model, and reads a part of the gradients
-        self._is_open = True
+        self._is_open = peer_timeout > 0
         self._counted: OriginConsensus | None = None  # whose steps `_firsts` counts
         self._published: OriginConsensus | None = None
         weakref.finalize(self, _job.leave_if_last)
@@ -103,7 +103,7 @@ class RankCoordinator:
         for news.
         """
         consensus = _job.consensus
-        if consensus is None or error is None or isinstance(error, NonFiniteError):
+        if consensus is None or not self._is_open or error is None or isinstance(error, NonFiniteError):
             return None
         if id(error) != _job.waited_for and _is_of_collective(error):
             _job.waited_for = id(error)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import sys
 import tempfile
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..audit.window import weakly
 from ..diagnosis import rerun
 from ..diagnosis.batch_snapshot import LEAST_SECONDS, BatchSnapshot
 from ..diagnosis.incident import Incident, write_frames
@@ -31,7 +31,7 @@ from ..ranks.coordinator import RankCoordinator
 from ..recording.events import Event
 from ..records.record import Frame
 from ..report import text
-from ..report.report import BatchLimitError, NonFiniteError, Report, add_note, report_of
+from ..report.report import BatchLimitError, NonFiniteError, Report, add_note
 from ..sinks.sink import SinkStream
 from ..util.visible import MANY, first_few, is_due, module_name, spell, suppressed, suppressing, warn_user
 from .optimizer_steps import OptimizerSteps, scale_of
@@ -54,7 +54,9 @@ class FailureHandler:
     backward until a step is about to take it. `starts` has the starts of batches.
     """
 
-    def __init__(self, reports: Reports, starts: Starts, monitor: Monitor, sinks: SinkStream) -> None:
+    def __init__(
+        self, model: nn.Module, reports: Reports, starts: Starts, monitor: Monitor, sinks: SinkStream
+    ) -> None:
         self._reports, self.starts, self._monitor, self._sinks = reports, starts, monitor, sinks
         self._options, self._recorder = options, recorder = reports.options, reports.recorder
         self._action = options.on_nonfinite
@@ -65,16 +67,10 @@ class FailureHandler:
         self._exception_batch: int | None = None
         self._num_runs, self._latest_warned = 0, -sys.maxsize
         self._warned: Counter[str] = Counter()  # non-finite batches, by the module that was the first to fail
-        self._ranks: RankCoordinator | None = None
-        if (model := reports.model()) is not None and self._action == "raise" and options.peer_timeout:
-            write = weakref.WeakMethod(self._write_last_frames)  # the job would keep this handler alive
-
-            def last_frames(name: str) -> Report:
-                return report_of(()) if (live := write()) is None else live(name)
-
-            self._ranks = RankCoordinator(model, options.peer_timeout, last_frames)
-            if torch.distributed.is_available():
-                recorder.watch_name(vars(torch.distributed.distributed_c10d), "_pg_map")  # of process groups
+        peer_timeout = options.peer_timeout if self._action == "raise" else 0.0
+        self._ranks = RankCoordinator(model, peer_timeout, weakly(self._write_last_frames))
+        if peer_timeout and torch.distributed.is_available():
+            recorder.watch_name(vars(torch.distributed.distributed_c10d), "_pg_map")  # of process groups
         self._batch_ends = recorder.subscribe(Event.BATCH_END)
         self._batch_ends.active = False
         self.steps = OptimizerSteps(reports, self, sinks.on_skipped_step)  # last, as other threads call it
@@ -86,12 +82,10 @@ class FailureHandler:
 
         Raises PeerNonFiniteError when another rank has failed, unless the run goes on after a failure.
         """
-        if self._ranks is not None:
-            self._ranks.batch_started(batch)
-            self._batch_ends.active = True
+        self._ranks.batch_started(batch)
         return None if module is None else self.starts.batch_started(module)
 
-    # Seen
+    # Seen, and told to the other ranks and the sinks
 
     def nonfinite_call(
         self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any, *, is_over: bool
@@ -105,69 +99,81 @@ class FailureHandler:
                 self.step_follows(Incident(make()))
             return
         incident = self._see(frame.batch, make)
-        if incident is None or incident.is_finished or incident.raised is not None:
-            return
-        if self._action == "raise" and self._options.act_at != "batch" and not is_over:
-            # `forward_left` finishes it: a re-run could wait for a lock that the forward holds.
+        may_raise = self._action == "raise" and self._options.act_at != "batch" and not is_over
+        if may_raise and incident is not None and not incident.is_finished and incident.raised is None:
+            # `batch_ended` finishes it: a re-run could wait for a lock that the forward holds.
             incident.raised = NonFiniteError(incident.report)
             # Raise it from no local: the traceback would hold itself, and with it the locals of the forward.
             raise incident.raised
 
+    def knows(self, batch: int) -> bool:
+        """Return whether the batch of this number is known to be non-finite."""
+        return batch in self._under_way or batch in self._ended
+
     def _see(self, batch: int, make: Callable[[], Report], *, tells_ranks: bool = True) -> Incident | None:
         """Return the incident of the batch: None where that has ended, that of `make()` for its first bad call."""
-        if self.knows(batch):
-            return self._under_way.get(batch)
-        self.steps.settle(only_known=True)
-        # A deferred backward came first: something else than an optimizer has moved the weights by its gradients.
-        self._under_way[batch] = incident = self.steps.release() or Incident(make())
-        self._tell(incident, ranks=tells_ranks)
-        if not self._options.acts:
-            self._finish(incident)
-        return incident
+        if not self.knows(batch):
+            self.steps.settle(only_known=True)
+            # A deferred backward came first: something else than an optimizer has moved the weights by its gradients.
+            self._under_way[batch] = incident = self.steps.release() or Incident(make())
+            self._tell(incident, ranks=tells_ranks)
+            if not self._options.acts:
+                self._finish(incident)
+        return self._under_way.get(batch)
 
     def step_follows(self, incident: Incident) -> None:
         """Take a failure whose batch has no end to wait for, and act on it.
 
         It is a non-finite gradient that a step is about to take, a weight after a step, or a checkpoint.
         """
-        if self._ranks is not None:
-            self._ranks.is_sharded = self._recorder.gathers_weights
+        self._ranks.is_sharded = self._recorder.gathers_weights
         self._tell(incident)
         self._finish(incident)
-
-    def knows(self, batch: int) -> bool:
-        """Return whether the batch of this number is known to be non-finite."""
-        return batch in self._under_way or batch in self._ended
-
-    # Told
 
     def _tell(self, incident: Incident, *, ranks: bool = True) -> None:
         """Tell the other ranks, before anything slow, and the sinks."""
         if not self.is_run_open:
             self._first, self.is_run_open = incident, True
         self._batch_ends.active = True
-        if ranks and self._ranks is not None:
+        if ranks:
             self._ranks.publish(incident.finding)
         self._sinks.on_nonfinite(incident.finding)
 
-    # The forward is left, and the batch ends
+    # The batch ends, and its forward is left
 
-    def forward_left(self, batch: int, completed: bool) -> None:
-        """Take the end of this thread's forward, which has returned (`completed`) or raised.
+    def batch_ended(self, batch: int, completed: bool) -> None:
+        """Act on this thread's batch, whose forward has returned (`completed`) or raised.
 
         The handler completes its own error, and adds a note with the non-finite value to somebody else's. Raises
         PeerNonFiniteError from an error of a collective, when another rank's failure is behind it.
         """
-        if completed:
-            return
-        error, incident = sys.exc_info()[1], self._under_way.get(batch)
-        self._exception_batch = batch
+        try:
+            incident = self._under_way.get(batch)
+            if not completed:
+                self._exception_batch = batch
+                self._left_by(sys.exc_info()[1], batch, incident)
+            elif incident is None and batch % self._options.every == 0:
+                self.is_run_open = False
+                forecast = self._monitor.end(batch)
+                self._sinks.batch_ended(batch)
+                if forecast is not None:
+                    self._sinks.on_forecast(batch, forecast)
+            # A forward may have caught the error.
+            elif incident is not None and self._options.acts and incident.raised is None:
+                self._finish(incident)
+        finally:
+            if (incident := self._under_way.pop(batch, None)) is not None:
+                incident.raised = None  # its traceback holds the batch
+                self._ended.append(batch)
+            self._batch_ends.active = bool(self._under_way) or self.is_run_open
+
+    def _left_by(self, error: BaseException | None, batch: int, incident: Incident | None) -> None:
         if incident is None:
             self._explain(error)
         elif incident.raised is not None:
-            self._finish(incident, incident.raised)
-        is_known = isinstance(error, NonFiniteError | BatchLimitError)
-        if is_known or not isinstance(error, Exception) or batch % self._options.every:
+            self._finish(incident)
+        is_ours = isinstance(error, NonFiniteError | BatchLimitError)
+        if is_ours or not isinstance(error, Exception) or batch % self._options.every:
             return
         with suppressing("what an exception of the user's left could not be told"):  # which matters more
             if incident is None and (report := self._reports.of_left_calls(error, batch)) is not None:
@@ -178,35 +184,16 @@ class FailureHandler:
             elif incident is not None and not self._options.acts:
                 add_note(error, incident.report)
 
-    def conclude(self, batch: int, completed: bool) -> None:
-        """Act on a batch that has ended and whose frames are all known, unless its forward was ended by its error."""
-        try:
-            if (incident := self._under_way.get(batch)) is not None:
-                # A forward may have caught the error.
-                if completed and self._options.acts and incident.raised is None:
-                    self._finish(incident)
-            elif completed and batch % self._options.every == 0:
-                self.is_run_open = False
-                forecast = self._monitor.end(batch)
-                self._sinks.batch_ended(batch)
-                if forecast is not None:
-                    self._sinks.on_forecast(batch, forecast)
-        finally:
-            if (incident := self._under_way.pop(batch, None)) is not None:
-                incident.raised = None  # its traceback holds the batch
-                self._ended.append(batch)
-            self._batch_ends.active = bool(self._under_way) or self.is_run_open
-
     # Examined, written, agreed on, handed over
 
     def _finish(
-        self, incident: Incident, error: BaseException | None = None, *, is_untaken: bool = False
+        self, incident: Incident, theirs: Exception | None = None, *, is_untaken: bool = False
     ) -> None:
         """Have the incident examined and written, agree with the other ranks on the origin, and raise it; once.
 
-        `error` is an exception that ends the batch already: it gets the report, and nothing is raised beside it. An
-        incident that `is_untaken` by a step is warned of. Of several non-finite batches in a row only the first is
-        examined, unless each is raised, and the sinks get only the first where the run goes on by itself.
+        `theirs` is the user's exception, which ends the batch already: it gets the report, and nothing is raised beside
+        it. An incident that `is_untaken` by a step is warned of. Of several non-finite batches in a row only the first
+        is examined, unless each is raised, and the sinks get only the first where the run goes on by itself.
         """
         if incident.is_finished:
             return
@@ -219,15 +206,13 @@ class FailureHandler:
                 cause = NonFiniteError(incident.report)
                 warn_user(f"{cause}", may_raise=False)
                 raise interrupt from cause
-        is_theirs = error is not None and error is not incident.raised
-        patience = _PATIENCE if is_theirs else inf
-        if self._ranks is not None and (origin := self._ranks.settle(patience)) is not None:
+        if (origin := self._ranks.settle(inf if theirs is None else _PATIENCE)) is not None:
             incident.report = replace(incident.report, origin=origin)
         report = incident.report
         if is_first or self._options.acts:
             self._sinks.on_failure(report)
-        if error is not None and is_theirs:
-            add_note(error, report)
+        if theirs is not None:
+            add_note(theirs, report)
         elif incident.raised is not None:
             # A second error would lose the notes that code in the forward has added to the first.
             NonFiniteError.__init__(incident.raised, report, report.origin)
@@ -260,31 +245,30 @@ class FailureHandler:
             incident.remark(_GOES_ON)
         if model is None or not (options.reruns or options.output_dir is not None):
             return
-        self._num_examined += 1
-        if not is_due(self._num_examined):
-            if self._num_examined == MANY + 1:
+        self._num_examined = number = self._num_examined + 1
+        if not is_due(number):
+            if number == MANY + 1:
                 cause = "the first report has the cause, Watch.stop() ends them"
                 warn_user(f"nanwatch: {_RARER}; {cause}", may_raise=False)
-            number = f"this is failure {self._num_examined} of the watch"
-            incident.remark(f"no re-run was made: {number}, and {_RARER}")
+            incident.remark(f"no re-run was made: this is failure {number} of the watch, and {_RARER}")
             return
         start, call = self.starts.of(finding) if options.reruns and finding.phase != "save" else (None, None)
         examines = options.reruns and (is_of_batch or call is not None)
-        examine = partial(
-            rerun.examine,
-            incident,
-            model=model,
-            output_dir=options.output_dir,
-            call=call,
-            # A module that is not watched is not judged either.
-            allows=lambda name, module: not options.observes(name) or options.excuses(name, module),
-            loss_scale=scale_of(options.scaler),
-        )
+        # A module that is not watched is not judged either.
+        allows = lambda name, module: not options.observes(name) or options.excuses(name, module)  # noqa: E731
+        facts: Any = {"model": model, "output_dir": options.output_dir, "call": call, "allows": allows}
+        facts["loss_scale"] = scale_of(options.scaler)
+        examine: Callable[..., None] = partial(rerun.examine, incident, **facts)
         try:
             if not examines or (start is None and call is None):
                 examine(start, examines=examines)
+            elif options.rerun_in == "child" and can_fork():
+                self._examine_in_child(incident, start, examine)
             else:
-                self._run_again(incident, model, start, partial(examine, start, examines=True))
+                with unwatched(model):  # no other thread enters the model meanwhile
+                    is_shared = self._recorder.num_other_threads > 0
+                    reason = "another thread was inside the model" if is_shared else ""
+                    examine(start, examines=True, reason=reason)
         except ChildEndedError as error:
             incident.remark(f"of a re-run in a child process: {error}")
             examine(None, examines=False)
@@ -295,32 +279,25 @@ class FailureHandler:
             examine(None, examines=False)
             raise
 
-    def _run_again(
-        self, incident: Incident, model: nn.Module, start: BatchSnapshot | None, examine: Callable[..., None]
+    def _examine_in_child(
+        self, incident: Incident, start: BatchSnapshot | None, examine: Callable[..., None]
     ) -> None:
-        """Complete the incident in a forked child, else in this process, under a clock."""
         # Once, as each child would import it anew: torch._dynamo takes a second.
         importlib.import_module("torch._dynamo")
         tempfile.gettempdir()  # writes a file, the first time
 
         def work() -> str:
-            examine()
+            examine(start, examines=True)
             return incident.report.to_json()
 
-        if self._options.rerun_in == "child" and can_fork():
-            seconds = LEAST_SECONDS if start is None else start.seconds
-            for document in run_in_child(work, 2 * seconds):
-                incident.report = Report.from_json(document)
-            return
-        with unwatched(model):  # no other thread enters the model meanwhile
-            is_shared = self._recorder.num_other_threads > 0
-            examine(reason="another thread was inside the model" if is_shared else "")
+        for document in run_in_child(work, 2 * (LEAST_SECONDS if start is None else start.seconds)):
+            incident.report = Report.from_json(document)
 
     # Another rank fails
 
     def _explain(self, error: BaseException | None) -> None:
         """Raise PeerNonFiniteError from `error` when another rank's failure is behind it."""
-        if self._ranks is not None and (explained := self._ranks.explain(error)) is not None:
+        if (explained := self._ranks.explain(error)) is not None:
             raise explained from error
 
     def await_ranks(self) -> None:
@@ -328,7 +305,7 @@ class FailureHandler:
 
         Raises PeerNonFiniteError when one of them does not take it.
         """
-        if self._ranks is not None and self._recorder.gathers_weights:
+        if self._recorder.gathers_weights:
             self._ranks.is_sharded = True
             self._ranks.await_step()
 
@@ -366,11 +343,11 @@ class FailureHandler:
 
     def run_ended(self, error: BaseException | None) -> None:
         """Take the end of a `with` block. Raises PeerNonFiniteError as `batch_started` does."""
-        if error is not None:
+        if error is None:
+            self._ranks.check()
+        else:
             self.settle()
             self._explain(error)
-        elif self._ranks is not None:
-            self._ranks.check()
 
     def close(self) -> None:
         """Report gradients that no step was about to take, warn of the sum of all failures, and leave the other ranks.
@@ -389,8 +366,7 @@ class FailureHandler:
             suppressed("on_nonfinite raised while the watch ended by another error")
         finally:
             self.starts.let_go()
-            if self._ranks is not None:
-                self._ranks.close()
+            self._ranks.close()
             counts, self._warned = self._warned.most_common(), Counter()
             if counts:
                 names = [f"{repr(name) if name else module_name(name)} {count:,}x" for name, count in counts]

@@ -50,6 +50,8 @@ from .options import Options
 # A host's remarks on a finding, whose record is None where no frame has it.
 Describe: TypeAlias = Callable[[Finding, Record | None], tuple[str, ...]]
 
+ModelRef: TypeAlias = Callable[[], nn.Module | None]
+
 _NO_MODULE = nn.Module()
 OPTIMIZER = "(optimizer)"  # name of the frames of an optimizer
 _WRITTEN = (
@@ -58,24 +60,23 @@ _WRITTEN = (
 )
 
 
-class ModelRef:
-    """Weak reference to a watched model.
+def model_ref(model: nn.Module) -> ModelRef:
+    """Return a weak reference to a model. Once that is gone it gives a module with the children that are left, if any.
 
-    Once the model is gone it returns a module with those of its children that are left: a list of model and loss may
-    live for no longer than the call of `watch`.
+    A list of model and loss may live for no longer than the call of `watch`.
     """
+    whole = weakref.ref(model)
+    children = {key: weakref.ref(x) for key, x in model._modules.items() if x is not None}
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._children = {key: weakref.ref(x) for key, x in model._modules.items() if x is not None}
+    def alive() -> nn.Module | None:
+        if (model := whole()) is None:
+            left = {key: child for key, reference in children.items() if (child := reference()) is not None}
+            if left:
+                model = nn.Module()
+                model._modules.update(left)
+        return model
 
-    def __call__(self) -> nn.Module | None:
-        """Return the model or what is left of it; None once all is gone."""
-        if (model := self._model()) is not None:
-            return model
-        rest, children = nn.Module(), {key: reference() for key, reference in self._children.items()}
-        rest._modules.update({key: child for key, child in children.items() if child is not None})
-        return rest if rest._modules else None
+    return alive
 
 
 class Starts:
@@ -86,11 +87,11 @@ class Starts:
 
     def __init__(self, model: ModelRef, recorder: Recorder, options: Options) -> None:
         self._model, self._recorder = model, recorder
-        self._is_on = recorder.keeps_starts = options.reruns
+        recorder.keeps_starts = options.reruns
         # For each batch of a model whose code may draw from random or numpy.random.
         self._entries = recorder.subscribe(Event.BATCH_START)
         self._entries.active = False
-        if self._is_on:
+        if options.reruns:
             recorder.watch_generators(vars(torch.cuda))
         self._buffers = BufferHistory()
         self._draws: bool | None = None
@@ -103,7 +104,7 @@ class Starts:
 
     def batch_started(self, module: nn.Module) -> object:
         """Return what the start of a batch has beside the recorder's part."""
-        if not self._is_on:
+        if not self._recorder.keeps_starts:
             return None
         try:  # no context manager, which takes 1 µs
             watched = self._model()
@@ -135,7 +136,7 @@ class Starts:
     def let_go(self) -> None:
         """Let go of all that was kept for a backward, as a step takes its gradients."""
         self._recorder.forget_starts()
-        self._generator = torch.get_rng_state() if self._is_on else None  # 3 µs
+        self._generator = torch.get_rng_state() if self._recorder.keeps_starts else None  # 3 µs
         self._backwards.clear()
         self._failed = None
 
@@ -267,7 +268,7 @@ class Reports:
         recorder since. `caller` is the module that made it. `is_over`: this thread has left the call.
         """
         name, batch, kwargs = nonfinite.name, nonfinite.batch, kwargs or {}
-        calls = self._calls_around(name, batch) if is_over else self._calls_to(name, caller, args, kwargs)
+        calls = self._calls_to(nonfinite, caller, args, kwargs, is_over=is_over)
         frames, num_more = list(self.recorder.frames()), 0
         if all(frame.fault is None for frame in frames if frame.batch == batch):
             frames.append(nonfinite)
@@ -285,19 +286,19 @@ class Reports:
 
         The recorder has not counted `num_more` of the frames. The batch was `given` these values.
         """
-        (written, _), batch = self._starts.changes(), nonfinite.batch
+        written, _ = self._starts.changes()
         # Whether a tensor that was written to since came in finite is not known. The model wrote to it.
-        records = [observe(x, label, "input") for label, x in given if id(x) not in written]
-        current = [frame for frame in frames if frame.batch == batch]
-        count = self.recorder.frames_of_batch(batch)
+        came_in = [observe(x, label, "input") for label, x in given if id(x) not in written]
+        overwritten = [observe(x, label, "input") for label, x in given if id(x) in written]
+        current = [frame for frame in frames if frame.batch == nonfinite.batch]
+        count = self.recorder.frames_of_batch(nonfinite.batch)
         num_frames = None if count is None else count + num_more
-        finding = find(current, batch_inputs=records, caller=caller, rank=rank(), num_frames=num_frames)
+        finding = find(current, batch_inputs=came_in, caller=caller, rank=rank(), num_frames=num_frames)
         if finding is None:
             return self.of(frames, None)
-        if finding.origin == "received" and caller is None:
-            overwritten = [x for label, x in given if id(x) in written and label == finding.label]
-            if any(observe(x, "", "input").is_fault for x in overwritten):
-                finding = replace(finding, origin="produced", remarks=(_WRITTEN.format(finding.label),))
+        is_overwritten = any(record.is_fault and record.label == finding.label for record in overwritten)
+        if is_overwritten and finding.origin == "received" and caller is None:
+            finding = replace(finding, origin="produced", remarks=(_WRITTEN.format(finding.label),))
         if finding.origin == "weight":
             finding = self.explain_weight(finding)
         if self.describe is not None:
@@ -307,41 +308,36 @@ class Reports:
 
     # The calls under way
 
-    def _calls_around(self, name: str, batch: int | None = None) -> list[LeftCall]:
-        """Return calls of the module of this name and of those around it, the innermost first.
+    def _calls_to(
+        self, nonfinite: Frame, caller: str | None, args: Any, kwargs: Any, *, is_over: bool
+    ) -> list[LeftCall]:
+        """Return the calls around the non-finite one and that itself, the innermost first.
 
-        They have no arguments, but for the outermost of this thread's `batch`.
+        This thread's stack has those under way, but for those in compiled code. Of the others the names of the modules
+        tell, without arguments but for the outermost, which got `args` and `kwargs`.
         """
-        model, start = self.model(), self.recorder.start()
-        around = [] if model is None else [x.module for x in named_modules(model) if is_in(name, x.name)]
-        calls = [LeftCall(module, (), {}, ()) for module in reversed(around)]
-        if start is None or start.module is None or start.batch != batch:
-            return calls
-        outermost = LeftCall(start.module, start.args, start.kwargs or {}, ())
-        return [outermost if x.module is start.module else x for x in calls]
-
-    def _calls_to(self, name: str, caller: str | None, args: Any, kwargs: Any) -> list[LeftCall]:
-        """Return the calls under way in this thread around that of `name`, the innermost first.
-
-        Calls in compiled code are in no stack: `_calls_around` has them. The outermost call got `args` and `kwargs`.
-        """
-        calls, model = open_calls(), self.model()
+        calls, model = [] if is_over else open_calls(), self.model()
         if model is None or (calls and isinstance(calls[0].module, Function)):
             return calls
         names = _recorded_names(model)
-        target = name if name in names.values() else caller
-        innermost = next((names[id(call.module)] for call in calls if id(call.module) in names), None)
+        target = nonfinite.name if nonfinite.name in names.values() else caller
         if target not in names.values() or target is None:
             return calls
-        around = {names[id(x.module)]: x for x in self._calls_around(target) if id(x.module) in names}
-        outermost = innermost
-        if outermost is None:
+        innermost = next((names[id(call.module)] for call in calls if id(call.module) in names), None)
+        around = list[LeftCall]()
+        if is_over:
+            start = self.recorder.start()
+            outermost = None if start is None else names.get(id(start.module))
+        elif innermost is None:
             outermost = self.recorder.outermost()
-            outermost = target if outermost is None else outermost
-            if outermost in around:
-                around[outermost] = around[outermost]._replace(args=args, kwargs=kwargs)
-        inside = [x for place, x in around.items() if is_in(place, outermost) and place != innermost]
-        return inside + calls
+        else:
+            outermost = innermost
+        for name, _, module in named_modules(model):
+            is_around = id(module) in names and is_in(target, name) and is_in(name, outermost or "")
+            if is_around and name != innermost:
+                call = LeftCall(module, (), {}, ())
+                around.insert(0, call._replace(args=args, kwargs=kwargs) if name == outermost else call)
+        return around + calls
 
     def _is_inside(self, calls: Sequence[LeftCall]) -> bool:
         """Return whether code of the model makes the outermost of these calls, with no call of the model around it.

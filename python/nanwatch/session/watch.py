@@ -33,7 +33,7 @@ from ..trace.tracer import Tracer, ring_size, start_tracer
 from ..util.visible import is_due
 from .failure_handler import FailureHandler
 from .options import Options
-from .reports import ModelRef, Reports, Starts
+from .reports import Reports, Starts, model_ref
 
 # hook(watch, model), called when a watch begins.
 watch_starts = GlobalHooks()
@@ -81,10 +81,10 @@ class Watch:
         self._sinks = sinks = SinkStream(recorder, targets, [*notes, Warnings()], every=options.every)
         # Failures
         self._monitor = Monitor(recorder, model, every=options.every, forecasts=options.forecast)
-        reference = ModelRef(model)
+        reference = model_ref(model)
         starts = Starts(reference, recorder, options)
         self._reports = Reports(starts, reference, recorder, options, self._monitor.suspicion)
-        self._failures = FailureHandler(self._reports, starts, self._monitor, sinks)
+        self._failures = FailureHandler(model, self._reports, starts, self._monitor, sinks)
         self._steps = self._failures.steps
         self._batch_ends = recorder.subscribe(Event.BATCH_END)
         self._batch_ends.active = sinks.takes_batches or self._tracer is not None or options.spikes
@@ -293,11 +293,10 @@ class EventDispatch:
     def on_batch_end(self, batch: int, completed: bool) -> None:
         """Act on the batch's failure where that was put off."""
         watch = self.watch
-        watch._failures.forward_left(batch, completed)
         if watch._tracer is not None:
             watch._tracer.batch_ended()
         try:
-            watch._failures.conclude(batch, completed)
+            watch._failures.batch_ended(batch, completed)
         finally:
             watch._sinks.settle(batch)
 
