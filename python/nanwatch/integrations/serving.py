@@ -126,8 +126,7 @@ class ServedModel:
             return
         self._model = weakref.ref(model)
         try:
-            self._deferred.start(model)
-            self._deferred.describe(self._describe)
+            self._deferred.start(model, describe=self._describe)
         except Exception as error:
             self._log.error("nanwatch watches nothing: %s", visible(spell(error)))
 

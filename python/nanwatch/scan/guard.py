@@ -28,15 +28,12 @@ import torch.distributed
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from ..diagnosis.incident import Incident
 from ..instrumentation.wrapped_names import named_modules, parameter_names
 from ..numerics._extension import instances_of
 from ..numerics.readable import local_shard, only_our_dispatch
 from ..recording.observe import holds_fractions, nonfinite, observe, state_tensors
 from ..records.record import Frame, Record, Role
-from ..report.finding import find
 from ..util.imports import when_imported
-from ..util.job import rank
 from ..util.visible import first_few, suppressed, suppressing, visible, warn_user, without_wrappers
 from .files import tensors_in
 
@@ -158,12 +155,9 @@ class CheckpointGuard:
         warn_user(f"{save.function}: a rank refused a checkpoint that is not finite, and no rank wrote it")
 
     def _act(self, save: Save, records: list[Record], text: str) -> None:
-        recorder = self._reports.recorder
-        batch = max(recorder.latest_batch, 0)
+        batch = max(self._reports.recorder.latest_batch, 0)
         frame = Frame(batch, "(checkpoint)", save.function, tuple(records), "save")
-        num_frames = recorder.frames_of_batch(batch)
-        finding = find([frame], rank=rank(), num_frames=None if num_frames is None else num_frames + 1)
-        incident = Incident(self._reports.latest(finding, [frame]))
+        incident = self._reports.of_frame(frame)
         incident.remark(text)
         self._failures.step_follows(incident)
         warn_user(text)

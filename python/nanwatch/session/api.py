@@ -142,27 +142,23 @@ class DeferredWatch:
         self.options = replace(self.options, sinks=(*self.options.sinks, *more_sinks))
         self.watch: Watch | None = None
 
-    def start(self, model: nn.Module, scaler: Any = None) -> Watch:
+    def start(self, model: nn.Module, scaler: Any = None, describe: Describe | None = None) -> Watch:
         """Stop the Watch of the model before, and watch `model`. Raises as `watch` does.
 
-        `scaler` is the trainer's, or None.
+        `scaler` is the trainer's, or None. The remarks of `describe` go to each finding, such as its request.
         """
         self.stop()
         options = self.options
         if options.gradients and callable(getattr(scaler, "get_scale", None)):
             options = replace(options, scaler=scaler)
         self.watch = start_watch(model, options)
+        self.watch._reports.describe = describe
         return self.watch
 
     def stop(self) -> None:
         """Leave the model as it was found. The Watch and its frames stay."""
         if self.watch is not None:
             self.watch.stop()
-
-    def describe(self, remarks: Describe) -> None:
-        """Let the host add remarks to each finding of the Watch, such as the request that it belongs to."""
-        if self.watch is not None:
-            self.watch._reports.describe = remarks
 
 
 def replay(

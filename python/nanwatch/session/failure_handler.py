@@ -324,7 +324,8 @@ class FailureHandler:
     @property
     def failure(self) -> Report | None:
         """The report of the first failure of the latest run of non-finite batches, else of the deferred backward."""
-        incident = self._first or self.steps.deferred
+        deferred = self.steps.deferred
+        incident = self._first or (None if deferred is None else deferred.incident)
         return None if incident is None else incident.report
 
     @property
@@ -333,11 +334,12 @@ class FailureHandler:
         return self._exception_batch == self._recorder.latest_batch
 
     def settle(self) -> None:
-        """Settle the recorder where a report is asked for, which is no place to raise an error."""
+        """Settle what is under way where a report is asked for, which is no place to raise an error."""
         try:
             self._recorder.settle()
         except NonFiniteError as error:  # of a thread or a backward that an exception has ended
             warn_user(f"{error}", may_raise=False)
+        self.steps.settle()
 
     # The watch ends
 

@@ -85,7 +85,7 @@ class OptimizerSteps:
         self._model, self._recorder, self._options = reports.model, reports.recorder, reports.options
         recorder, options = self._recorder, self._options
         self.spikes: SpikeWatch | None = None
-        self._deferred: _Deferred | None = None  # the failure that waits for a step
+        self.deferred: _Deferred | None = None  # the failure that waits for a step
         self.skipped: deque[SkippedStep] = deque(maxlen=_MAX_KEPT)
         self.num_skipped = self._in_a_row = 0
         self.num_untaken = 0  # non-finite backwards after which a step took finite gradients
@@ -99,7 +99,6 @@ class OptimizerSteps:
         self._steppers: Any = WeakIdKeyDictionary()
         self._has_read_state = options.optimizer is None
         self._unread_step = -1  # batch before the latest step, unless the weights were read since
-        self._last_step: Incident | None = None
         reports.explain_weight = self._explain_weight
         self._starts = recorder.subscribe(Event.BACKWARD_START)
         self._starts.active = options.gradients
@@ -161,12 +160,12 @@ class OptimizerSteps:
         """Act on a loss that is nan. If a gradient is not finite either, leave it to the step, which may be skipped."""
         if self._failures.knows(batch):
             return
-        if self._deferred is not None:
+        if self.deferred is not None:
             self._loss = loss.detach(), batch
             return
         name = type(loss).__name__ if loss.grad_fn is None else loss.grad_fn.name()
         frame = Frame(batch, "(loss)", name, (observe(loss.detach(), "output", "output"),), "backward")
-        incident = self._reports.of_frame(frame, "received")
+        incident = self._reports.of_frame(frame)
         self._failures.starts.backward_failed(batch)
         self._failures.step_follows(incident)
 
@@ -175,8 +174,8 @@ class OptimizerSteps:
     def _defer(self, incident: Incident, batches: set[int], *, is_of_weight: bool) -> None:
         """Defer a failure, or act on it at once if too many steps in a row were skipped."""
         weights = self._bad_weights()
-        if (deferred := self._deferred) is None:
-            self._deferred = _Deferred(incident, batches, self._scale(), is_of_weight, weights)
+        if (deferred := self.deferred) is None:
+            self.deferred = _Deferred(incident, batches, self._scale(), is_of_weight, weights)
         else:
             # A new set: another thread may iterate over the old one.
             deferred.batches = deferred.batches | batches
@@ -190,22 +189,17 @@ class OptimizerSteps:
             due.remark(f"{skipped}; {most} in a row are the most")
             self._failures.step_follows(due)
 
-    @property
-    def deferred(self) -> Incident | None:
-        """The incident of a backward that waits for a step."""
-        return None if self._deferred is None else self._deferred.incident
-
     def release(self) -> Incident | None:
-        """Return that incident, and drop it."""
-        incident, self._deferred = self.deferred, None
-        return incident
+        """Return the incident of a backward that waits for a step, and drop it."""
+        deferred, self.deferred = self.deferred, None
+        return None if deferred is None else deferred.incident
 
     def settle(self, *, only_known: bool = False) -> None:
         """Find out whether the step of the deferred backward was skipped.
 
         only_known: gradients that are merely gone do not count.
         """
-        if (deferred := self._deferred) is None:
+        if (deferred := self.deferred) is None:
             return
         before, after = deferred.scale, self._scale()
         is_known = deferred.is_skipped or (before is not None and after is not None and after < before)
@@ -214,7 +208,7 @@ class OptimizerSteps:
         if not is_known and self._options.scaler is None:
             before = None  # the scaler that was found has no part in this
         finding = deferred.incident.finding
-        self._deferred, self._skipped_weights = None, deferred.weights
+        self.deferred, self._skipped_weights = None, deferred.weights
         step = SkippedStep(finding.batch, before, after, finding)
         self.skipped.append(step)
         self.num_skipped += 1
@@ -293,7 +287,7 @@ class OptimizerSteps:
             if is_bad and self._takes_gradients(optimizer):
                 record = observe(torch.as_tensor(rate), f"lr[{number}]", "input")
                 frame = Frame(batch, OPTIMIZER, type(optimizer).__name__, (record,), "step")
-                self._failures.step_follows(self._reports.of_frame(frame, "received"))
+                self._failures.step_follows(self._reports.of_frame(frame))
                 return
 
     def _check_gradients(self, optimizer: Optimizer, takes_ours: bool) -> None:
@@ -308,19 +302,19 @@ class OptimizerSteps:
         # Read what the step takes, whoever wrote it since the backward: sums of several backwards, reductions over
         # ranks, and gradients that no hook sees, such as those of weights used without their module.
         batch, bad_parameters = recorder.latest_batch, list[Tensor]()
-        if self._deferred is not None or (takes_ours and self._is_due(batch)):
+        if self.deferred is not None or (takes_ours and self._is_due(batch)):
             bad_parameters = _nonfinite_gradients(_parameters(optimizer))
         # The gradients of a non-finite forward are its consequence.
-        if bad_parameters and self._deferred is None and not self._failures.knows(batch):
+        if bad_parameters and self.deferred is None and not self._failures.knows(batch):
             incident = self._reports.of_taken(optimizer, bad_parameters, batch)
             self._failures.starts.keep(batch)
             self._defer(incident, {batch}, is_of_weight=True)
         loss, self._loss = self._loss, None
         is_nonfinite = bool(bad_parameters) or loss is not None
-        if loss is not None and not bad_parameters and self._deferred is None:
+        if loss is not None and not bad_parameters and self.deferred is None:
             self._loss_is_nan(*loss)
         found_inf = getattr(optimizer, "found_inf", None)
-        if (deferred := self._deferred) is None:
+        if (deferred := self.deferred) is None:
             # The steps of another optimizer, as of a GAN's other part, end no run.
             weights = self._skipped_weights
             if self._in_a_row and (weights & _parameter_ids(optimizer) if weights else takes_ours):
@@ -338,7 +332,7 @@ class OptimizerSteps:
             self._let_pass(deferred)
         if takes_ours:
             self._failures.await_ranks()
-        if self._deferred is None:
+        if self.deferred is None:
             if self.spikes is not None:
                 self.spikes.before_step(optimizer)
             if takes_ours:
@@ -346,7 +340,7 @@ class OptimizerSteps:
 
     def _let_pass(self, mended: _Deferred) -> None:
         """Drop a failure whose gradients the user has made finite. Warn of the 1st, 2nd, 4th, 8th: 100 give 7 lines."""
-        self._deferred = None
+        self.deferred = None
         self._recorder.excuse_gradients(sorted(mended.batches), Note("not_taken"))
         self.num_untaken = count = self.num_untaken + 1
         if count.bit_count() == 1:
@@ -365,9 +359,8 @@ class OptimizerSteps:
             # A state without a dimension is a count of steps.
             if role == "weight" or (x.ndim and x.is_floating_point()):
                 records.append(observe(x, label, role, wanted=settings))
-        frame, incident = Frame(batch, OPTIMIZER, type(optimizer).__name__, tuple(records), "step"), None
-        if frame.fault is not None:
-            incident = self._reports.of_frame(frame, "weight" if frame.fault.role == "weight" else "buffer")
+        frame = Frame(batch, OPTIMIZER, type(optimizer).__name__, tuple(records), "step")
+        incident = None if frame.fault is None else self._reports.of_frame(frame)
         self._recorder.add_frame(batch, self._node, records)
         if incident is None:
             self.act()
@@ -384,21 +377,19 @@ class OptimizerSteps:
         batch, model, options = self._recorder.latest_batch, self._model(), self._options
         is_read = self._recorder.paused or self._failures.is_run_open or "weights" not in options.read
         if batch < 0 or model is None or self._unread_step != batch or is_read:
-            return self._last_step
-        self._unread_step, owners = -1, parameter_owners(model)
+            return None
+        owners = parameter_owners(model)
         for x in nonfinite(x for x in each_parameter(model) if options.observes(owners[id(x)][0].name)):
             (name, _, module), label = owners[id(x)]
             record = observe(x, label, "weight", options.excuses(name, module))
             if record.is_fault:
                 frame = Frame(batch, name, type(module).__name__, (record,), "step")
-                self._last_step = self._reports.of_frame(frame, "weight")
-                self._last_step.finding = self._explain_weight(self._last_step.finding)
-                break
-        return self._last_step
+                return self._reports.of_frame(frame)
+        return None
 
     def act(self) -> None:
         """Act on the failure of `look`, once."""
-        incident, self._last_step = self.look(), None
+        incident, self._unread_step = self.look(), -1
         if incident is not None:
             self._failures.step_follows(incident)
 

@@ -53,6 +53,7 @@ Describe: TypeAlias = Callable[[Finding, Record | None], tuple[str, ...]]
 ModelRef: TypeAlias = Callable[[], nn.Module | None]
 
 _NO_MODULE = nn.Module()
+_STATE: dict[Role, OriginKind] = {"weight": "weight", "buffer": "buffer"}
 OPTIMIZER = "(optimizer)"  # name of the frames of an optimizer
 _WRITTEN = (
     "`{}` was written to, in place, since the batch began: whether it came in finite is no longer known, but the model"
@@ -208,14 +209,15 @@ class Reports:
         """Return a report of the recorder's frames, and of `more` that it has not kept."""
         return self.of((*self.recorder.frames(), *more), finding)
 
-    def of_frame(self, frame: Frame, origin: OriginKind) -> Incident:
-        """Return the failure of a frame that no forward has made, by its first fault.
+    def of_frame(self, frame: Frame, origin: OriginKind = "received") -> Incident:
+        """Return the failure of a frame that no forward has made, by its first fault. A weight or buffer is the origin.
 
         Without one, as where a tensor was written since it was found to be non-finite, it is the last record.
         """
         record = frame.fault or frame.records[-1]
         num_frames = self.recorder.frames_of_batch(frame.batch)
-        finding = finding_of(frame, record, origin, None, rank(), num_frames)
+        finding = finding_of(frame, record, _STATE.get(record.role, origin), None, rank(), num_frames)
+        finding = self.explain_weight(finding) if finding.origin == "weight" else finding
         return Incident(self.latest(finding, [frame]))
 
     def of_taken(self, optimizer: Optimizer, parameters: Sequence[Tensor], batch: int) -> Incident:
@@ -255,9 +257,8 @@ class Reports:
         calls = left_calls(error)  # none where it ended something else, such as a call in compiled code
         if (outer := self._first_nonfinite(batch, calls)) is None:
             return None
-        frames = [*self.recorder.frames(), outer[0]]
         given = self._arguments(calls[-1].args, calls[-1].kwargs, outer[0].fault)
-        return self._of_first(*outer, frames, 1, given)
+        return self._of_first(batch, [*self.recorder.frames()], *outer, given)
 
     def of_call(
         self, nonfinite: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any, *, is_over: bool
@@ -267,35 +268,33 @@ class Reports:
         `nonfinite` is the frame of the call that was met: frames of other threads may have pushed it out of the
         recorder since. `caller` is the module that made it. `is_over`: this thread has left the call.
         """
-        name, batch, kwargs = nonfinite.name, nonfinite.batch, kwargs or {}
-        calls = self._calls_to(nonfinite, caller, args, kwargs, is_over=is_over)
-        frames, num_more = list(self.recorder.frames()), 0
+        batch, frames, kwargs = nonfinite.batch, [*self.recorder.frames()], kwargs or {}
         if all(frame.fault is None for frame in frames if frame.batch == batch):
             frames.append(nonfinite)
-        if (outer := self._first_nonfinite(batch, calls, nonfinite)) is not None:
-            earlier, caller = outer
-            frames, num_more = with_earlier(frames, earlier), int(earlier.name != name)
+        calls = self._calls_to(nonfinite, caller, args, kwargs, is_over=is_over)
+        outer, caller = self._first_nonfinite(batch, calls, nonfinite) or (None, caller)
         # No data loader made what a call inside the model got.
         given = [] if self._is_inside(calls) else self._arguments(args, kwargs, nonfinite.fault)
-        return self._of_first(nonfinite, caller, frames, num_more, given)
+        return self._of_first(batch, frames, outer, caller, given)
 
     def _of_first(
-        self, nonfinite: Frame, caller: str | None, frames: list[Frame], num_more: int, given: list[Leaf]
+        self, batch: int, frames: list[Frame], outer: Frame | None, caller: str | None, given: list[Leaf]
     ) -> Report:
-        """Return the report of the first fault in the frames of the batch.
+        """Return the report of the first fault in the frames of the batch, which was `given` these values.
 
-        The recorder has not counted `num_more` of the frames. The batch was `given` these values.
+        `outer` is a call that began before the first bad one ended, so that the recorder has not counted it yet.
         """
+        all_frames = frames if outer is None else with_earlier(frames, outer)
+        count = self.recorder.frames_of_batch(batch)
+        num_frames = None if count is None else count + len(all_frames) - len(frames)
+        current = [frame for frame in all_frames if frame.batch == batch]
         written, _ = self._starts.changes()
         # Whether a tensor that was written to since came in finite is not known. The model wrote to it.
         came_in = [observe(x, label, "input") for label, x in given if id(x) not in written]
         overwritten = [observe(x, label, "input") for label, x in given if id(x) in written]
-        current = [frame for frame in frames if frame.batch == nonfinite.batch]
-        count = self.recorder.frames_of_batch(nonfinite.batch)
-        num_frames = None if count is None else count + num_more
         finding = find(current, batch_inputs=came_in, caller=caller, rank=rank(), num_frames=num_frames)
         if finding is None:
-            return self.of(frames, None)
+            return self.of(all_frames, None)
         is_overwritten = any(record.is_fault and record.label == finding.label for record in overwritten)
         if is_overwritten and finding.origin == "received" and caller is None:
             finding = replace(finding, origin="produced", remarks=(_WRITTEN.format(finding.label),))
@@ -304,7 +303,7 @@ class Reports:
         if self.describe is not None:
             remarks = self.describe(finding, culprit(finding, current)[1])
             finding = replace(finding, remarks=(*finding.remarks, *remarks))
-        return self.of(frames, finding)
+        return self.of(all_frames, finding)
 
     # The calls under way
 

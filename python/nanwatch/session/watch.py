@@ -186,7 +186,7 @@ class Watch:
     @property
     def frames(self) -> tuple[Frame, ...]:
         """The latest frames, oldest first, at most `max_frames`. Those of a backward come when it is over."""
-        self._settle()
+        self._failures.settle()
         return tuple(self._recorder.frames()[-self._options.max_frames :])
 
     @property
@@ -197,7 +197,7 @@ class Watch:
     @property
     def skipped_steps(self) -> tuple[SkippedStep, ...]:
         """The latest hundred steps that were skipped because gradients were not finite, oldest first."""
-        self._settle()
+        self._failures.settle()
         return tuple(self._steps.skipped)
 
     @property
@@ -236,7 +236,7 @@ class Watch:
 
         With `gradients`: skipped_steps, and untaken_backwards: non-finite, though the step's gradients were finite.
         """
-        self._settle()
+        self._failures.settle()
         skipped, untaken = self._steps.num_skipped, self._steps.num_untaken
         return {**self._recorder.counters, "skipped_steps": skipped, "untaken_backwards": untaken}
 
@@ -246,15 +246,11 @@ class Watch:
         Of several non-finite batches in a row it is the report of the first, because the later ones are its
         consequence.
         """
-        self._settle()
+        self._failures.settle()
         if (failure := self._failures.failure) is not None:
             return failure
         last_step = self._steps.look()
         return last_step.report if last_step else self._reports.latest()
-
-    def _settle(self) -> None:
-        self._failures.settle()
-        self._steps.settle()
 
 
 class EventDispatch:
