@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..audit.window import weakly
 from ..diagnosis import rerun
 from ..diagnosis.batch_snapshot import LEAST_SECONDS, BatchSnapshot
 from ..diagnosis.incident import Incident, write_frames
 from ..diagnosis.isolation import ChildEndedError, can_fork, run_in_child
 from ..history.monitor import Monitor
+from ..instrumentation.global_hooks import weakly
 from ..instrumentation.slot import unwatched
 from ..ranks.coordinator import RankCoordinator
 from ..recording.events import Event
