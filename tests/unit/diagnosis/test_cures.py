@@ -162,6 +162,14 @@ def test_a_bad_input_is_forgiven_only_where_the_data_was_bad() -> None:
             assert tried.judge(tried.run())[0] is (origin in forgiving)
 
 
+def test_the_first_run_in_float64_is_the_measure_of_all() -> None:
+    """Later ones have the changes of earlier rounds."""
+    start, finding = failed(Does(torch.log), torch.zeros(2))
+    tried = Trials(start, finding, start.module)
+    exact = [tried.in_float64(), tried.in_float64()]
+    assert [x is tried.exact for x in exact] == [True, False]
+
+
 def test_no_float32_for_what_is_float32() -> None:
     """Where no narrow format takes part there is no cure, and but one run."""
     model = nn.Sequential(linear(1), Does(torch.exp))
