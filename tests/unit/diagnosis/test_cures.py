@@ -166,8 +166,7 @@ def test_the_first_run_in_float64_is_the_measure_of_all() -> None:
     """Later ones have the changes of earlier rounds."""
     start, finding = failed(Does(torch.log), torch.zeros(2))
     tried = Trials(start, finding, start.module)
-    exact = [tried.in_float64(), tried.in_float64()]
-    assert [x is tried.exact for x in exact] == [True, False]
+    assert [tried.in_float64() is tried.exact for _ in range(2)] == [True, False]
 
 
 def test_no_float32_for_what_is_float32() -> None:

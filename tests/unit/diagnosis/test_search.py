@@ -221,6 +221,28 @@ def test_an_output_that_a_users_hook_refused() -> None:
     assert calls == [["input[0]", "output"], ["input[0]"]]
 
 
+def test_the_value_of_the_finding_is_sought_and_no_other() -> None:
+    """A module that is ignored, or an input that is not read, has a nan that is taken out behind it."""
+    overflows = Does(lambda x: torch.exp(x.nan_to_num() + 1000))
+    within = Does(
+        lambda first, last, x: last(first(x).nan_to_num()), Does(lambda x: torch.log(-x)), overflows
+    )
+    before = Does(lambda last, x: last(torch.log(-x)), overflows)
+    for model, options in (within, {"ignore_modules": "parts.0"}), (before, {"read": "outputs"}):
+        with watch(model, **options):
+            assert fault_of(model, torch.ones(2)).finding.operation == "aten.exp.default"
+
+
+def test_a_cache_that_the_model_fills_and_a_forward_that_needs_a_graph() -> None:
+    """The call has made the bad value in what it was given. Without a graph no tensor takes a hook."""
+    fills = lambda x, cache: cache[0].copy_(torch.log(-x))  # noqa: E731
+    finding, seen = look(Does(fills), torch.ones(2), [torch.zeros(2)])
+    assert (finding.origin, enrich(finding, seen).origin) == ("data", "produced")
+    hooked = lambda linear, x: (linear(x).register_hook(torch.neg), x / 0)[1]  # noqa: E731
+    _, seen = look(Does(hooked, nn.Linear(2, 2)), torch.ones(2))
+    assert (seen.step.operation, seen.transient) == ("aten.div.Tensor", False)
+
+
 def test_the_failure_of_a_run_is_the_first_and_has_the_call_around_it() -> None:
     """That is the root's, also behind a call of a module without a name. A second failure follows."""
     model = Does(lambda part, x: (part(torch.log(-part(x))), torch.exp(x * 100)), nn.Identity())
@@ -282,12 +304,7 @@ def test_a_nested_input_that_was_changed_in_place() -> None:
 
 def test_a_call_that_writes_to_what_it_is_given() -> None:
     """The arguments of the guilty call are no longer what they were, and that is said."""
-
-    def spoil(x: Tensor) -> Tensor:
-        x.add_(1)
-        return x / 0
-
-    _, seen = look(Does(lambda part, x: part(x * 2), Does(spoil)), torch.ones(2))
+    _, seen = look(Does(lambda part, x: part(x * 2), Does(lambda x: x.add_(1) / 0)), torch.ones(2))
     assert any(one.startswith("the call wrote to its input[0]") for one in seen.remarks)
 
 

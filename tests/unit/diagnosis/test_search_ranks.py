@@ -63,7 +63,6 @@ def test_a_replica_runs_again_alone(four_ranks: None) -> None:
 def test_the_backward_of_a_replica_runs_again_alone(four_ranks: None) -> None:
     """The statements call the replica itself, whose reducer would wait for the gradients of all ranks."""
     model = nn.parallel.DistributedDataParallel(Gathers(False))
-
     reductions: list[int] = []
 
     def reduce(bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
@@ -132,8 +131,7 @@ def test_a_collective_is_not_waited_for(four_ranks: None) -> None:
     sharded = type("Sharded", (Gathers,), {"__module__": "deepspeed.runtime"})(False)
     start, finding = failed_once(sharded, torch.zeros(2))
     seen = find_operation(start, finding, model=sharded)
-    assert len(seen.remarks) == 1
-    assert "4 processes" in seen.remarks[0]
+    assert ["4 processes" in remark for remark in seen.remarks] == [True]
     start, finding = failed_once(sharded, torch.full((2,), torch.nan))
     seen = find_operation(start, finding, model=sharded)
     assert (finding.origin, seen.step, seen.extent) == ("data", None, "all")
