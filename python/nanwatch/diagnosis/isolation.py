@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from traceback import walk_stack
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -166,8 +165,9 @@ def limited(seconds: float) -> Iterator[None]:
         with lock:
             if is_over:
                 return
-            where = _line(sys._current_frames().get(thread))
-            words = f"it took longer than {seconds:.0f} s at {where}, and was ended"
+            frames = ((x.f_code.co_filename, line) for x, line in walk_stack(sys._current_frames()[thread]))
+            lines = (f"line {line} of {name}" for name, line in frames if not is_library(name))
+            words = f"it took longer than {seconds:.0f} s at {next(lines, 'an unknown line')}, and was ended"
             # Code that the end passes through, as an executor's `with`, may wait for a thread of its own.
             end_waiting()
             if is_free:
@@ -196,14 +196,6 @@ def limited(seconds: float) -> Iterator[None]:
                 signal.signal(_ENDS_RUN, before)
     except RerunEndedError:  # also one that came as the block was left
         raise RerunEndedError(words) from None
-
-
-def _line(frame: FrameType | None) -> str:
-    """Return the innermost line of the program at a frame, as "line 7 of train.py"."""
-    for place, line in () if frame is None else walk_stack(frame):
-        if not is_library(place.f_code.co_filename):
-            return f"line {line} of {place.f_code.co_filename}"
-    return "an unknown line"
 
 
 @contextmanager

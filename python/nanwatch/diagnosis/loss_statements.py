@@ -28,14 +28,12 @@ from torch.utils.data import DataLoader
 from ..instrumentation.execution_context import Autocast, RngState
 from ..recording.observe import observe
 from ..recording.walk import leaves
-from ..report.finding import Value, value_of
 from ..util.program_code import SKIPPED_FILES, frame_values
 from . import isolation
 from .operation import Expression, tensors_in
 from .patching import source
+from .provenance import ENGINE
 
-_BACKWARD = torch.autograd.backward.__code__
-_RUNS_ENGINE = (_BACKWARD, torch.autograd.grad.__code__)
 # Lightning has twenty between the loss and the engine.
 _MOST_FRAMES = 32
 # The lines of frames, by their addresses and codes.
@@ -80,13 +78,13 @@ class ProgramCall:
     """A call by the program of a backward or of an optimizer's step, and its callers, the innermost first.
 
     `rngs` are random states from which the statements may have begun: that of the last step of an optimizer, that of
-    the model's first call, as data may be drawn between the two, and the present one. `value`: what a loss holds.
+    the model's first call, as data may be drawn between the two, and the present one. `is_bad`: the loss itself is.
     `between`: the lines between which a gradient became bad.
     """
 
     callers: list[Caller]
     rngs: Sequence[RngState] = ()
-    value: Value | None = None
+    is_bad: bool = False
     autocast: tuple[Autocast, ...] = field(default_factory=Autocast.capture)
     between: str = ""
 
@@ -95,10 +93,9 @@ class ProgramCall:
         """Return the backward under way, None where it is not known. `rngs`: random states of before it."""
         if (frame := _engine_frame()) is None:
             return None
-        roots = frame.f_locals["tensors" if frame.f_code is _BACKWARD else "t_outputs"]  # or edges
-        records = [observe(x.detach(), "output", "output") for x in roots if isinstance(x, Tensor)]
-        value = next((value_of(record) for record in records if record.is_fault), None)
-        return cls(_callers(frame), [*rngs, RngState.capture()], value)
+        roots = frame.f_locals["tensors" if frame.f_code is ENGINE[0] else "t_outputs"]  # or edges
+        is_bad = any(observe(x.detach(), "", "output").is_fault for x in roots if isinstance(x, Tensor))
+        return cls(_callers(frame), [*rngs, RngState.capture()], is_bad)
 
     @classmethod
     def of_step(cls, lines: Lines) -> ProgramCall | None:
@@ -128,7 +125,7 @@ def backward_under_way() -> tuple[Tensor | None, Lines]:
     if (frame := _engine_frame()) is None:
         return None, {}
     lines = {(id(x), x.f_code): line for x, line in islice(walk_stack(frame), _MOST_FRAMES)}  # 0.1 µs each
-    roots: Any = frame.f_locals.get("tensors", ()) if frame.f_code is _BACKWARD else ()
+    roots: Any = frame.f_locals.get("tensors", ()) if frame.f_code is ENGINE[0] else ()
     loss = roots[0] if len(roots) == 1 else None
     is_number = isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
     return loss if is_number else None, lines
@@ -143,7 +140,7 @@ def _engine_frame() -> FrameType | None:
 
 
 def _engine_of(frame: FrameType) -> FrameType | None:
-    return next((x for x, _ in walk_stack(frame) if x.f_code in _RUNS_ENGINE), None)
+    return next((x for x, _ in walk_stack(frame) if x.f_code in ENGINE), None)
 
 
 def _program_frames(frame: FrameType) -> list[FrameType]:

@@ -36,7 +36,8 @@ _UNWRITTEN = (
 )
 # Each keeps the operands that were non-finite before it.
 _MOST_STEPS = 4096
-_ENGINE = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
+# The functions that run a backward.
+ENGINE = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _HANDLERS = ("__torch_dispatch__", "__torch_function__")
 
 
@@ -183,7 +184,7 @@ def _program_frame(outermost: CodeType) -> tuple[FrameType | None, bool]:
             break
         if code.co_name in _HANDLERS:
             innermost = None
-        elif innermost is None and code in _ENGINE:
+        elif innermost is None and code in ENGINE:
             is_of_engine = True
         elif innermost is None and not code.co_filename.startswith(SKIPPED_FILES):
             innermost = frame

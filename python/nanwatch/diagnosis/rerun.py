@@ -124,7 +124,7 @@ class _Rerun:
             return
         diagnosis, start = best
         self._learn(diagnosis)
-        self._cure(start, diagnosis, "backward" if call is None or call.value is None else "forward")
+        self._cure(start, diagnosis, "forward" if call is not None and call.is_bad else "backward")
         size = batch_size(start if snapshot is None else snapshot)
         is_part = isinstance(module := start.module, LossStatements)
         incident.remark(_AGAIN.format(module.where if is_part else "the batch without its loss"))
