@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,19 +19,7 @@ from torch import Tensor, nn
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot, BufferHistory, draws_outside_torch, no_second_run
 from support.examined import snapshot_of
 from support.spy import Spy
-
-
-class Does(nn.Module):
-    """A module whose forward is the given function, with the module first."""
-
-    def __init__(self, forward: Callable[..., Any], **buffers: Tensor) -> None:
-        super().__init__()
-        self.function = forward
-        for name, x in buffers.items():
-            self.register_buffer(name, x)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
+from support.toys import Does
 
 
 def started(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> BatchSnapshot:
@@ -62,7 +51,7 @@ def test_a_lock_of_the_class_is_not_waited_for() -> None:
             with self.lock:
                 return super().__call__(*args)
 
-    model = Locked(lambda self, x: x + 1)
+    model = Locked(lambda x: x + 1)
     with model.lock:
         assert rerun(snapshot_of(model, (torch.ones(1),), {})) == 2
 
@@ -71,9 +60,9 @@ def test_the_same_autocast() -> None:
     """Autocast is what it was at the start, with its dtype, inside and outside of another."""
     x = torch.ones(2, 2)
     with torch.autocast("cpu", torch.float16):
-        start = started(lambda _, x: x @ x, x)
+        start = started(torch.mm, x, x)
     assert rerun(start).dtype is torch.float16
-    plain = started(lambda _, x: x @ x, x)
+    plain = started(torch.mm, x, x)
     with torch.autocast("cpu", torch.bfloat16):
         assert rerun(plain).dtype is torch.float32
         assert rerun(start).dtype is torch.float16
@@ -82,14 +71,9 @@ def test_the_same_autocast() -> None:
 
 def test_autocast_of_the_user_keeps_its_gradients() -> None:
     """A weight cast without a graph in the second call is not what the user's own call then finds in its cache."""
-    linear = nn.Linear(3, 3)
-
-    def forward(_: nn.Module, x: Tensor) -> Tensor:
-        return linear(x)
-
-    x = torch.ones(2, 3)
+    linear, x = nn.Linear(3, 3), torch.ones(2, 3)
     with torch.autocast("cpu", torch.bfloat16):
-        rerun(started(forward, x))
+        rerun(snapshot_of(linear, (x,), {}))
         linear(x).sum().backward()
     assert linear.weight.grad is not None
 
@@ -99,7 +83,7 @@ def test_inference_mode_and_no_graph(inference: bool) -> None:
     """In inference mode where the first was; without a graph in any case."""
     x = torch.ones(2, requires_grad=True)
     with torch.inference_mode(inference):
-        start = started(lambda _, x: x * 2, x)
+        start = started(lambda x: x * 2, x)
     y = rerun(start)
     assert (y.is_inference(), y.requires_grad) == (inference, False)
 
@@ -114,30 +98,22 @@ def test_compiled_modules_run_eagerly() -> None:
         compiling.add(torch.compiler.is_compiling())
         return x + 1
 
-    assert rerun(started(lambda _, x: part(x), torch.ones(2))).tolist() == [2, 2]
+    assert rerun(started(part, torch.ones(2))).tolist() == [2, 2]
     assert compiling.values == [False]
 
 
 def test_a_transformer_layer_calls_its_parts() -> None:
     """Where the first call built a graph, PyTorch's shortcut for calls without one is not taken."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
-    calls = Spy()
-    linear = layer.linear1
-
-    def called(x: Tensor) -> Tensor:
-        calls.add("linear1")
-        return nn.functional.linear(x, linear.weight, linear.bias)
-
-    linear.forward = called  # not a hook: hooks close the shortcut themselves
+    # Not a hook: hooks close the shortcut themselves.
+    layer.linear1.forward = called = mock.Mock(wraps=layer.linear1.forward)
     x = torch.randn(1, 3, 8)
-    start = snapshot_of(layer, (x,), None)
-    layer(x)
-    rerun(start)
-    assert calls.values == ["linear1"] * 2
+    rerun(snapshot_of(layer, (x,), None))
+    assert called.call_count == 1
     with torch.no_grad():
         start = snapshot_of(layer, (x,), None)
     rerun(start)
-    assert calls.values == ["linear1"] * 2
+    assert called.call_count == 1
     assert torch.backends.mha.get_fastpath_enabled()
 
 
@@ -152,7 +128,7 @@ def test_random_numbers_are_those_of_the_start(fail: bool) -> None:
     def draw() -> list[Any]:
         return [torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist()]
 
-    def forward(_: nn.Module, fails: bool) -> None:
+    def forward(fails: bool) -> None:
         drawn.add(draw())
         if fails:
             raise RuntimeError("on purpose")
@@ -171,26 +147,27 @@ def test_random_numbers_are_those_of_the_start(fail: bool) -> None:
 def test_buffers_and_flags_are_put_back(fail: bool) -> None:
     """Written in place, past the version counter, or replaced: the same tensor, value and version as before."""
 
-    def forward(module: Any, x: Tensor) -> Tensor:
-        module.written += 1
-        module.hidden.numpy()[0] = 9
-        module.replaced = torch.zeros(5)
-        module.norm(x)
-        module.norm.eval()
+    def forward(norm: nn.Module, x: Tensor) -> Tensor:
+        model.written += 1
+        model.hidden.numpy()[0] = 9
+        model.replaced = torch.zeros(5)
+        norm(x)
+        norm.eval()
         if fail:
             raise RuntimeError("on purpose")
         return x
 
-    model: Any = Does(forward, written=torch.ones(2), hidden=torch.ones(2), replaced=torch.ones(2))
+    model: Any = Does(forward, norm := nn.BatchNorm1d(3))
+    for name in ("written", "hidden", "replaced"):
+        model.register_buffer(name, torch.ones(2))
     model.register_buffer("nothing", None)
     model.register_buffer("shared", torch.arange(3).expand(4, 3))
-    model.norm = nn.BatchNorm1d(3)
 
     def state() -> list[Any]:
         held = [
             (name, id(x), x.tolist(), x._version) for name, x in sorted(dict(model.named_buffers()).items())
         ]
-        return [*held, model.nothing, model.norm.training]
+        return [*held, model.nothing, norm.training]
 
     start = snapshot_of(model, (torch.randn(4, 3),), None)
     before = state()
@@ -202,17 +179,12 @@ def test_buffers_and_flags_are_put_back(fail: bool) -> None:
 def test_a_backward_under_way_is_not_disturbed() -> None:
     """Buffers and inputs that the user's own call has saved for its backward are, to autograd, unchanged."""
 
-    def forward(module: Any, x: Tensor) -> Tensor:
-        module.factor.mul_(2)
-        x.add_(1)
-        return x
-
-    model: Any = Does(forward, factor=torch.ones(3))
+    model: Any = Does(lambda x: x.add_(model.factor.mul_(2)))
+    model.register_buffer("factor", torch.ones(3))
     leaf = torch.ones(3, requires_grad=True)
     x = leaf * 1
-    start = snapshot_of(model, (x,), None)
     product = leaf * model.factor * x
-    rerun(start)
+    rerun(snapshot_of(model, (x,), None))
     product.sum().backward()
     assert leaf.grad.tolist() == [2, 2, 2]
 
@@ -221,7 +193,7 @@ def test_a_backward_under_way_is_not_disturbed() -> None:
 def test_inputs_are_put_back(inference: bool) -> None:
     """A forward that writes into its arguments writes once, in the user's own call; wherever they are."""
 
-    def forward(_: nn.Module, x: Tensor, more: dict[str, Tensor]) -> None:
+    def forward(x: Tensor, more: dict[str, Tensor]) -> None:
         x.mul_(2)
         more["y"].mul_(2)
 
@@ -237,8 +209,7 @@ def test_inputs_are_put_back(inference: bool) -> None:
 
 def test_doubts_of_other_objects() -> None:
     """Iterators have been consumed, other objects may have been changed."""
-    start = started(lambda *_: None, iter([1]), cache=object())
-    first, second = start.doubts()
+    first, second = started(print, iter([1]), cache=object()).doubts()
     assert "iterator" in first
     assert "object" in second
 
@@ -308,12 +279,9 @@ def test_nothing_is_kept_alive() -> None:
 
 
 def test_generators_beside_torch_are_noted_where_code_of_the_program_mentions_them() -> None:
-    def drawing(x: Tensor) -> Tensor:
-        return x * random.random()
-
     class Draws(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return drawing(x)
+            return x * random.random()
 
     assert draws_outside_torch(Draws())
     assert not draws_outside_torch(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -157,18 +158,6 @@ def test_the_document_comes_back_and_nothing_else(tmp_path: Path) -> None:
     assert document["drawn"] == random.random()  # it has the program's generator, not one seeded anew
 
 
-def raises() -> Any:
-    raise KeyError("mine")
-
-
-def sleeps() -> Any:
-    time.sleep(60)
-
-
-def leaves() -> Any:
-    os._exit(7)
-
-
 def children() -> set[str]:
     """The processes whose parent this one is, also those that have ended and are not waited for."""
     found = set()
@@ -183,10 +172,11 @@ def children() -> set[str]:
 @pytest.mark.parametrize(
     ("end", "words"),
     [
-        (raises, "it raised KeyError: 'mine'"),
-        (sleeps, "it took longer than 1 s, and was ended"),
-        (leaves, "its process ended with status 7"),
+        (partial({}.pop, "mine"), "it raised KeyError: 'mine'"),
+        (partial(time.sleep, 60), "it took longer than 1 s, and was ended"),
+        (partial(os._exit, 7), "its process ended with status 7"),
     ],
+    ids=["raises", "sleeps", "leaves"],
 )
 def test_a_child_that_does_not_end_well_says_why(end: Callable[[], Any], words: str) -> None:
     """After what it sent; its clock begins anew with each."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, watch
 from support.examined import comment_of
-from support.toys import finding_of
+from support.toys import Does, finding_of
 
 
 def focal(logits: Tensor, labels: Tensor) -> Tensor:
@@ -280,19 +280,14 @@ def test_the_samples_of_a_batch_that_an_attribute_holds() -> None:
     assert failure.finding.samples == (2,)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        state = state + 1 + 0 * self.cell(x)
-        return state, state
+def recurrent(cell: nn.Module, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    state = state + 1 + 0 * cell(x)
+    return state, state
 
 
 def test_a_loss_that_depends_on_a_state_of_batches_before() -> None:
     """The loop holds no state from which this batch began, so the loss runs from the outputs of the model."""
-    model, state = Recurrent(), torch.zeros(4, 3)
+    model, state = Does(recurrent, nn.Linear(3, 3)), torch.zeros(4, 3)
     with failing(model) as (failure, optimizer):
         for _ in range(3):
             with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import pickle
 import threading
 import time
@@ -32,17 +34,6 @@ class Log(nn.Module):
         return x.log()
 
 
-class InfLater(nn.Module):
-    """Finite at its first call only."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the input, or inf."""
-        self.calls += 1
-        return x * (float("inf") if self.calls > 1 else 1.0)
-
-
 @pytest.mark.parametrize("how", ["record", "warn", "call"])
 def test_which_actions_run_a_batch_again_unasked(how: Any) -> None:
     """A function gets the whole report. The others run a batch again with rerun=True alone, and say so."""
@@ -62,7 +53,9 @@ def test_which_actions_run_a_batch_again_unasked(how: Any) -> None:
 @pytest.mark.parametrize("check", ["module", "batch"])
 def test_a_fault_in_a_recomputation_is_raised_where_it_is_seen(check: Any) -> None:
     """The end of a recomputed forward is told to nobody: waiting for it would lose the error."""
-    model = nn.Sequential(InfLater(), nn.Tanh())  # the backward needs what the second of them saved
+    factors = itertools.chain([1.0], itertools.repeat(math.inf))
+    # The backward needs what the second of them saved.
+    model = nn.Sequential(Does(lambda x: x * next(factors)), nn.Tanh())
     x = torch.ones(2, requires_grad=True)
     with watch(model, act_at=check):
         y = checkpoint(model, x, use_reentrant=False)
@@ -83,21 +76,6 @@ def test_everything_is_written_and_named_in_the_error(tmp_path: Path) -> None:
     assert Report.from_json((folder / "report.json").read_text()) == error.value.report
     for path in folder.iterdir():
         assert str(path) in str(error.value)
-
-
-class Waits(nn.Module):
-    """The log; with another shape it waits inside until it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_inside, self.may_leave = threading.Event(), threading.Event()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The log."""
-        if len(x) == 1:
-            self.is_inside.set()
-            assert self.may_leave.wait(60)
-        return x.log()
 
 
 @pytest.mark.usefixtures("each_recorder")
@@ -132,13 +110,20 @@ def test_an_error_met_inside_a_forward_is_complete_outside(wraps: bool) -> None:
 def test_a_thread_inside_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no re-run in this process while it is inside, and a remark says so."""
     monkeypatch.setenv("NANWATCH_RERUN", "in-process")
-    model = Waits()
-    with watch(model):
+    is_inside, may_leave = threading.Event(), threading.Event()
+
+    def waits(x: Tensor) -> Tensor:
+        if len(x) == 1:
+            is_inside.set()
+            assert may_leave.wait(60)
+        return x.log()
+
+    with watch(model := Does(waits)):
         thread = threading.Thread(target=lambda: model(torch.ones(1)))
         thread.start()
-        assert model.is_inside.wait(60)
+        assert is_inside.wait(60)
         finding = fault_of(model, torch.zeros(2)).finding
-        model.may_leave.set()
+        may_leave.set()
         thread.join(60)
     assert finding.operation is None
     assert any("another thread was inside the model" in remark for remark in finding.remarks)
@@ -154,25 +139,17 @@ def test_the_samples_that_carry_the_failure_are_named(bad: tuple[int, ...]) -> N
     assert finding.samples == bad
 
 
-class InPool(nn.Module):
-    """Calls its part in another thread, which it waits for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(self.part, x).result().log()
-
-
 def test_a_model_that_waits_for_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its re-run in this process ends by the clock, and the thread comes through at once."""
     monkeypatch.setenv("NANWATCH_RERUN", "in-process")
     monkeypatch.setattr(batch_snapshot, "LEAST_SECONDS", 0.5)
+
+    def in_pool(part: nn.Module, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(part, x).result().log()  # type: ignore[no-any-return]
+
     began = time.monotonic()
-    model = InPool()
-    with watch(model):
+    with watch(model := Does(in_pool, nn.Identity())):
         finding = fault_of(model, torch.zeros(2)).finding
     assert any("was ended" in remark for remark in finding.remarks)
     assert time.monotonic() - began < slot.PATIENCE / 2
