@@ -206,8 +206,11 @@ def test_a_weight_used_past_its_module_is_its_latest_calls(recorder: str) -> Non
         return nn.functional.linear(x, layer.weight)
 
     model = Does(forward, nn.Linear(3, 2))
-    with watched(model, recorder, gradients=True, max_frames=100) as w:
+    # Each of two watches sees it. A later call has no part in it once its graph is gone.
+    with watched(model, recorder, gradients=True), watched(model, recorder, gradients=True) as w:
         outputs = [model(torch.ones(1, 3)) for _ in range(2)]
+        model(torch.ones(1, 3))
+        kept.pop()
         outputs[0].sum().backward()
         frames = [(f.batch, f.name, [r.label for r in f.records]) for f in backward_frames(w)]
     assert frames == [(0, "", ["output.grad"]), (1, "parts.0", ["weight.grad"])]

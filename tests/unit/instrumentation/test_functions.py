@@ -85,12 +85,7 @@ def test_the_gradients_of_a_loss() -> None:
 def test_compiled_code_records_a_watched_function(begins_first: bool) -> None:
     """The graph stays whole, before a watch, while it runs and after it; the values are those of eager code."""
     scaled = nanwatch.watched(lambda x: x * 3, name="scaled")
-
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return scaled(x / 2)
-
-    model = Model()
+    model = Does(lambda x: scaled(x / 2))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     if not begins_first:
         assert compiled(torch.ones(2)).tolist() == [1.5, 1.5]

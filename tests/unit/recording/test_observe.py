@@ -17,7 +17,7 @@ from nanwatch.recording.observe import completed_record, observe, parameter_mesh
 from nanwatch.records.record import Note
 from nanwatch.report.report import Report
 from support.recorders import WITH_DEVICE, watched
-from support.toys import Scale
+from support.toys import Does, Scale
 from support.watching import watch
 
 INF = float("inf")
@@ -149,13 +149,6 @@ class Views(nn.Module):
         ]
 
 
-class Chain(nn.Sequential):
-    """Hands each output of the first to a module of its own, as a tensor that was read before."""
-
-    def forward(self, x: Tensor) -> Any:
-        return [self[1](view) for view in self[0](x)]
-
-
 def fingerprints_of(model: nn.Module) -> list[list[int | None]]:
     """Fill a list with the fingerprints of each call's weights, inputs and outputs, by plain hooks."""
     calls: list[list[int | None]] = []
@@ -172,9 +165,9 @@ def fingerprints_of(model: nn.Module) -> list[list[int | None]]:
 
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_each_record_has_the_fingerprint_of_its_tensor(recorder: str) -> None:
-    """Also where the range is known from another view, and in a second batch, which knows the weights."""
+    """Also of an input that was read as an output, of another view of it, and of weights in a second batch."""
     torch.manual_seed(0)
-    model = Chain(Views(), nn.Identity())
+    model = Does(lambda views, then, x: [then(view) for view in views(x)], Views(), nn.Identity())
     calls = fingerprints_of(model)
     with watched(model, recorder, fingerprints=True, max_frames=100, on_nonfinite="record") as w:
         for _ in range(2):
