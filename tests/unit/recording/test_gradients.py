@@ -75,6 +75,10 @@ def test_what_a_hook_changes_is_read_again(recorder: str, hook: Callable[[Tensor
         model(torch.ones(2, 4)).backward(torch.full((2, 4), 3.0))
     largest = {f.name: r.abs_max for f in w.frames for r in f.records if r.label == "output.grad"}
     assert largest == {"": 3.0, "second": 3.0, "first": 6.0}
+    model.hook = lambda g: g * torch.nan  # of this branch alone: gradients that come later are finite
+    with watched(model, recorder, gradients=True, on_nonfinite="record") as w:
+        model(torch.ones(2, 4)).sum().backward()
+        assert w.report().finding.module == "second"
 
 
 def test_a_finite_sum_of_sparse_gradients_is_told_from_one_that_is_not(recorder: str) -> None:
