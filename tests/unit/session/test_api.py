@@ -17,27 +17,12 @@ from nanwatch.session.api import DeferredWatch, watch
 from nanwatch.session.model_finder import ModelFinder
 from nanwatch.session.options import Audit
 from nanwatch.sinks.sink import Sink
-from support.toys import Scale, fault_of
+from support.toys import Scale
 
 INF = float("inf")
 
 
 # When something is not finite
-
-
-def test_raise_names_the_culprit() -> None:
-    """The error comes from the non-finite call, with the frames up to it, the element, and the cause."""
-    model = nn.Sequential(Scale(1e20), Scale(1e20), Scale(1.0))
-    x = torch.tensor([[1.0, 0.5], [1e-9, 1.0]])
-    with watch(model) as w:
-        report = fault_of(model, x)
-    assert [frame.name for frame in report.frames] == ["0", "1"]
-    finding = report.finding
-    assert (finding.module, finding.class_name, finding.label) == ("1", "Scale", "output")
-    assert (finding.batch, finding.value, finding.origin) == (0, "inf", "produced")
-    assert (finding.num_nonfinite, finding.numel, finding.index) == (3, 4, (0, 0))
-    assert w.report() is report
-    assert issubclass(NonFiniteError, ValueError)
 
 
 def test_record_keeps_the_start_of_the_failure() -> None:
@@ -54,6 +39,7 @@ def test_record_keeps_the_start_of_the_failure() -> None:
         model[1].factor = INF
         model(torch.ones(1))
     assert w.report().batch == 4
+    assert issubclass(NonFiniteError, ValueError)
 
 
 # Options

@@ -193,12 +193,10 @@ def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"NANWATCH_{variable}", value)
     options = make_options({})
     assert (options.act_at, options.peer_timeout, options.stall_timeout) == ("batch", 3.0, 0.5)
-    for variable, value, words in (
-        ("NANWATCH_PEER_TIMEOUT", "soon", "a number of seconds of at least 0"),
-        ("NANWATCH", "off", "0 or 1"),
-    ):
-        monkeypatch.setenv(variable, value)
-        with pytest.raises(ValueError, match=f"{variable} should be {words}, got '{value}'"):
+    seconds = "a number of seconds of at least 0"
+    for variable, value, words in (("_PEER_TIMEOUT", "soon", seconds), ("", "off", "0 or 1")):
+        monkeypatch.setenv(f"NANWATCH{variable}", value)
+        with pytest.raises(ValueError, match=f"NANWATCH{variable} should be {words}, got '{value}'"):
             make_options({})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from nanwatch import watch
 from support.examined import comment_of
 from support.recorders import WITH_DEVICE, watched
-from support.toys import fault_of
+from support.toys import Does, fault_of
 
 
 class Root(nn.Module):
@@ -114,11 +115,6 @@ def test_a_model_that_keeps_its_output_is_collected() -> None:
     assert not any(map(is_alive, alive))
 
 
-def backward_of_all_that_is_left(model: nn.Module) -> None:
-    """No name refers to the batch, its output or its loss when the step comes."""
-    model(given()).sum().backward()
-
-
 def backward_through_a_checkpoint(model: nn.Module) -> None:
     """The forward is run again in the backward."""
     x = given().requires_grad_()
@@ -126,7 +122,9 @@ def backward_through_a_checkpoint(model: nn.Module) -> None:
 
 
 @pytest.mark.usefixtures("each_recorder")
-@pytest.mark.parametrize("way", [backward_of_all_that_is_left, backward_through_a_checkpoint])
+@pytest.mark.parametrize(
+    "way", [lambda model: model(given()).sum().backward(), backward_through_a_checkpoint]
+)
 def test_the_rerun_has_what_it_needs_when_a_step_takes_a_bad_backward(
     way: Callable[[nn.Module], Any],
 ) -> None:
@@ -138,6 +136,26 @@ def test_the_rerun_has_what_it_needs_when_a_step_takes_a_bad_backward(
         finding = fault_of(optimizer.step).finding
         assert finding.operation == "SqrtBackward0"
         assert w.report().finding is not None
+
+
+def test_a_list_that_lives_no_longer_than_the_call_of_watch(tmp_path: Path) -> None:
+    """Model and loss in a list that nobody holds: what is left of it runs again, and is written."""
+    model, loss = nn.Linear(2, 2), Does(lambda x: x.log())
+    watch(nn.ModuleList([model, loss]), output_dir=tmp_path)
+    finding = fault_of(lambda: loss(model(torch.zeros(1, 2)) * 0)).finding
+    assert (finding.module, finding.operation) == ("1", "aten.log.default")
+    assert (tmp_path / "batch-1" / "capsule").is_dir()
+
+
+@pytest.mark.usefixtures("each_recorder")
+def test_a_rerun_begins_with_the_buffers_of_its_batch() -> None:
+    """The seventh batch divides by zero, as each takes one from a buffer: the re-run begins with what that one had."""
+    model = Does(lambda x: x / model.left.sub_(1))
+    model.register_buffer("left", torch.tensor(7))
+    with watch(model):
+        for _ in range(6):
+            model(torch.ones(1))
+        assert fault_of(model, torch.ones(1)).finding.operation == "aten.div.Tensor"
 
 
 # Who wrote it
