@@ -125,9 +125,7 @@ def backward_through_a_checkpoint(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     "way", [lambda model: model(given()).sum().backward(), backward_through_a_checkpoint]
 )
-def test_the_rerun_has_what_it_needs_when_a_step_takes_a_bad_backward(
-    way: Callable[[nn.Module], Any],
-) -> None:
+def test_the_rerun_has_what_it_needs_when_a_step_takes_a_bad_backward(way: Any) -> None:
     """Also where the graph, and with it all else that knows the batch, is gone by then."""
     model = nn.Sequential(Root())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
