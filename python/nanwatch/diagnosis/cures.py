@@ -90,8 +90,9 @@ class _Formats:
         self._is_backward = self._finding.phase == "backward"
         # Gradients of float16 weights have no scaler: a loss that grows with the square of the outputs has to fit.
         self._is_half = any(p.dtype is torch.float16 for p in self._snapshot.module.parameters())
-        self._squares = self._is_half and not self._is_backward
-        self._seen = trials.run(squares=self._squares)
+        squares = self._is_half and not self._is_backward
+        self._try = partial(trials.attempt, squares=squares)
+        self._seen = trials.run(squares=squares)
 
     def go(self) -> None:
         """Try the formats, where a narrow one takes part in the guilty call, the bad record or the backward."""
@@ -186,9 +187,6 @@ class _Formats:
         if scale is not None:
             words = f"a loss scale of {scale / divisor:g} in place of {scale:g}"
         self._trials.cures.append(Cure(words, bits >= LEAST_ROOM, bits if isfinite(bits) else None))
-
-    def _try(self, what: str, *change: Any, **options: Any) -> bool:
-        return self._trials.attempt(what, *change, squares=self._squares, **options)
 
     def _room(self, changed: str | None, experiment: Experiment) -> float | None:
         """Return the headroom of a trial. The module `changed` gives its results back in the format around it."""
