@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics.formats import limits
+from nanwatch.recording import calls
 from nanwatch.recording.events import PeakName
-from nanwatch.records.record import Frame, Note
+from nanwatch.records.record import Frame, Note, Record
 from nanwatch.session.api import watch
 from nanwatch.session.watch import Watch
 from support.architectures import built, inputs_of
@@ -139,3 +140,26 @@ def test_nothing_of_another_batch_is_left() -> None:
         w._recorder.gathers_from = sys.maxsize
         model(torch.ones(1, 2))
         assert taker.take() == (-1, {})
+
+
+def test_gradients_of_several_backwards() -> None:
+    """The largest of all, by the name of the latest batch, though the gradients of an earlier one come last."""
+    model = nn.Linear(2, 2, bias=False)
+    with watched(model, gradients=True) as w:
+        w._recorder.gathers_gradient_peaks = True
+        losses = [model(torch.full((1, 2), size)).sum() for size in (1.0, 4.0)]
+        for loss in reversed(losses):
+            loss.backward()
+        batch, names, values = w._recorder.take_gradient_peaks()
+    largest = dict(zip([label for _, label, _ in names], np.frombuffer(values), strict=True))
+    assert (batch, largest) == (1, {"output.grad": 1.0, "weight.grad": 4.0})
+
+
+def test_names_that_are_new_in_each_batch_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that they do not fill the memory of the Python recorder."""
+    monkeypatch.setattr(calls, "_MAX_PEAKS", 5)
+    peaks = calls.Peaks()
+    for batch, labels in enumerate(("ab", "cd", "ef", "ga")):
+        records = tuple(Record(label, "output", (1,), "float32", 1.0, 1.0, True, None) for label in labels)
+        peaks.add(Frame(batch, "m", "Linear", records))
+    assert {label: peak for (_, label, _), peak in peaks.items()} == {**dict.fromkeys("bcde", 0.0), "a": 1.0}

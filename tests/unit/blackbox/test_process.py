@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -40,7 +41,6 @@ def test_a_hang_is_noted_once_with_all_stacks(tmp_path: Path, caplog: pytest.Log
         watch(model, black_box=True),
     ):
         helper.start()
-
         model(torch.ones(1, 2))
         until(lambda: read_black_box(box.path).notes)
         box._ended.wait(1.5)  # no second note
@@ -125,18 +125,18 @@ def test_a_script_of_nanwatch_run_ends_by_its_exception(tmp_path: Path) -> None:
 
 def test_a_process_of_multiprocessing_ends_by_itself(tmp_path: Path) -> None:
     """Its end runs no function of atexit."""
-    child = multiprocessing.get_context("fork").Process(target=_train, args=(tmp_path,))
+
+    def train() -> None:
+        model = nn.Linear(2, 2)
+        watch(model, output_dir=tmp_path)
+        model(torch.ones(1, 2))
+
+    child = multiprocessing.get_context("fork").Process(target=train)
     child.start()
     child.join(60)
     assert child.exitcode == 0
     (path,) = tmp_path.glob("blackbox/*")
     assert read_black_box(path).end == "exit"
-
-
-def _train(folder: Path) -> None:
-    model = nn.Linear(2, 2)
-    watch(model, output_dir=folder)
-    model(torch.ones(1, 2))
 
 
 def test_a_folder_that_refuses_gives_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,10 +154,8 @@ def test_a_folder_that_refuses_gives_one_warning(tmp_path: Path, monkeypatch: py
 
 def test_old_files_go(tmp_path: Path) -> None:
     """A process that runs writes into its own once a second."""
-    old, new, notes = (tmp_path / name for name in ("a.blackbox", "b.blackbox", "notes.txt"))
-    for path in (old, new, notes):
-        path.touch()
-    for path in (old, notes):
-        os.utime(path, (0, 0))
+    for name, seconds in (("a.blackbox", 0), ("b.blackbox", time.time()), ("notes.txt", 0)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (seconds, seconds))
     process._prune(tmp_path)
-    assert {*tmp_path.iterdir()} == {new, notes}
+    assert {*os.listdir(tmp_path)} == {"b.blackbox", "notes.txt"}

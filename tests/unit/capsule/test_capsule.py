@@ -210,3 +210,6 @@ def test_the_error_names_file_and_place(file):
     for name, value, words in (("args", None, "'args'"), ("version", 7, "is 7"), ("finding", "{}", "report")):
         torch.save(document | {name: value}, file)
         assert words in error_of(file)
+    file.unlink()
+    file.symlink_to(write_capsule(file.parent, nn.Identity(), "", ()) / "call.pt")
+    assert "it is no regular file" in error_of(file)

@@ -42,8 +42,7 @@ def test_an_inserted_module_is_no_difference_and_is_listed(tmp_path: Path) -> No
     longer = nn.Sequential(model[0], nn.Identity(), model[1], model[2])
     difference = diff(before, run(tmp_path / "b.parquet", longer, x))
     assert difference.equal
-    assert difference.words("Only in A") == []
-    assert difference.words("Only in B") == ["1 (2 records)"]
+    assert (difference.words("Only in A"), difference.words("Only in B")) == ([], ["1 (2 records)"])
     records = before.table(["batch"]).num_rows
     assert difference.compared.startswith(f"{records} records of 1 batch")
 
@@ -59,8 +58,7 @@ def test_other_bits_in_the_same_range_are_named(tmp_path: Path) -> None:
     assert diff(a, again).equal
     with_bits = a.table(["dtype"])["dtype"].is_valid().to_numpy().sum()
     assert f"{with_bits} of them bit by bit" in diff(a, again).compared
-    difference = diff(a, b)
-    first = difference.first
+    first = diff(a, b).first
     assert (first.module_a, first.label, first.kind) == ("2", "weight", "bits")
     by_range = diff(a, b, ignore=["bits"])
     assert by_range.first is None or by_range.first.label != "weight"
@@ -71,6 +69,8 @@ def test_other_bits_in_the_same_range_are_named(tmp_path: Path) -> None:
 
 INF = {"abs_max": inf, "isfinite": False}
 NAN = {"abs_min": nan, "abs_max": nan, "isfinite": False}
+SMALL = {"abs_min": 1e-8, "abs_max": 1e-7}
+INTEGERS = {"dtype": "int64", "abs_min": 7.0, "abs_max": 9.0}
 UNREAD = dict.fromkeys(("abs_min", "abs_max", "isfinite"))
 
 
@@ -80,11 +80,7 @@ UNREAD = dict.fromkeys(("abs_min", "abs_max", "isfinite"))
         ({}, {"abs_max": 1.0005}, None),
         ({}, {"abs_max": 1.002}, "abs_max 1 against 1.002"),
         ({"abs_min": 1e-8}, {"abs_min": 3e-8}, None),  # rounding of what was near 1
-        (
-            {"abs_min": 1e-8, "abs_max": 1e-7},
-            {"abs_min": 3e-8, "abs_max": 1e-7},
-            "abs_min 1e-08 against 3e-08",
-        ),
+        (SMALL, SMALL | {"abs_min": 3e-8}, "abs_min 1e-08 against 3e-08"),
         ({}, INF, "finite against inf"),
         (NAN, INF, "nan against inf"),
         (NAN, NAN, None),
@@ -92,11 +88,7 @@ UNREAD = dict.fromkeys(("abs_min", "abs_max", "isfinite"))
         ({}, {"dtype": "float16"}, "dtype float32 against float16"),
         (UNREAD, {}, None),
         ({"abs_min": inf, "abs_max": 0.0}, {"abs_min": inf, "abs_max": 0.0}, None),  # an empty tensor
-        (
-            {"dtype": "int64", "abs_min": 7.0, "abs_max": 9.0},
-            {"dtype": "int64", "abs_min": 8.0, "abs_max": 9.0},
-            "abs_min 7 against 8",
-        ),
+        (INTEGERS, INTEGERS | {"abs_min": 8.0}, "abs_min 7 against 8"),
     ],
 )
 def test_two_records(tmp_path: Path, a: dict[str, Any], b: dict[str, Any], what: str | None) -> None:
@@ -127,5 +119,5 @@ def test_what_grew_is_sorted_and_leaves_out_inputs_zeros_and_nan(tmp_path: Path)
     ]
     assert diff(b, a).words("Grew") == []
     document = json.loads(difference.to_json())
-    first = document["first"]
-    assert (document["equal"], first["label"], first["kind"]) == (False, "input[0]", "range")
+    assert not document["equal"]
+    assert (document["first"]["label"], document["first"]["kind"]) == ("input[0]", "range")
