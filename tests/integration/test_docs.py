@@ -41,14 +41,8 @@ DOCS = ROOT / "docs"
 TRANSLATIONS = sorted(DOCS.glob("getting-started.*.md"))
 PAGES = [ROOT / "README.md", *sorted(set(DOCS.rglob("*.md")) - set(TRANSLATIONS))]
 SLOW = {
-    "slow-divergence.md",
-    "t5-overflow.md",
-    "two-runs.md",
-    "four-ranks.md",
-    "job-hangs.md",
-    "not-repeatable.md",
-    "wrong-compiled.md",
-    "unchanged-script.md",
+    *("slow-divergence.md", "t5-overflow.md", "two-runs.md", "four-ranks.md"),
+    *("job-hangs.md", "not-repeatable.md", "wrong-compiled.md", "unchanged-script.md"),
 }
 NATIVE = {"blackbox.md", "job-hangs.md"}  # the compiled recorder writes the black box
 NEEDS = {"t5-overflow.md": ("transformers", "safetensors"), "two-runs.md": ("pyarrow", "pandas", "jinja2")}
@@ -211,21 +205,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
+def with_marks(place: Path) -> Any:
+    marks = [pytest.mark.slow] * (place.name in SLOW) + [pytest.mark.native] * (place.name in NATIVE)
+    return pytest.param(place, marks=marks, id=place.relative_to(ROOT).as_posix())
+
+
 @pytest.mark.filterwarnings("ignore")  # a page may warn, as its reader's run does
-@pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param(
-            place,
-            marks=[
-                *[pytest.mark.slow] * (place.name in SLOW),
-                *[pytest.mark.native] * (place.name in NATIVE),
-            ],
-        )
-        for place in PAGES
-    ],
-    ids=[place.relative_to(ROOT).as_posix() for place in PAGES],
-)
+@pytest.mark.parametrize("place", [*map(with_marks, PAGES)])
 def test_what_a_page_shows_happens(place: Path, folder: Path) -> None:
     """Python blocks run and commands print what is shown; a block that does not run says why."""
     if missing := [name for name in NEEDS.get(place.name, ()) if importlib.util.find_spec(name) is None]:
@@ -239,9 +225,7 @@ def test_what_a_page_shows_happens(place: Path, folder: Path) -> None:
 @pytest.mark.parametrize("place", TRANSLATIONS, ids=lambda place: place.stem)
 def test_a_translation_shows_what_the_original_shows(place: Path) -> None:
     """Its code and commands are those of the English page, which run."""
-    original = {
-        snippet.body for snippet in snippets((DOCS / "getting-started.md").read_text(encoding="utf-8"))
-    }
-    translated = [snippet.body for snippet in snippets(place.read_text(encoding="utf-8"))]
+    pages = [page.read_text(encoding="utf-8") for page in (DOCS / "getting-started.md", place)]
+    original, translated = ([snippet.body for snippet in snippets(page)] for page in pages)
     assert len(translated) >= 4
-    assert not set(translated) - original
+    assert set(translated) <= set(original)

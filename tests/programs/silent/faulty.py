@@ -209,8 +209,8 @@ def token_means_of_unequal_batches(watch: Watching, wrong: bool) -> None:
                 labels[micro, :, length:] = -100
             count = int((labels != -100).sum())
             for x, y in zip(tokens, labels, strict=True):
-                scores, kind = model(x).flatten(0, 1), "mean" if wrong else "sum"
-                (cross_entropy(scores, y.flatten(), reduction=kind) / (3 if wrong else count)).backward()
+                loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
+                (loss / 3 if wrong else loss * (int((y != -100).sum()) / count)).backward()
             optimizer.step()
 
 

@@ -233,14 +233,18 @@ def _second_head(training: Training) -> None:
     training.hold(training.model)
 
 
-def _skipped(training: Training) -> None:
-    """A GradScaler whose scale is too small to be the reason."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-    training.factor = float("inf")
-    training.put(
-        before_step=lambda: scaler.scale(torch.ones(1)),
-        step=lambda: (scaler.step(training.optimizer), scaler.update()),
-    )
+def _scaler_steps(training: Training, scale: float = 1.0) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale(torch.ones(1))
+    training.put(step=lambda: (scaler.step(training.optimizer), scaler.update()))
+
+
+def _skipped(training: Training, scale: float = 1.0) -> None:
+    """A GradScaler whose scale is too small to be the reason. The finite updates do not round away."""
+    _bfloat16(training)
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-6)
+    _scaler_steps(training, scale)
+    training.put(before_step=lambda: training.model[4].bias.grad.fill_(torch.inf))
 
 
 FAULTS: dict[str, tuple[str, str, Callable[[Training], object]]] = {
@@ -331,7 +335,8 @@ SCALES = [partial(_unscaled, growth=1.0, divisor=2.0), partial(_unscaled, growth
 LOOKS_FAULTY: list[Callable[[Training], object]] = [
     lambda case: case.later(lambda: case.put(factor=0.0)),  # a hinge loss that is met
     lambda case: case.put(before_step=lambda: [case.clip(0.01), case.clip(0.01)]),
-    _average, _target, _layers_begin_alike, NOISE, _second_head, *SCALES,
+    partial(_skipped, scale=2.0**24),  # which comes down
+    _scaler_steps, _average, _target, _layers_begin_alike, NOISE, _second_head, *SCALES,
 ]  # fmt: skip
 
 
@@ -357,6 +362,9 @@ def test_a_weight_that_is_meant_to_stay() -> None:
     """By the option, and by an attribute of its module, which freezes nothing."""
     findings = Training().run(audit=Audit(frozen="4"))
     assert {(finding.kind, finding.module) for finding in findings} == {("frozen-moved", "4")}
+    training = Training()
+    training.hold(training.model, lr=0.0)
+    assert training.run(audit=Audit(frozen="*")) == ()
     training = Training()
     training.model[0].requires_grad = False
     assert {(finding.kind, finding.module) for finding in training.run()} == {("frozen-moved", "0")}
