@@ -11,6 +11,7 @@ import ast
 import copy
 import inspect
 import sys
+from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -62,14 +63,14 @@ class _Reached(BaseException):
 class Caller(NamedTuple):
     """A function of the program that is under way at a line, and has called what leads to the backward or the step.
 
-    `deleted`: parameters it has deleted: `names` has its own caller's. `since`: the line of the backward before a step.
+    `names` are its own, behind which its caller has those of its parameters, as it may have deleted them. `since`: the
+    line of the backward before a step.
     """
 
     code: CodeType
     line: int
-    names: dict[str, Any]
+    names: ChainMap[str, Any]
     globals: dict[str, Any]
-    deleted: frozenset[str]
     since: int = 0
 
 
@@ -152,9 +153,8 @@ def _callers(top: FrameType) -> list[Caller]:
     callers, values = list[Caller](), dict[str, Any]()
     for frame in reversed(_program_frames(top)):
         code, outer, values = frame.f_code, values, frame_values(frame)
-        deleted = {*code.co_varnames[: code.co_argcount]} & outer.keys() - values.keys()
-        names = values | {name: outer[name] for name in deleted}
-        callers.append(Caller(code, frame.f_lineno, names, frame.f_globals, frozenset(deleted)))
+        handed = {name: outer[name] for name in code.co_varnames[: code.co_argcount] if name in outer}
+        callers.append(Caller(code, frame.f_lineno, ChainMap(values, handed), frame.f_globals))
     return callers[::-1]
 
 
@@ -242,9 +242,9 @@ class _Part:
         """Return the names in the node that earlier statements have to make. Keep the values of the others."""
         needed = set()
         for name in source.names_in(node, ast.Load):
-            value, code = self._values.get(name), self._caller.code
+            value = self._values.get(name)
             # A statement may have bound a deleted parameter anew, as Trainer's does that prepares the inputs.
-            is_gone = name in self._caller.deleted or (name not in self._values and name in code.co_varnames)
+            is_gone = name in self._caller.code.co_varnames and name not in self._values.maps[0]
             # A module keeps its weights: made anew, it would have others.
             is_bound = name in self._bound and not isinstance(value, nn.Module)
             if is_gone or is_bound or _has_graph(value) or _is_bad(value):
