@@ -53,30 +53,32 @@ class Stored(NamedTuple):
     load: Callable[[], Tensor]
     encoding: Any = None
     shape: tuple[int, ...] = ()
+    block: tuple[int, int] = (1, 1)  # elements and bytes of a block of the encoding
     regions: tuple[range, ...] = ()
 
-    def parts(self, x: Tensor, step: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the parts of the loaded tensor in C order: the first element's number, the bytes, and the elements.
+    def parts(self, x: Tensor, step: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the parts of the loaded tensor in C order: the number of the first element, and the bytes to `decode`.
 
-        A part has `step` elements: a power of two from 2**13 on gives whole blocks of GGUF and of a fingerprint. The
-        mapped pages of a part leave this process's memory after it.
+        A part has `step` elements: a power of two from 2**13 on gives whole blocks of GGUF and of a fingerprint.
         """
         flat = x.detach().reshape(-1)
         if flat.dtype is torch.bool:
             flat = flat.view(torch.uint8)  # a file may have any byte there
-        elements, width = (1, 1) if self.encoding is None else _gguf().GGML_QUANT_SIZES[self.encoding]
-        length = step // elements * width
-        for start in range(0, len(flat), length):
+        elements, width = self.block
+        length, total = step // elements * width, flat.numel()
+        for start in range(0, total, length):
             # A slice of all of it takes a tenth of the read of 1 MiB.
-            values = raw = flat[start : start + length] if len(flat) > length else flat
-            if self.encoding is not None:
-                with np.errstate(all="ignore"):
-                    blocks = _gguf().dequantize(raw.numpy().reshape(-1, width), self.encoding)
-                values = torch.from_numpy(blocks).flatten()
-            yield start // width * elements, raw, values
-            self.release([raw])
+            yield start // width * elements, flat[start : start + length] if total > length else flat
 
-    def release(self, tensors: Sequence[Tensor]) -> None:
+    def decode(self, part: Tensor) -> Tensor:
+        """Return the elements of a part."""
+        if self.encoding is None:
+            return part
+        with np.errstate(all="ignore"):
+            blocks = _gguf().dequantize(part.numpy().reshape(-1, self.block[1]), self.encoding)
+        return torch.from_numpy(blocks).flatten()
+
+    def release(self, *tensors: Tensor) -> None:
         """Give the mapped pages from the first to the last of these back to the kernel.
 
         No others: the program may have written to a mapping of its own. A thread that is reading one maps it again.
@@ -234,8 +236,11 @@ def _gguf_file(path: Path) -> Entries:
         data = torch.from_numpy(entry.data)
         if entry.tensor_type.name == "BF16":
             data = data.view(torch.bfloat16)
-        encoding = entry.tensor_type if data.dtype is torch.uint8 else None
-        yield Stored(entry.name, path, data.detach, encoding, tuple(map(int, reversed(entry.shape))))
+        stored = Stored(entry.name, path, data.detach)
+        if data.dtype is torch.uint8:
+            shape, block = tuple(map(int, reversed(entry.shape))), _gguf().GGML_QUANT_SIZES[entry.tensor_type]
+            stored = stored._replace(encoding=entry.tensor_type, shape=shape, block=block)
+        yield stored
 
 
 _DCP = "torch.distributed.checkpoint"

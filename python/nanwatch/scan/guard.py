@@ -80,8 +80,7 @@ class CheckpointGuard:
     """
 
     def __init__(self, reports: Any, failures: Any) -> None:
-        self._reports = reports
-        self._failures = failures
+        self._reports, self._failures = reports, failures
         self._raises = reports.options.on_nonfinite == "raise"
         self.keeps = False  # the older checkpoints, because the newest is not finite
         # Infinities that the model began with are meant: a buffer for a running minimum, a bias that masks.
@@ -126,7 +125,7 @@ class CheckpointGuard:
         """Save beside the name that was asked for, and act on the failure."""
         names = first_few([visible(record.label) or "the tensor" for record in records])
         which = "a tensor that is" if len(records) == 1 else f"{len(records):,} tensors that are"
-        text = f"{save.function} was given {which} not finite ({names})"
+        text = f"{save.seam.called} was given {which} not finite ({names})"
         result = None
         if save.is_joint:
             try:  # the other ranks wait, and only an error of the save itself reaches them
@@ -135,7 +134,9 @@ class CheckpointGuard:
                 self._act(save, records, f"{text}: no rank writes it")
                 return self.refused(save, error)
         if save.path is not None:
-            beside, result = save.write_beside(save.path)
+            stem, ending = (save.path.rstrip("/"), "") if save.seam.is_folder else os.path.splitext(save.path)
+            beside = f"{stem}{_MARK}{ending}"
+            result = save.write(**{save.seam.place: beside})
             self.keeps = True
             text += f": the checkpoint is in {beside}, and {save.path} is untouched"
         elif self._raises:
@@ -152,11 +153,11 @@ class CheckpointGuard:
         pairs = [x for x in failures.values() if isinstance(x, tuple)] if isinstance(failures, dict) else []
         if self._raises or not any(isinstance(x, CheckpointRefusedError) for pair in pairs for x in pair):
             raise error
-        warn_user(f"{save.function}: a rank refused a checkpoint that is not finite, and no rank wrote it")
+        warn_user(f"{save.seam.called}: a rank refused a checkpoint that is not finite, and no rank wrote it")
 
     def _act(self, save: Save, records: list[Record], text: str) -> None:
         batch = max(self._reports.recorder.latest_batch, 0)
-        frame = Frame(batch, "(checkpoint)", save.function, tuple(records), "save")
+        frame = Frame(batch, "(checkpoint)", save.seam.called, tuple(records), "save")
         incident = self._reports.of_frame(frame)
         incident.remark(text)
         self._failures.step_follows(incident)
@@ -215,43 +216,30 @@ class Save:
     """
 
     def __init__(self, seam: Seam, bound: inspect.BoundArguments, original: Callable[..., Any]) -> None:
-        self._seam = seam
-        self._bound = bound
-        self._original = original
-        self.function = seam.called
+        self.seam, self._bound, self._original = seam, bound, original
         content, place = bound.arguments.get(seam.content), bound.arguments.get(seam.place)
         self.content = bound.arguments.get("self") if content is None else content
         if place is None:
             place = getattr(bound.arguments.get("storage_writer"), "path", None)
         self.path = os.fsdecode(place) if isinstance(place, str | os.PathLike) else None
-
-    @property
-    def is_left_alone(self) -> bool:
-        """Whether no guard reads it: it goes beside a good one already, or is one tensor of many of DCP."""
-        if self.path is None:
-            return isinstance(self.content, Tensor)
-        return _MARK in os.path.basename(self.path.rstrip("/"))
+        # No guard reads what goes beside a good one already, nor one tensor of many of DCP.
+        is_beside = self.path is not None and _MARK in os.path.basename(self.path.rstrip("/"))
+        self.is_left_alone = is_beside or (self.path is None and isinstance(self.content, Tensor))
 
     @property
     def is_joint(self) -> bool:
         """Whether several ranks save the same checkpoint, and fail or succeed together."""
         arguments, distributed = self._bound.arguments, torch.distributed
         is_alone = arguments.get("no_dist") or not arguments.get("use_collectives", True)
-        if is_alone or not (self.function.startswith(_DCP) and distributed.is_available()):
+        if is_alone or not (self.seam.called.startswith(_DCP) and distributed.is_available()):
             return False
         return distributed.is_initialized() and distributed.get_world_size(arguments.get("process_group")) > 1
-
-    def write_beside(self, path: str) -> tuple[str, Any]:
-        """Save beside `path`, so that the checkpoint there stays. Return where, and the result."""
-        stem, ending = (path.rstrip("/"), "") if self._seam.is_folder else os.path.splitext(path)
-        beside = f"{stem}{_MARK}{ending}"
-        return beside, self.write(**{self._seam.place: beside})
 
     def write(self, **changed: Any) -> Any:
         """Save as asked, or with changed arguments, past all guards."""
         bound = copy.copy(self._bound)
         bound.arguments = {**bound.arguments, **changed}
-        if (writer := bound.arguments.get("storage_writer")) is not None and self._seam.place in changed:
+        if (writer := bound.arguments.get("storage_writer")) is not None and self.seam.place in changed:
             bound.arguments["storage_writer"] = copy.copy(writer)  # it would remember the path
         token = _is_saving.set(True)
         try:
@@ -284,10 +272,6 @@ def _forget(reference: weakref.ref[CheckpointGuard]) -> None:
             _undo.pop()()
 
 
-def _live() -> list[CheckpointGuard]:
-    return [guard for reference in tuple(_guards) if (guard := reference()) is not None]
-
-
 def _replace(seam: Seam) -> None:
     try:
         *owners, name = seam.name.split(".")
@@ -317,10 +301,11 @@ def _guarded(seam: Seam, original: Any) -> Any:
 
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
+        guards = [guard for reference in tuple(_guards) if (guard := reference()) is not None]
         if not seam.called:
-            return None if any(guard.keeps for guard in _live()) else original(*args, **kwargs)
-        guards, bound = [] if _is_saving.get() else _live(), None
-        if guards:
+            return None if any(guard.keeps for guard in guards) else original(*args, **kwargs)
+        bound = None
+        if guards and not _is_saving.get():
             with suppress(TypeError):  # the function itself says what is wrong
                 bound = signature.bind(*args, **kwargs)
         if bound is None or (call := Save(seam, bound, original)).is_left_alone:

@@ -155,8 +155,7 @@ class Scan:
         if compared := of("converted", "changed", "not compared"):
             yield from ("", f"  {'relative':>9} {'largest':>9} {'kind':>12}  tensor")
         compared.sort(key=lambda change: -change.relative)
-        texts = [f"  {row.relative:>9.3g} {row.largest:>9.3g} {row.kind:>12}  {row}" for row in compared]
-        yield from _shortened(texts)
+        yield from _shortened([f"  {x.relative:>9.3g} {x.largest:>9.3g} {x.kind:>12}  {x}" for x in compared])
         renamed = [row for row in of("equal") if without_wrappers(row.name) != without_wrappers(row.other)]
         for words, changes in (
             ("equal under other names", renamed),

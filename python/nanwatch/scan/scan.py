@@ -6,14 +6,13 @@ import ctypes
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
-from itertools import accumulate, groupby, islice
+from itertools import islice
 from math import inf, isinf, prod, sqrt
 from os import PathLike
 from pathlib import Path
 from statistics import median
-from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
@@ -30,21 +29,23 @@ from ..util.visible import spell, without_wrappers
 from .files import Stored, open_checkpoint
 from .result import Change, Problem, Scan, TensorScan
 
-PART = 1 << 20  # elements: a call of a kernel costs nothing beside it, and all threads together stay small
+PART = (
+    1 << 22
+)  # bytes: a call reads two or three of these, so that threads rarely wake and memory stays small
 _STEP = 1 << 18  # elements of a comparison: its temporaries stay in the caches
 _MANY_ZEROS, _MANY_ENCODED_ZEROS = 0.1, 0.25  # blocks of 4 bits make up to 17 % of random numbers zero
 _MANY_SUBNORMALS = 0.01
 _SHOWN = 5  # dead rows whose numbers are kept
 _CASTS = {name: BY_NAME[name].ends for name in ("float16", "bfloat16")}
 _MOST_THREADS = 16  # more are no faster, and each has a part in memory
-_MOST_LOADED = 64  # tensors that a thread loads together
-_MOST_READ = 32 << 20  # bytes that it maps for one call
 # Relative, of a tensor: rounding to float8_e5m2 takes at most this. A cast that makes everything zero takes more.
 _MOST_ROUNDED = 0.125
-_loading = Lock()
+_NO_SUMS = torch.empty(0, dtype=torch.int64)
 
 Member: TypeAlias = tuple[Stored, TensorScan]
-_Row: TypeAlias = list[float] | None  # the columns of the health of a tensor that is read already
+# Of a part: the columns of its health, and sums for the fingerprint.
+_Row: TypeAlias = tuple[list[float], Tensor]
+_Part: TypeAlias = "tuple[_Reading, int, Tensor]"  # its first element, and the bytes to decode
 
 
 def scan(
@@ -84,9 +85,8 @@ def scan(
         if not others:
             why = "; ".join(fault.text for fault in faults) or "it has no tensor"
             raise ValueError(f"{against} cannot be compared with: {why}")
-        for fault in faults:
-            names = fault.tensors or (str(against),)
-            changes += (Change(name, name, "not compared", fault.text) for name in names)
+        lost = [(name, fault.text) for fault in faults for name in fault.tensors or (str(against),)]
+        changes += (Change(name, name, "not compared", text) for name, text in lost)
         changes += _changes(members, others, tell)
     tensors = tuple(tensor for _, tensor in members)
     problems = sorted([*problems, *_problems(tensors)], key=lambda problem: not problem.is_fault)
@@ -97,22 +97,24 @@ def scan(
 # The values of each tensor.
 
 
+@torch.inference_mode()  # without autograd a tensor of 1 MiB takes a tenth less
 def _read_all(
     paths: Sequence[str | PathLike[str]], tell: Tell, *, fingerprints: bool
 ) -> tuple[list[Member], list[Problem]]:
     entries = [entry for path in paths for entry in open_checkpoint(Path(path))]
-    tensors = [entry for entry in entries if isinstance(entry, Stored)]
+    readings: list[_Reading] = []
     num_threads = min(torch.get_num_threads(), _MOST_THREADS)
-    size = min(_MOST_LOADED, 1 + len(tensors) // (8 * num_threads))
-    batches = [tensors[first : first + size] for first in range(0, len(tensors), size)]
-    scans: list[TensorScan] = []
-    tell("reading", 0, len(tensors), "tensors")
     with ThreadPoolExecutor(num_threads, "nanwatch-scan", _compute_alone) as pool:
-        for batch in pool.map(partial(_read_batch, fingerprints=fingerprints), batches):
-            scans += batch
-            tell("reading", len(scans), len(tensors), "tensors")
-    problems = [entry for entry in entries if isinstance(entry, Problem)]
-    return [*zip(tensors, scans, strict=True)], problems
+        read = partial(_read, pool, tell, fingerprints)
+        # No thread reads meanwhile: it would wake when a call of PyTorch here lets go of the interpreter, as most do.
+        for entry in entries:
+            if isinstance(entry, Stored):
+                readings.append(reading := _Reading(entry))
+                if not reading.is_mapped:
+                    read([reading])  # one at a time is in memory
+        read([reading for reading in readings if reading.is_mapped])
+    members = [(x.stored, TensorScan(x.stored.name, str(x.stored.file), **x.facts)) for x in readings]
+    return members, [entry for entry in entries if isinstance(entry, Problem)]
 
 
 def _compute_alone() -> None:
@@ -120,85 +122,93 @@ def _compute_alone() -> None:
 
     `torch.set_num_threads` would change the number for threads of the program too.
     """
-    torch.get_num_threads()  # sets the number of a new thread
+    # First let PyTorch and the compiled part, which has a copy of that code, set the number of a new thread.
+    healths([torch.zeros(1 << 19, dtype=torch.uint8)])
     with suppress(AttributeError):  # a PyTorch without OpenMP
         ctypes.CDLL(None).omp_set_num_threads(1)
 
 
-@torch.inference_mode()  # without autograd a tensor of 1 MiB takes a tenth less
-def _read_batch(batch: Sequence[Stored], fingerprints: bool) -> list[TensorScan]:
-    # First all loads, then few reads: a read drives the interpreter out of the caches, and a load takes twice as long.
-    tensors = [_mapped(stored) for stored in batch]
-    members = [*zip(batch, tensors, strict=True)]
-    rows: dict[int, list[float]] = {}
-    whole = [] if fingerprints else [x for stored, x in members if x is not None and _is_whole(stored, x)]
-    ends = accumulate(x.nbytes for x in whole)
-    for _, group in groupby(zip(ends, whole, strict=True), lambda pair: pair[0] // _MOST_READ):
-        together = [x for _, x in group]
-        rows |= zip(map(id, together), healths(together), strict=True)
-        for stored in {stored.regions: stored for stored in batch}.values():
-            stored.release(together)
-    return [_read(stored, x, rows.get(id(x)), fingerprints) for stored, x in members]
+class _Reading:
+    """One tensor while it is read: what is known of it, and its parts."""
 
+    def __init__(self, stored: Stored) -> None:
+        self.stored = stored
+        self.facts: dict[str, Any] = {}  # fields of the TensorScan
+        self.parts: list[_Part] = []
+        self.rows: dict[int, _Row] = {}  # by the first element of each part
+        self.x: Tensor | None = None
+        self.is_mapped = False
+        try:
+            x = stored.load()
+            self.facts.update(dtype=dtype_name(x.dtype), shape=tuple(x.shape), unread=unreadable(x))
+            if stored.encoding is not None:
+                self.facts.update(dtype=stored.encoding.name.lower(), shape=stored.shape)
+            if not is_plain(x) and not self.facts["unread"]:
+                self.facts["health"] = tensor_health(x)
+            elif not self.facts["unread"]:
+                step = PART // (4 if stored.encoding else x.element_size())
+                self.parts = [(self, start, raw) for start, raw in stored.parts(x, step)]
+                for *_, raw in self.parts[:1]:
+                    stored.decode(raw[: stored.block[1]])  # raises where gguf has no decoder
+                    # The parts of a tensor that is not contiguous are a copy.
+                    self.is_mapped = any(raw.data_ptr() in region for region in stored.regions)
+                self.x = x
+        except Exception as error:
+            # PyTorch does not read the dtype or layout, or a library meets the damage when it loads the tensor.
+            self.facts["unread" if isinstance(error, TypeError | NotImplementedError) else "lost"] = spell(
+                error
+            )
+            self.parts = []
 
-def _is_whole(stored: Stored, x: Tensor) -> bool:
-    """Return whether the tensor is read in one piece, as it is."""
-    is_small = stored.encoding is None and x.dtype is not torch.bool and x.numel() <= PART
-    return is_small and is_plain(x) and not unreadable(x)
-
-
-def _mapped(stored: Stored) -> Tensor | None:
-    """Return a tensor that lies in a mapped file; None for a copy in memory, and for one that `_read` finds damaged."""
-    with suppress(Exception):
-        x = stored.load() if stored.regions else None
-        return x if x is not None and any(x.data_ptr() in region for region in stored.regions) else None
-    return None
-
-
-def _read(stored: Stored, mapped: Tensor | None, row: _Row, fingerprints: bool) -> TensorScan:
-    facts: dict[str, Any] = {}  # those that are known before an error stay
-    try:
-        # One tensor at a time is in memory where the file is not mapped.
-        with _loading if mapped is None else nullcontext():
-            _read_values(stored, stored.load() if mapped is None else mapped, row, fingerprints, facts)
-    except ImportError:
-        raise
-    except Exception as error:
-        # PyTorch does not read the dtype or layout, or a library meets the damage when it loads the tensor.
-        facts["unread" if isinstance(error, TypeError | NotImplementedError) else "lost"] = spell(error)
-    return TensorScan(stored.name, str(stored.file), **facts)
-
-
-def _read_values(stored: Stored, x: Tensor, row: _Row, fingerprints: bool, facts: dict[str, Any]) -> None:
-    dtype, shape = dtype_name(x.dtype), tuple(x.shape)
-    if is_encoded := stored.encoding is not None:
-        dtype, shape = stored.encoding.name.lower(), stored.shape
-    facts.update(dtype=dtype, shape=shape, unread="" if row else unreadable(x))
-    if facts["unread"] or not (row or is_plain(x)):
-        facts["health"] = None if facts["unread"] else tensor_health(x)
-        return
-    rows = {} if row is None else {0: row}
-    sums, nothing = list[Tensor](), torch.empty(0, dtype=torch.int64)
-    for start, raw, values in () if row else stored.parts(x, PART):
-        (rows[start],) = healths([values])
-        sums += [block_sums(raw)] if fingerprints else []
-    facts["nbytes"], facts["health"] = x.nbytes, health_of_parts(rows, shape)
-    if fingerprints:
-        facts["fingerprint"] = sealed(torch.cat([nothing, *sums]), dtype_name(x.dtype), x.shape)
-    if not is_encoded and x.is_floating_point() and x.dim() > 1:
-        width = prod(shape[1:])
+    def conclude(self, fingerprints: bool) -> None:
+        """Put together what the parts have, and let go of the tensor."""
+        x, facts, self.x, self.parts = self.x, self.facts, None, []
+        if x is None:
+            return
+        columns = {start: row for start, (row, _) in self.rows.items()}
+        facts["nbytes"], facts["health"] = x.nbytes, health_of_parts(columns, facts["shape"])
+        if fingerprints:
+            sums = torch.cat([_NO_SUMS, *(sums for _, sums in self.rows.values())])
+            facts["fingerprint"] = sealed(sums, dtype_name(x.dtype), x.shape)
+        has_rows = self.stored.encoding is None and x.is_floating_point() and x.dim() > 1
         # With fewer zeros than a row has elements no row is dead.
-        if 1 < width <= facts["health"].num_zero:
-            facts["dead_rows"], facts["first_dead_rows"] = _dead_rows(stored, x, width)
+        if has_rows and 1 < (width := prod(x.shape[1:])) <= facts["health"].num_zero:
+            facts["dead_rows"], facts["first_dead_rows"] = _dead_rows(self.stored, x, width)
+
+
+def _read(pool: ThreadPoolExecutor, tell: Tell, fingerprints: bool, readings: Sequence[_Reading]) -> None:
+    groups: list[list[_Part]] = []
+    for part in (part for reading in readings for part in reading.parts):
+        if not groups or sum(raw.nbytes for *_, raw in groups[-1]) >= 2 * PART:
+            groups.append([])
+        groups[-1].append(part)
+    results = pool.map(partial(_read_group, fingerprints=fingerprints), groups)
+    for number, (group, rows) in enumerate(zip(groups, results, strict=True)):
+        tell("reading", number, len(groups), "parts")
+        for (reading, start, _), row in zip(group, rows, strict=True):
+            reading.rows[start] = row
+    for reading in readings:
+        reading.conclude(fingerprints)
+
+
+@torch.inference_mode()
+def _read_group(group: Sequence[_Part], fingerprints: bool) -> list[_Row]:
+    """Read the parts by one call, and give their pages back."""
+    rows = healths([reading.stored.decode(raw) for reading, _, raw in group])
+    sums = [block_sums(raw) if fingerprints else _NO_SUMS for *_, raw in group]
+    for stored in {reading.stored.regions: reading.stored for reading, *_ in group}.values():
+        stored.release(*(raw for *_, raw in group))
+    return [*zip(rows, sums, strict=True)]
 
 
 def _dead_rows(stored: Stored, x: Tensor, width: int) -> tuple[int, tuple[int, ...]]:
     """Return how many rows of this width are all zero, and the numbers of the first."""
     # One tensor for all rows: small results between the temporaries of `any` would keep their memory from the next.
     live = torch.zeros(x.numel() // width, dtype=torch.bool)
-    for start, _, values in stored.parts(x, max(PART // width, 1) * width):
-        values = values.float() if values.element_size() == 1 else values  # `any` refuses formats of 8 bits
+    for start, raw in stored.parts(x, max((1 << 20) // width, 1) * width):
+        values = raw.float() if raw.element_size() == 1 else raw  # `any` refuses formats of 8 bits
         live[start // width :][: len(values) // width] = values.view(-1, width).any(1)
+        stored.release(raw)
     num_dead = len(live) - int(live.count_nonzero())
     dead = (number for number, is_live in enumerate(live.numpy()) if not is_live)
     return num_dead, tuple(islice(dead, min(num_dead, _SHOWN)))
@@ -247,18 +257,17 @@ def _remarks(tensor: TensorScan, health: TensorHealth) -> Iterator[tuple[str, st
     for target, narrow in _CASTS.items():
         if ends is None or ends.largest <= narrow.largest or largest == 0:  # nothing but zeros and nan
             continue
-        if isinf(torch.tensor(largest, dtype=torch.float64).to(getattr(torch, target))):
+        if largest > narrow.largest and isinf(
+            torch.tensor(largest, dtype=torch.float64).to(getattr(torch, target))
+        ):
             yield "range", f"abs max {largest:.4g} overflows in {target}"
         elif largest < narrow.smallest_normal:
             yield "range", f"abs max {largest:.4g}: every element would be subnormal or zero in {target}"
 
 
 def _outliers(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
-    peaks: dict[tuple[str, str], float] = {}
-    for tensor in tensors:
-        if tensor.health is not None and tensor.is_float:
-            module, _, label = tensor.name.rpartition(".")
-            peaks[module, label] = tensor.health.finite_abs_max
+    floats = [(tensor.name.rpartition("."), tensor.health) for tensor in tensors if tensor.is_float]
+    peaks = {(name[0], name[2]): health.finite_abs_max for name, health in floats if health is not None}
     for factor, (module, label), pattern, siblings in apart_from_siblings(peaks):
         text = (
             f"abs max {peaks[module, label]:.4g} is {factor:.3g} times the median {median(siblings):.4g} of the"
@@ -309,14 +318,12 @@ def _change(first: Member, second: Member) -> Change:
     why = a.lost or a.unread or b.lost or b.unread
     if not why and a.shape != b.shape:
         why = f"{list(a.shape)} is no {list(b.shape)}"
-    if not why and not (a.is_float and b.is_float) and a.dtype != b.dtype:
+    elif not why and not (a.is_float and b.is_float) and a.dtype != b.dtype:
         why = f"{a.dtype} is no {b.dtype}"
-    if not why:
-        try:
-            return _distance(first, second)
-        except Exception as error:  # cut off since
-            why = spell(error)
-    return Change(a.name, b.name, "not compared", why)
+    try:
+        return Change(a.name, b.name, "not compared", why) if why else _distance(first, second)
+    except Exception as error:  # cut off since
+        return Change(a.name, b.name, "not compared", spell(error))
 
 
 def _distance(first: Member, second: Member) -> Change:
@@ -325,7 +332,8 @@ def _distance(first: Member, second: Member) -> Change:
     at, num_lost = -1, 0  # finite elements that are nan or inf in the second
     unrounded = [0, 0]  # elements that are not the nearest in the second's format, and in the first's
     parts = (stored.parts(stored.load(), _STEP) for stored, _ in (first, second))
-    for (start, _, x), (_, _, y) in zip(*parts, strict=True):
+    for (start, raw), (_, other_raw) in zip(*parts, strict=True):
+        x, y = first[0].decode(raw), second[0].decode(other_raw)
         unrounded[0] += _unrounded(x, y)
         unrounded[1] += _unrounded(y, x)
         x, y = x.double(), y.double()
@@ -336,6 +344,8 @@ def _distance(first: Member, second: Member) -> Change:
         most, place = torch.max(difference.abs(), 0)
         if float(most) > largest:
             largest, at = float(most), start + int(place)
+        first[0].release(raw)
+        second[0].release(other_raw)
     relative = sqrt(noise / square) if square else (inf if noise else 0.0)
     remarks = [f"{a.dtype} to {b.dtype}"] if a.dtype != b.dtype else []
     remarks += [f"{num_lost:,} finite elements become nan or inf"] if num_lost else []
