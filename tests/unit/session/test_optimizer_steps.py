@@ -340,7 +340,7 @@ def test_a_bad_state_is_a_failure_of_the_step_that_makes_or_meets_it() -> None:
         with pytest.raises(NonFiniteError, match="the optimizer's step after batch 0") as error:
             optimizer.step()
     finding = finding_of(error)
-    assert (finding.module, finding.label, finding.origin) == ("(optimizer)", "exp_avg_sq[0.weight]", "buffer")
+    assert f"{finding.origin} {finding.module} {finding.label}" == "buffer (optimizer) exp_avg_sq[0.weight]"
     before = model[0].weight.clone()
     with watch(model, optimizer=optimizer):
         model(torch.ones(1)).sum().backward()
