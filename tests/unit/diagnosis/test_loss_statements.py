@@ -235,21 +235,6 @@ def test_parts_of_a_loss() -> None:
         assert mine.get("focal") is (first if way == "alias" else None)
 
 
-def test_a_parameter_that_was_deleted_is_its_caller_s() -> None:
-    """A step of a library frees the batch before the backward."""
-    model, batch = Net(), BATCH
-
-    def step(batch: Tensor) -> None:
-        loss = focal(model(batch), LABELS)
-        del batch
-        loss.backward()
-
-    with failing(model) as (failure, optimizer):
-        step(batch)
-        optimizer.step()
-    assert comment_of(failure.finding) == failure.finding.operation
-
-
 @pytest.mark.parametrize("way", ["next", "append", "loop", "augmented"])
 def test_what_may_not_run_twice_is_not_run(way: str) -> None:
     """Data, lists and tensors of the program stay as they are; the finding says why it has no line."""
