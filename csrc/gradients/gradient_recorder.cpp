@@ -242,8 +242,7 @@ void GradientRecorder::on_gradient(const at::Tensor& gradient, const void* at, u
     if (users.size() == 1 && users[0].part == Part::input && users[0].call->task != task) return;
     if (backward->is_known(place)) return backward->add_known(users);
   }
-  GradientEvent event{
-      {}, 0, false, {users[0].label, Role::gradient, NoteKind::none, -1, 0, 0, kNotPending, {}, nullptr}, nullptr};
+  GradientEvent event{.row = {users[0].label, Role::gradient}};
   int64_t bytes = 0;
   if (!read(gradient, users[0].call->batch, &event, &bytes)) return;
   {
@@ -265,8 +264,7 @@ bool GradientRecorder::read(const at::Tensor& gradient, int64_t batch, GradientE
   if (!is_pythons) event->pending = enqueue_read(gradient);
   if (event->pending != nullptr || (plain_view(gradient, &view) && view.dims <= 255)) {
     *bytes = gradient.numel() * int64_t(word_size(*format_of(gradient.scalar_type())));
-    row.dtype = int8_t(gradient.scalar_type());
-    row.dims = uint8_t(gradient.dim());
+    row.describe(gradient);
     if (event->pending != nullptr) return true;
     row.range = range_cpu(view);
     if (row.range.isfinite && !is_pythons) return true;

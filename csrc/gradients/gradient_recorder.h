@@ -37,9 +37,9 @@ struct GradientUser {
 };
 
 struct GradientEvent {
-  GradientUser user;
-  int64_t arrival;  // the same for all users of one gradient
-  bool has_nonfinite;
+  GradientUser user = {};
+  int64_t arrival = 0;  // the same for all users of one gradient
+  bool has_nonfinite = false;
   RecordData row;  // as it was read, perhaps under the label of another user; its python is owned by the Backward
   PendingRowPtr pending;  // where a device makes the range
 };

@@ -171,7 +171,7 @@ PendingRowPtr CallObserver::enqueue_read(const at::Tensor& x) {
 
 void CallObserver::unread(Labels::Id label, Role role, const std::string& reason, OpenFrame* frame) {
   if (PyObject* const record = unread_record(labels_.text(label), role, reason))
-    frame->add({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, record});
+    frame->add({.label = label, .role = role, .python = record});
 }
 
 // Turns an exception of reading a value into the value's record. Returns false for one that must end the call; it stays
@@ -189,7 +189,7 @@ bool CallObserver::excuse(Labels::Id label, Role role, OpenFrame* frame) {
   PyObject* record = PyObject_CallFunctionObjArgs(helpers_.observe.ptr(), value, text.ptr(), role_text.ptr(),
                                                   node.allow_inf.ptr(), py::int_(frame->batch).ptr(), nullptr);
   if (record == nullptr) return excuse(label, role, frame);
-  frame->add({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, record});
+  frame->add({.label = label, .role = role, .python = record});
   frame->has_nonfinite |= is_nonfinite(frame->records.back());
   return true;
 }
@@ -210,9 +210,8 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
   if (!masks_.empty() && !source.is_on_device() && !frame->reads_all && known_mask(x, label, role, frame)) [[unlikely]]
     return true;
   // Taken before the read: another thread may give the tensor other sizes while the lock is released.
-  RecordData record{
-      label,       role, NoteKind::none, int8_t(x.scalar_type()), uint8_t(view.dims), uint32_t(frame->shapes.size()),
-      kNotPending, {},   nullptr};
+  RecordData record{.label = label, .role = role, .shape_at = uint32_t(frame->shapes.size())};
+  record.describe(x);
   for (int64_t d = 0; d < view.dims; ++d) frame->shapes.push_back(view.sizes[d]);
   const Reading reading = range_of(source, memory, slot);
   record.range = reading.range;
@@ -243,7 +242,7 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
   }
   frame->shapes.resize(record->shape_at);
   if (reading.is_refused) {
-    note(label, role, NoteKind::not_checked, frame);
+    frame->add({label, role, NoteKind::not_checked});
     return true;
   }
   const at::Tensor& x = source.x;
@@ -289,7 +288,7 @@ py::object CallObserver::to_python(const FrameData& frame, const RecordData& rec
   }
   ++counters.tensors;
   ++counters.cache_hits;
-  frame->add({label, role, NoteKind::none, -1, 0, 0, kNotPending, {}, record.release().ptr()});
+  frame->add({.label = label, .role = role, .python = record.release().ptr()});
   return true;
 }
 
@@ -359,7 +358,7 @@ bool CallObserver::compiled_records(const Node& node, std::string_view plan, at:
     const Labels::Id label = labels_.of_text(text);
     if (!is_tensor) {
       if (kind == 'u') unread(label, role, reason, frame);
-      if (kind != 'u') note(label, role, kind == 'n' ? NoteKind::absent : NoteKind::not_a_tensor, frame);
+      if (kind != 'u') frame->add({label, role, kind == 'n' ? NoteKind::absent : NoteKind::not_a_tensor});
       return true;
     }
     if (is_own) {

@@ -222,9 +222,6 @@ class CallObserver {
   bool find_device(Source* source);
   bool find_device(const at::Tensor& x, PendingRows* pending, View* view, PendingRows::StreamSlot* stream_slot);
   bool resolve_record(const Node& node, const PendingRow& pending, const OpenFrame& frame, RecordData* record);
-  void note(Labels::Id label, Role role, NoteKind kind, OpenFrame* frame) {
-    frame->add({label, role, kind, -1, 0, 0, kNotPending, {}, nullptr});
-  }
   void unread(Labels::Id label, Role role, const std::string& reason, OpenFrame* frame);
   bool excuse(Labels::Id label, Role role, OpenFrame* frame);
   bool record_from_python(PyObject* value, Labels::Id label, Role role, const Node& node, OpenFrame* frame);

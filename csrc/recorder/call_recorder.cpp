@@ -377,7 +377,7 @@ void CallRecorder::add_frame(int64_t batch, int32_t node, const py::list& record
   FrameData frame;
   static_cast<FrameHead&>(frame) = {batch, node, nodes_[size_t(node)]->class_name, false, Phase::step};
   for (const py::handle record : records)
-    frame.add({0, Role::weight, NoteKind::none, -1, 0, 0, kNotPending, {}, record.inc_ref().ptr()});
+    frame.add({.label = 0, .role = Role::weight, .python = record.inc_ref().ptr()});
   ++observer_.counters.frames;
   keep(frame);
 }

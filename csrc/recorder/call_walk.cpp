@@ -150,7 +150,7 @@ struct CallObserver::Walk {
 
   bool note(Labels::Id label, NoteKind kind) {
     ++leaves;
-    self.note(label, role, kind, frame);
+    frame->add({label, role, kind});
     return true;
   }
 

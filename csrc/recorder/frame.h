@@ -113,13 +113,19 @@ constexpr int32_t kNotPending = -1;
 struct RecordData {
   Labels::Id label;
   Role role;
-  NoteKind note;
-  int8_t dtype;  // c10::ScalarType, -1 where there is no tensor
-  uint8_t dims;
-  uint32_t shape_at;  // into FrameData::shapes
-  int32_t pending;    // into FrameData::pending.rows while the range is still to come, else kNotPending
-  RangeRow range;
-  PyObject* python;  // owned; where the Python side made the record, it replaces all else
+  NoteKind note = NoteKind::none;
+  int8_t dtype = -1;  // c10::ScalarType, -1 where there is no tensor
+  uint8_t dims = 0;
+  uint32_t shape_at = 0;          // into FrameData::shapes
+  int32_t pending = kNotPending;  // into FrameData::pending.rows while the range is still to come
+  RangeRow range = {};
+  PyObject* python = nullptr;  // owned; where the Python side made the record, it replaces all else
+
+  // Takes what a tensor tells without a read.
+  void describe(const at::Tensor& x) {
+    dtype = int8_t(x.scalar_type());
+    dims = uint8_t(x.dim());
+  }
 };
 
 // A tensor of a call that may get a gradient.
