@@ -93,9 +93,10 @@ class GradientHook:
 
     __torch_unserializable__ = True  # torch.save() warns of any other hook
 
-    def __init__(self, recorder: Any, place: object) -> None:
+    def __init__(self, recorder: Any, place: object, x: Tensor) -> None:
         self.recorder, self.place = weakref.ref(recorder), place
         self.users: list[tuple[Callable[[], Call | None], Part, str]] = []
+        self.handle: Any = x.register_hook(self)
 
     def __call__(self, gradient: Tensor | None) -> None:
         """Hand a gradient to the recorder."""
@@ -106,10 +107,10 @@ class GradientHook:
             recorder.take_gradient(gradient, self.place, [user for user in users if user[0] is not None])
 
 
-def leaf_hooks(leaf: Tensor, recorder: object) -> dict[int, GradientHook]:
-    """Return the recorder's hook at a leaf by its key, if it has one."""
-    hooks = (leaf._backward_hooks or {}).items()
-    return {key: x for key, x in hooks if isinstance(x, GradientHook) and x.recorder() is recorder}
+def leaf_hook(leaf: Tensor, recorder: object) -> GradientHook | None:
+    """Return the recorder's hook at a leaf, if it has one."""
+    hooks = (x for x in (leaf._backward_hooks or {}).values() if isinstance(x, GradientHook))
+    return next((x for x in hooks if x.recorder() is recorder), None)
 
 
 def place_of(x: Any) -> tuple[Any, ...] | None:

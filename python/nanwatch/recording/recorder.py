@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..numerics import _extension
 from ..records.record import PLAIN_MASK, Frame, Note, Record
-from .calls import Backward, Batch, Call, GradientHook, GradientUser, Node, Peaks, leaf_hooks, place_of
+from .calls import Backward, Batch, Call, GradientHook, GradientUser, Node, Peaks, leaf_hook, place_of
 from .events import Event, PeakName, Recorder, RecorderEvents, Settings, Start
 from .masks import Excuses
 from .observe import call_values, completed_record, observe
@@ -79,6 +79,7 @@ class PythonRecorder:
         self._batches: dict[int, Batch] = {}  # under way, by thread
         self._ended: weakref.WeakSet[Batch] = weakref.WeakSet()
         self._follows = settings.gradients
+        self._hooks: weakref.WeakSet[GradientHook] = weakref.WeakSet()
         self._call_numbers = itertools.count()
         self._backwards: dict[int, Backward] = {}
 
@@ -328,21 +329,18 @@ class PythonRecorder:
                 if place is None or (part == "output" if x.is_leaf else part == "input" and place in outputs):
                     continue
                 with self._lock:
-                    hooks = [*leaf_hooks(x, self).values()] if x.is_leaf else []
-                    hook = hooks[0] if hooks else GradientHook(self, place)
-                    if not hooks:
-                        x.register_hook(hook)
+                    hook = (leaf_hook(x, self) if x.is_leaf else None) or GradientHook(self, place, x)
+                    self._hooks.add(hook)
                     alive = [user for user in hook.users if user[0]() is not None]
                     call_of = weakref.ref(call) if x.is_leaf else lambda: call
                     hook.users = [*alive, (call_of, part, f"{label}.grad")]
 
     def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
-        """Remove the hooks from these leaves, and look at no gradient any more."""
+        """Remove all hooks, and look at no gradient any more."""
         self._follows = False
-        with self._lock, torch._C.DisableTorchFunction():
-            for x in leaves:
-                for key in leaf_hooks(x, self):
-                    (x._backward_hooks or {}).pop(key)
+        with self._lock:
+            for hook in [*self._hooks]:
+                hook.handle.remove()
 
     def take_gradient(self, gradient: Tensor, place: object, users: list[GradientUser]) -> None:
         """Take a gradient that came at a place of the graph, of a tensor that these calls have used."""
