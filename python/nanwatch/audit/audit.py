@@ -259,7 +259,7 @@ class UpdateAudit:
         if step is not None:
             step.finish()
             for suspect, count in track.add(step):
-                self._add(track.step, suspect, count, _place(suspect.kind, step) or user_line())
+                self._add(track.step or 1, suspect, count, _place(suspect.kind, step) or user_line())
             self._window.has_trained |= model.training
             track.has_learned |= any(weight.grad == "some" for weight in step.trained)
         self._window.time += 1
