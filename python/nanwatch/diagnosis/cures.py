@@ -105,9 +105,8 @@ class _Formats:
             return
         calls = [call for call in self._seen.calls if call.name in (self._at, self._finding.module)]
         dtypes = [x.dtype for x in (*self._finding.operands, *(x for call in calls for x in call.records))]
-        if not any(call.autocast for call in calls) and not any(
-            x in _HALVES or "float8" in x for x in dtypes
-        ):
+        is_narrow = any(x in _HALVES or "float8" in x for x in dtypes)
+        if not is_narrow and not any(call.autocast for call in calls):
             return
         works = self._in_float32(self._at, is_expected=True)
         is_wide_enough = self._bfloat16()

@@ -257,7 +257,8 @@ class Proposer:
         """Propose finite numbers for the infinities that the function writes, as in a mask."""
         lowest = self._numbers["LOWEST"]
         for node in ast.walk(self._site.node):
-            value = self._site.constant(node) if isinstance(node, ast.expr) else None
+            is_signed = isinstance(self._site.parents.get(node), ast.UnaryOp)  # tried with its sign alone
+            value = self._site.constant(node) if isinstance(node, ast.expr) and not is_signed else None
             # A mask of the wrong sign is found in a softmax.
             is_low = value == -math.inf or (value == math.inf and "softmax" in self._operation)
             for number in [lowest] * is_low + [lowest[1:]] * (value == math.inf):
