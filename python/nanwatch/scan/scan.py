@@ -29,9 +29,7 @@ from ..util.visible import spell, without_wrappers
 from .files import Stored, open_checkpoint
 from .result import Change, Problem, Scan, TensorScan
 
-PART = (
-    1 << 22
-)  # bytes: a call reads two or three of these, so that threads rarely wake and memory stays small
+PART = 1 << 22  # bytes: a call reads two or three, so that threads rarely wake and memory stays small
 _STEP = 1 << 18  # elements of a comparison: its temporaries stay in the caches
 _MANY_ZEROS, _MANY_ENCODED_ZEROS = 0.1, 0.25  # blocks of 4 bits make up to 17 % of random numbers zero
 _MANY_SUBNORMALS = 0.01
@@ -105,14 +103,14 @@ def _read_all(
     readings: list[_Reading] = []
     num_threads = min(torch.get_num_threads(), _MOST_THREADS)
     with ThreadPoolExecutor(num_threads, "nanwatch-scan", _compute_alone) as pool:
-        read = partial(_read, pool, tell, fingerprints)
         # No thread reads meanwhile: it would wake when a call of PyTorch here lets go of the interpreter, as most do.
-        for entry in entries:
+        for number, entry in enumerate(entries):
             if isinstance(entry, Stored):
                 readings.append(reading := _Reading(entry))
-                if not reading.is_mapped:
-                    read([reading])  # one at a time is in memory
-        read([reading for reading in readings if reading.is_mapped])
+                if not reading.is_mapped:  # one at a time is in memory
+                    tell("reading", number, len(entries), "tensors")
+                    _read(pool, silent, fingerprints, [reading])
+        _read(pool, tell, fingerprints, [reading for reading in readings if reading.is_mapped])
     members = [(x.stored, TensorScan(x.stored.name, str(x.stored.file), **x.facts)) for x in readings]
     return members, [entry for entry in entries if isinstance(entry, Problem)]
 
@@ -140,7 +138,8 @@ class _Reading:
         self.is_mapped = False
         try:
             x = stored.load()
-            self.facts.update(dtype=dtype_name(x.dtype), shape=tuple(x.shape), unread=unreadable(x))
+            shape = () if x.is_nested else tuple(x.shape)  # some sizes of a nested tensor are no numbers
+            self.facts.update(dtype=dtype_name(x.dtype), shape=shape, unread=unreadable(x))
             if stored.encoding is not None:
                 self.facts.update(dtype=stored.encoding.name.lower(), shape=stored.shape)
             if not is_plain(x) and not self.facts["unread"]:
@@ -155,10 +154,8 @@ class _Reading:
                 self.x = x
         except Exception as error:
             # PyTorch does not read the dtype or layout, or a library meets the damage when it loads the tensor.
-            self.facts["unread" if isinstance(error, TypeError | NotImplementedError) else "lost"] = spell(
-                error
-            )
-            self.parts = []
+            kind = "unread" if isinstance(error, TypeError | NotImplementedError) else "lost"
+            self.facts[kind], self.parts = spell(error), []
 
     def conclude(self, fingerprints: bool) -> None:
         """Put together what the parts have, and let go of the tensor."""
@@ -177,11 +174,14 @@ class _Reading:
 
 
 def _read(pool: ThreadPoolExecutor, tell: Tell, fingerprints: bool, readings: Sequence[_Reading]) -> None:
-    groups: list[list[_Part]] = []
+    groups, room = list[list[_Part]](), 0
     for part in (part for reading in readings for part in reading.parts):
-        if not groups or sum(raw.nbytes for *_, raw in groups[-1]) >= 2 * PART:
+        if room <= 0:
             groups.append([])
+            room = 2 * PART
         groups[-1].append(part)
+        # A part that is to be decoded becomes as large as PART, and is read alone.
+        room = 0 if part[0].stored.encoding else room - part[2].nbytes
     results = pool.map(partial(_read_group, fingerprints=fingerprints), groups)
     for number, (group, rows) in enumerate(zip(groups, results, strict=True)):
         tell("reading", number, len(groups), "parts")

@@ -132,11 +132,8 @@ def test_parameters_views_and_arrays_of_torch_save(tmp_path):
     weight, module = torch.randn(4, 6), torch.nn.Linear(3, 3)
     weight[1, 2] = torch.nan
     tensors = {"w": weight, "t": weight.t(), "row": weight[2], "strided": weight[:, :2], "p": module.weight}
-    arrays = {
-        "array": np.array([1.0, np.nan]),
-        "number": np.float16(np.nan),
-        "big": np.array([1.0, np.inf], ">f4"),
-    }
+    arrays = {"array": np.array([1.0, np.nan]), "big": np.array([1.0, np.inf], ">f4")}
+    arrays["number"] = np.float16(np.nan)
     content = {
         **tensors,
         **arrays,
@@ -144,6 +141,7 @@ def test_parameters_views_and_arrays_of_torch_save(tmp_path):
         "counts": np.arange(3),
         "best_loss": np.float64(np.inf),
         "sparse": weight.to_sparse(),
+        "nested": torch.nested.nested_tensor([weight, weight[:2]], layout=torch.jagged),
     }
     torch.save(content, tmp_path / "x.pt")
     mapped = torch.load(tmp_path / "x.pt", mmap=True, weights_only=False)["w"].fill_(7)
@@ -153,7 +151,8 @@ def test_parameters_views_and_arrays_of_torch_save(tmp_path):
     assert (read["w"].health.first_nonfinite, read["t"].health.first_nonfinite) == ((1, 2), (2, 1))
     for name, x in {**tensors, "m.weight": module.weight}.items():
         assert read[name].fingerprint == nanwatch.fingerprint(x.detach())
-    assert not any(read[name].health.isfinite for name in (*arrays, "sparse"))
+    assert not any(read[name].health.isfinite for name in (*arrays, "sparse", "nested"))
+    assert '"nested"' in result.to_json()
     assert not {"counts", "best_loss"} & {*read}
 
 
