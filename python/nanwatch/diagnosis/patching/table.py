@@ -4,7 +4,6 @@ Rows are Python. A single capital letter stands for any expression, `N` for a nu
 which the form gets as they were. Functions stand for every spelling: `log(X)` is `torch.log(X)`, `X.log()` and
 `X.log_()`, `A / B` is also `torch.div(A, B)`. `W(X)` is a call of any function or module, and `W` in its form is that
 call. ` | ` is between the patterns of one form. A name in the source is followed to the assignment that made it.
-
 Names of several capitals are numbers for the format at hand, see NUMBERS.
 """
 
@@ -58,6 +57,7 @@ _STABLE = (
     ("log(cosh(X))", "X + F.softplus(-2.0 * X) - LN2"),
     ("log(sum(exp(X)))", "torch.logsumexp(X.flatten(), 0)"),
     ("log(sum(exp(X), ...)) | log(sum(exp(X), ...) + N)", "torch.logsumexp(X, ...)"),
+    ("log(norm(exp(X), dim=D))", "0.5 * torch.logsumexp(2.0 * X, dim=D)"),
     ("log(mean(exp(X)))", "torch.logsumexp(X.flatten(), 0) - math.log(X.numel())"),
     ("log(mean(exp(X), dim=D))", "torch.logsumexp(X, dim=D) - math.log(X.shape[D])"),
     ("log(cumsum(exp(X), ...))", "torch.logcumsumexp(X, ...)"),
