@@ -65,9 +65,9 @@ class Job:
 
     def to_json(self) -> str:
         """Return the reports as one JSON document."""
-        ranks = [plain(report) for report in self.reports]
+        ranks = [{"schema": SCHEMA, "version": VERSION, **plain(report)} for report in self.reports]
         if len(ranks) == 1:
-            document = {"schema": SCHEMA, "version": VERSION, **ranks[0]}
+            document = ranks[0]
         else:
             rank = None if self.first is None else self.first.rank
             document = {"schema": f"{SCHEMA}.job", "version": VERSION, "first": rank, "ranks": ranks}
