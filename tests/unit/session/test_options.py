@@ -97,7 +97,7 @@ def test_allowed_infinities_are_noted_and_no_fault(allow: Any) -> None:
     finding = w.report().finding
     assert finding.module == ("1" if allow == "inf:0" else "")
     with watch(model, allow="inf:*"):  # a nan among infinities is meant by nobody
-        assert fault_of(model, torch.tensor([INF, float("nan")])).finding is not None
+        assert fault_of(model, torch.tensor([INF, float("nan")])).frames[-1].fault is not None
 
 
 # The declaration
