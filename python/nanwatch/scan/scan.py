@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from math import inf, isinf, prod, sqrt
 from os import PathLike
 from pathlib import Path
@@ -41,8 +41,7 @@ _MOST_ROUNDED = 0.125
 _NO_SUMS = torch.empty(0, dtype=torch.int64)
 
 Member: TypeAlias = tuple[Stored, TensorScan]
-# Of a part: the columns of its health, and sums for the fingerprint.
-_Row: TypeAlias = tuple[list[float], Tensor]
+_Row: TypeAlias = tuple[list[float], Tensor]  # of a part: its health, and sums for the fingerprint
 _Part: TypeAlias = "tuple[_Reading, int, Tensor]"  # its first element, and the bytes to decode
 
 
@@ -205,10 +204,11 @@ def _dead_rows(stored: Stored, x: Tensor, width: int) -> tuple[int, tuple[int, .
     """Return how many rows of this width are all zero, and the numbers of the first."""
     # One tensor for all rows: small results between the temporaries of `any` would keep their memory from the next.
     live = torch.zeros(x.numel() // width, dtype=torch.bool)
-    for start, raw in stored.parts(x, max((1 << 20) // width, 1) * width):
+    parts = stored.parts(x, max((1 << 20) // width, 1) * width)
+    for (_, before), (start, raw) in pairwise([(0, x[:0]), *parts]):
         values = raw.float() if raw.element_size() == 1 else raw  # `any` refuses formats of 8 bits
         live[start // width :][: len(values) // width] = values.view(-1, width).any(1)
-        stored.release(raw)
+        stored.release(before, raw)  # with the first page Linux has mapped pages of the part before again
     num_dead = len(live) - int(live.count_nonzero())
     dead = (number for number, is_live in enumerate(live.numpy()) if not is_live)
     return num_dead, tuple(islice(dead, min(num_dead, _SHOWN)))
