@@ -86,7 +86,7 @@ def _zero_gradient(step: Step) -> Iterator[Suspect]:
     if (not active and step.has_learned) or any(clip.total == inf for clip in step.clips):
         return
     modules = {weight.module for weight in active}
-    for weight in step.trained:
+    for weight in [each for each in step.trained if each.grad == "zero"]:
         before = step.previous.get(weight.key)
         # A bias beside a weight with a gradient falls out of a difference of outputs, as in front of a batch norm. The
         # weight may be a parametrization's.
@@ -94,7 +94,7 @@ def _zero_gradient(step: Step) -> Iterator[Suspect]:
         # A branch behind a factor of 0 gets its gradient once the factor has moved.
         is_late = weight.lr != 0 and before is not None and bool(before.lr)
         cancels = weight.label == "bias" and siblings
-        if weight.grad == "zero" and is_late and not cancels and not _is_idle(step, weight, modules):
+        if is_late and not cancels and not _is_idle(step, weight, modules):
             yield _suspect("zero-gradient", weight)
 
 
@@ -124,13 +124,13 @@ def _not_stepped(step: Step) -> Iterator[Suspect]:
 
 def _absorbed(step: Step) -> Iterator[Suspect]:
     """Yield weights whose update rounds away, at a rate that does not rise: it may still become what was meant."""
-    for weight in step.trained:
+    for weight in [each for each in step.trained if each.grad != "zero"]:
         values, after, update = weight.before, weight.after, update_of(step, weight)
         before = step.previous.get(weight.key, weight)
         if values is None or after is None or update is None or (weight.lr or 0.0) > (before.lr or 0.0):
             continue
         moving, share = _lost_share(values, update, after)
-        if share >= _ABSORBED and weight.grad != "zero":
+        if share >= _ABSORBED:
             count = int(moving.sum())
             in_float32 = (values.float() != (values.double() - update).float()) & moving
             size = values.abs().cpu()
