@@ -85,7 +85,7 @@ BROKEN = [
     ("diagnosis.search._of_forward", forward, "the finding could not be examined: RuntimeError: broken"),
     ("diagnosis.experiment.observe", forward, "the re-run of the batch ended: it raised RuntimeError: broken"),
     ("diagnosis.provenance.ProvenanceMode._look", forward, "aten.div.Tensor could not be followed: RuntimeError"),
-    ("diagnosis.cures._Formats.go", half, "the search for other formats failed: RuntimeError: broken"),
+    ("diagnosis.cures._Formats.go", half, "the search for another format failed: RuntimeError: broken"),
     ("diagnosis.patching.rounds.Rounds.go", forward, "the search for a change of the source failed: RuntimeErr"),
     ("history.monitor._version", forward, "the versions of weights could not be noted"),
     ("history.monitor.Suspicion._of_weights", forward, "the growth of weights could not be told"),

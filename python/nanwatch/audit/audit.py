@@ -108,7 +108,7 @@ class _Track:
         self._certain: set[tuple[str, str, str | None]] = set()
 
     def is_due(self, step: int, every: int) -> bool:
-        """Return whether to audit this step. A suspicion that is neither certain nor gone asks for it."""
+        """Return whether to audit this step. A suspicion that is neither certain nor gone asks for an audit."""
         is_open = any(key not in self._certain for key in self._suspected) and self.in_a_row < _MORE
         return step <= self.due_until or step % every == 0 or is_open
 

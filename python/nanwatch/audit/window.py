@@ -120,7 +120,7 @@ def held_by_optimizers(but: Optimizer | None = None) -> set[int]:
 
 
 def is_relevant(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has weights of the model, or seems to be meant for it.
+    """Return whether an optimizer has weights of the model, or seems to be meant for the model.
 
     Others of the same shapes may be those of a copy. Where no optimizer has any weight, this one may have old ones.
     """

@@ -121,7 +121,7 @@ class ProcessBox:
         )
 
     def _exits(self) -> None:
-        """Note that Python ends. The file goes when the process has ended well, unless a folder was given for it."""
+        """Note that Python ends. The file goes when the process has ended well, unless the user gave a folder."""
         if self._ended.is_set() or os.getpid() != self._pid:
             return
         self._ended.set()

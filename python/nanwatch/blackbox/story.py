@@ -36,7 +36,7 @@ _PARTS = ("output", "input", "weight")
 class BoxCall:
     """Call of a module in a batch. `seconds` is how long it took, or has run; None where that is not known.
 
-    `ago` is how long before the latest sign of life it ended; 0 for one that is under way.
+    `ago` is how long before the latest sign of life it ended; 0 while it is under way.
     """
 
     module: str
@@ -189,7 +189,7 @@ def _documents(text: str) -> Iterator[dict[str, Any]]:
 def read(path: str | os.PathLike[str]) -> BlackBoxReport:
     """Read the black box of a process, which may be running.
 
-    Raises ValueError, which names the file, for one that is no black box, and OSError.
+    Raises ValueError, which names the file, where it is no black box, and OSError.
     """
     path = Path(path)
     if path.exists() and not path.is_file():

@@ -6,7 +6,7 @@ random states bit for bit, what was called and how, and the finding (see docs/ca
 
 Tensors, None, bool, int, float, str, torch.dtype, torch.device and torch.Size stay as they are, and so do lists, tuples
 and dicts of them. A subclass of one of them is stored as its base. Anything else is left out, and
-{"nanwatch": "left out", "why": …} stands for it.
+{"nanwatch": "left out", "why": …} takes its place.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Capsule:
     it ran, such as "cuda:0". `args` and `kwargs` hold tensors on the CPU. `state` has the weights and buffers of the
     module and its submodules by name, tied ones as one tensor, and `training` the flag of the module ("") and of each
     submodule where it differs. `rng` and `autocast` are as the call found them. `left_out` lists all that is missing,
-    with the reason; a dict with the key "nanwatch" stands for it.
+    with the reason; a dict with the key "nanwatch" takes its place.
 
     Examples:
         >>> import nanwatch, torch
@@ -249,7 +249,7 @@ class _Contents:
         return {MARK: "left out", "why": visible(text)}
 
     def _copied(self, x: Tensor, label: str) -> Any:
-        """Return a copy of a tensor, or what stands for one that is left out."""
+        """Return a copy of a tensor, or what takes the place of one that is left out."""
         what = f"{label} ({type_name(x)}, {dtype_name(x.dtype)} {list(x.shape)}"
         if reason := unreadable(x):
             return self._leave_out(f"{what}): {reason}")

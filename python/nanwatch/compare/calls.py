@@ -334,7 +334,7 @@ class _Matcher:
 
 
 def _row_marks(call: ModuleCall) -> Tensor | None:
-    """Return a few projections of each row of a leaf's weight; None for no weight, and for one number throughout.
+    """Return a few projections of each row of a leaf's weight; None without a weight, and where all numbers are equal.
 
     Equal rows of two weights have nearly equal marks, also in another format.
     """

@@ -308,7 +308,7 @@ def _computes_alone(root: nn.Module) -> bool:
 
 
 class _NoCollectives(TorchDispatchMode):
-    """Mode that refuses what would wait for other ranks: all collectives of torch.distributed are operators."""
+    """Mode that refuses what would wait for the other ranks: all collectives of torch.distributed are operators."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run any other operation."""

@@ -181,7 +181,7 @@ class _Rerun:
             if not (finding.is_of_loss or finding.phase == "step"):
                 # The cure is judged at the gradient, also where the loss fails.
                 trials.finding = finding
-                attempt("the search for other formats", partial(try_formats, trials), trials.remarks.append)
+                attempt("the search for another format", partial(try_formats, trials), trials.remarks.append)
         finally:  # also where the clock ends a run
             incident.learn(cures=working_first(trials.cures))
             incident.remark(*trials.remarks)

@@ -213,7 +213,7 @@ def extrapolate(batches: Floats, headroom: Floats) -> tuple[Floats, Floats, Floa
 def fit(batches: Floats, headroom: Floats) -> tuple[Floats, Floats, Floats]:
     """Fit a line to each column by least squares.
 
-    Return how many batches after the last the line reaches 0 (inf for one that does not fall, or with fewer than half
+    Return how many batches after the last the line reaches 0 (inf where it does not fall, or with fewer than half
     of the points), the standard deviation of that, and the bits that it loses a batch.
     """
     is_known = np.isfinite(headroom)

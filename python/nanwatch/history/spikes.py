@@ -105,7 +105,7 @@ class LossScale(Protocol):
     num_skipped: int
 
     def find_scale(self) -> Tensor | None:
-        """Return the present scale on its own device, without waiting for it."""
+        """Return the present scale on its own device. Does not wait for the device."""
 
 
 class SpikeWatch:

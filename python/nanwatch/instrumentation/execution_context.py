@@ -51,7 +51,7 @@ class RngState:
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """Autocast for one kind of device: `torch.autocast(device_type, dtype, enabled)`."""
+    """Autocast for a kind of device: `torch.autocast(device_type, dtype, enabled)`."""
 
     device_type: str
     dtype: torch.dtype

@@ -43,7 +43,7 @@ ATTRIBUTE = "_compiled_call_impl"
 SITE = "_nanwatch_site"
 IS_WATCHED = "_nanwatch_is_watched"
 
-# Seconds after which other threads proceed anyway, so that a re-run that waits for one of them cannot deadlock.
+# Seconds after which other threads proceed anyway, so that a re-run cannot deadlock by waiting for a thread.
 PATIENCE = 60.0
 
 

@@ -64,7 +64,7 @@ def _file_for(version: str) -> Path | None:
 
 
 def _is_stale() -> bool:
-    """Return whether the build was made for other declarations than those of now, such as other fields of a record."""
+    """Return whether the build has declarations that differ from those of now, such as the fields of a record."""
     try:
         stub = _PACKAGE.joinpath("_C.pyi").read_bytes()
     except OSError:  # left out of an installation: then nobody has edited it

@@ -82,7 +82,7 @@ def _root(sums: Tensor) -> Tensor:
 
 
 def fingerprint(x: Tensor) -> Tensor:
-    """Return the fingerprint of `x`, int64 of shape (), on its device. Does not wait for it.
+    """Return the fingerprint of `x`, int64 of shape (), on its device. Does not wait for the device.
 
     Copies a tensor that is not contiguous. Takes strided tensors of the dtypes of NUMBER_FORMATS.
     """

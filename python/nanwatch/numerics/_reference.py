@@ -202,8 +202,8 @@ def stored(x: Tensor) -> _Stored:
         x = x.to_dense()
     if x.dtype not in READABLE_DTYPES:
         raise TypeError(
-            f"nanwatch cannot read a tensor of dtype {str(x.dtype).removeprefix('torch.')}: torch gives no value per "
-            f"element for it. Accepted: {READABLE_NAMES}. Convert it first, or look at x.view(torch.uint8)."
+            f"nanwatch cannot read a tensor of dtype {str(x.dtype).removeprefix('torch.')}: torch gives no values "
+            f"of its elements. Accepted: {READABLE_NAMES}. Convert it first, or look at x.view(torch.uint8)."
         )
     if x.layout is not torch.strided:
         # Compressed layouts become COO: one path for the positions, at the price of one copy of the indices.
@@ -258,7 +258,7 @@ def _range_row(chunk: Tensor, device: torch.device) -> Tensor:
 
 
 def _health_row(chunk: Tensor, positions: Tensor, device: torch.device) -> Tensor:
-    """Return the columns of `health` for one chunk; first_nonfinite is inf without one, so that min merges it."""
+    """Return the columns of `health` of a chunk; first_nonfinite is inf without one, so that min merges it."""
     values = _to_arithmetic(chunk)
     magnitude = values.abs()
     wide = row_dtype(device)

@@ -128,7 +128,7 @@ _LIMITS |= {name: _LIMITS[part] for name, part in _PARTS.items()}
 
 
 def limits(dtype_name: str) -> Limits | None:
-    """Return the limits of a format ("float16"; of its parts for "complex64"); None for one that cannot overflow."""
+    """Return the limits of a format ("float16"; of its parts for "complex64"); None if it cannot overflow."""
     return _LIMITS.get(dtype_name)
 
 

@@ -59,7 +59,7 @@ def abs_ranges(tensors: Iterable[Tensor]) -> list[AbsRange]:
     if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
         raise TypeError(
             f"abs_ranges takes an iterable of tensors, got {type_name(tensors)}. "
-            "Pass [x, y, …], or use abs_range for one tensor."
+            "Pass [x, y, …], or use abs_range for a single tensor."
         )
     # The caller's own code makes the tensors of a generator: before the caller's modes are put aside.
     given = list(tensors)

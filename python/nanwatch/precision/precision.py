@@ -41,7 +41,7 @@ def run_in_fp32(
         module: the module, or its name in `model`.
         model: needed for a name only.
         cast_output: cast float32 results to the half precision of the first floating-point argument (without one: of
-            the weights, if autocast is off). A result that is too large for it becomes inf. False leaves float32, for a
+            the weights, if autocast is off). A result too large for that becomes inf. False leaves float32, for a
             caller that can take it, as under autocast.
 
     Returns a handle: `remove()`, or the end of its `with` block, undoes it. A second call for the same module does no

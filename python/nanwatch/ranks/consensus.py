@@ -1,6 +1,6 @@
 """Consensus of all ranks of a job on where the first non-finite value was, reached through the job's store.
 
-Ranks never use a collective for it: when one rank has failed, the others may be waiting for it in one of their own. A
+Ranks never use a collective to agree: when one rank has failed, the others may wait in one of their own. A
 thread looks at the store once a second. Only that thread uses the store, so that a store that hangs holds nobody up.
 """
 
@@ -240,7 +240,7 @@ def own_store(prefix: str, store: Store | None = None) -> Store:
 class StoreProtocol:
     """The few keys of the job's store through which ranks agree. No method waits for a rank.
 
-    No key exists while all is well, and a rank that looks asks for one: that of the earliest observation, kept by
+    No key exists while all is well, and a rank that looks reads a single key: the earliest observation, kept by
     compare-and-set. Nothing grows with the number of ranks but counts.
     """
 

@@ -197,7 +197,7 @@ class PythonRecorder:
     # Calls. The wrapper of a module makes the call itself: through here it would take a level of recursion more.
 
     def enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Call | None:
-        """Begin a call of a module. Return None for one that is not recorded."""
+        """Begin a call of a module. Return None where it is not recorded."""
         thread = self._thread
         caller = thread.calls[-1] if thread.calls else None
         if thread.recording or (caller is None and self.paused):

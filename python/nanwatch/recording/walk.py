@@ -29,7 +29,7 @@ MAX_LEAVES = 4096
 MAX_DEPTH = 32
 # A longer list that holds plain scalars only, such as token ids, is one value.
 MAX_SCALARS = 64
-# An object that holds more has its attributes for other reasons than to hand over tensors.
+# An object that holds more does not have its attributes to hand over tensors.
 MAX_OBJECTS = 64
 
 SCALARS = (int, float, str, bytes, type(None))

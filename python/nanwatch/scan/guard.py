@@ -45,7 +45,7 @@ class Seam(NamedTuple):
 
     module: str
     name: str
-    called: str = ""  # in words; "" for one that deletes a checkpoint that has a successor
+    called: str = ""  # in words; "" for a function that deletes a checkpoint that has a successor
     content: str = ""
     place: str = ""
     is_folder: bool = False

@@ -58,7 +58,7 @@ def scan(
 
     Files are mapped, so that memory does not grow with them. What cannot be mapped is loaded: a tensor at a time from
     .npz and torch.distributed.checkpoint, and whole files of the format before PyTorch 1.6. Damaged files are problems
-    of the result. Raises OSError for a path that is not there, ValueError for one that is no checkpoint,
+    of the result. Raises OSError for a path that is not there, ValueError where it is no checkpoint,
     ImportError where the package for a format is missing.
 
     Examples:

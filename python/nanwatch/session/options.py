@@ -428,7 +428,7 @@ def _matches(name: str, entries: Iterable[str]) -> bool:
 def _fitted(
     option: str, entries: Iterable[str], names: Sequence[str], *, must_match: bool
 ) -> tuple[str, ...]:
-    """Return the patterns without a wrapper's prefix; ValueError for one that matches none of the names."""
+    """Return the patterns without a wrapper's prefix; ValueError where a pattern matches none of the names."""
     must_match = must_match or option == "modules"
     length, fitted = len("inf:") if option == "allow" else 0, []
     for entry in entries:

@@ -23,7 +23,7 @@ _MOST_CURVES = 256
 
 
 class BatchSummary:
-    """The headroom of one finite batch. Ask for it when all frames are taken.
+    """The headroom of one finite batch. Read it when all frames are taken.
 
     Inputs are left out: each is another module's output. `shown` are the modules that have a curve.
     """

@@ -210,7 +210,7 @@ class TraceWriter:
             self._tables = []
 
     def _become_file(self) -> None:
-        """Make one file in place of the folder, if there is time for it."""
+        """Make one file in place of the folder, if time is left."""
         parquet = columns.arrow("pyarrow.parquet", "trace=")
         parts = sorted(self.path.glob(f"part-*{SUFFIX}"))
         with parquet.ParquetWriter(self._temporary, columns.schema(self._facts), **_HOW) as file:

@@ -42,9 +42,9 @@ class Span(NamedTuple):
     start: int
     end: int
 
-    def covers(self, other: Span) -> bool:
-        """Return whether the other lies inside this one."""
-        return self.start <= other.start and other.end <= self.end
+    def covers(self, span: Span) -> bool:
+        """Return whether `span` lies inside this one."""
+        return self.start <= span.start and span.end <= self.end
 
 
 class Edit(NamedTuple):

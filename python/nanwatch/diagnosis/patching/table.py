@@ -107,7 +107,7 @@ _STABLE = (
 )  # fmt: skip
 
 _DIVISOR = "keep the divisor away from 0"
-_UNBIASED = "do not divide by the number of values less one, which is 0 for one value"
+_UNBIASED = "do not divide by the number of values less one, which is 0 for a single value"
 _MASKED = "mask with a finite score, so that a row masked everywhere becomes uniform"
 _ROOT = "keep what the root is taken of away from 0"
 _LOG = "keep what the logarithm is taken of away from 0"
@@ -206,7 +206,7 @@ NUMBERS = {
 
 
 def numbers_of(dtype: str) -> dict[str, str]:
-    """Return the numbers for a format, that of float32 for one that is not in the table."""
+    """Return the numbers for a format, those of float32 where the table does not have it."""
     column = _FORMATS.index(dtype) if dtype in _FORMATS else 1
     return {name: values[column] for name, values in NUMBERS.items()}
 
