@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from support.netcheck_ranks import HOST, MARGIN, Ranks, free_port, rank_environment, step, why
+from support.netcheck_ranks import HOST, MARGIN, Ranks, field, free_port, rank_environment
 from support.processes import forking_python
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
@@ -22,17 +22,12 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was 
 def test_healthy_ranks_under_torchrun() -> None:
     """Each rank prints one line, and the status is 0."""
     torchrun = ("torch.distributed.run", "--nproc_per_node", "3", "--master_port", str(free_port()))
-    done = subprocess.run(
-        [forking_python(), "-m", *torchrun, "-m", "nanwatch.netcheck", "--timeout", "60"],
-        env=rank_environment(PYTHON_EXEC=forking_python()),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    line = [forking_python(), "-m", *torchrun, "-m", "nanwatch.netcheck", "--timeout", "60"]
+    env = rank_environment(PYTHON_EXEC=forking_python())
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(done.stdout.splitlines()) == [
-        f"[{HOST}-{rank}] is OK (global rank: {rank}/3)" for rank in range(3)
-    ]
+    expected = [f"[{HOST}-{rank}] is OK (global rank: {rank}/3)" for rank in range(3)]
+    assert sorted(done.stdout.splitlines()) == expected
 
 
 def test_healthy_ranks_under_slurm(ranks: Ranks) -> None:
@@ -51,8 +46,8 @@ def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
         ranks.start(rank, 3, "--timeout", "5")
     for rank in (0, 2):
         status, out = ranks.end_of(rank, 5 + MARGIN)
-        assert (status, step(out)) == (1, "arrival")
-        assert why(out).startswith("ranks that have not arrived: 1")
+        assert (status, field("step", out)) == (1, "arrival")
+        assert field("why", out).startswith("ranks that have not arrived: 1")
     assert time.monotonic() - start < 5 + MARGIN
 
 
@@ -69,8 +64,8 @@ def test_a_pair_that_cannot_talk_is_named(ranks: Ranks, listens: bool, reason: s
         store.set("arrived/1", f"other-0 {port} 127.0.0.1")
         store.add("arrived", 1)
         status, out = ranks.end_of(0, 5 + MARGIN)
-    assert (status, step(out)) == (1, "links")
-    assert f"rank 1 (other-0) at 127.0.0.1 port {port}: {reason}" in why(out)
+    assert (status, field("step", out)) == (1, "links")
+    assert f"rank 1 (other-0) at 127.0.0.1 port {port}: {reason}" in field("why", out)
 
 
 @pytest.mark.slow
@@ -91,7 +86,7 @@ def test_a_rank_lost_in_the_middle_is_named_by_the_others(ranks: Ranks, how: sig
     lost.send_signal(how)
     outs = [ranks.end_of(rank, 20 + MARGIN) for rank in (0, 2)]
     assert [status for status, _ in outs] == [1, 1]
-    assert any(f"rank 1 ({HOST}-1)" in why(out) for _, out in outs)
+    assert any(f"rank 1 ({HOST}-1)" in field("why", out) for _, out in outs)
 
 
 @pytest.mark.parametrize("wrong", [{"RANK": ""}, {"RANK": "2"}, {"MASTER_PORT": "-1"}])

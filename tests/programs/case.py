@@ -71,8 +71,6 @@ class Setup:
     loop: Callable[[], Any] | None = None
     loss: Callable[[Any], Tensor] | None = None
     objective: Callable[..., Tensor] | None = None  # in place of `loss`: of the model and its arguments
-    batch: Callable[[int], tuple[Any, ...]] | None = None  # in place of `args`: those of a step
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     steps: int = 1
     scale: float = 1.0
     convert: Callable[[Tensor], Tensor] = lambda x: x
@@ -86,23 +84,24 @@ class Setup:
             with nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast):
                 return train_one_step(self.model, batch, self.objective, self.scale)
         if self.loss is None:
-            return self._forward(self.args)
-        optimizer = (self.optimizer or plain_sgd)(self.model)
-        for step in range(self.steps):
+            return self._forward()
+        optimizer = plain_sgd(self.model)
+        for _ in range(self.steps):
             optimizer.zero_grad()
-            output = self._forward(self.args if self.batch is None else self.batch(step))
+            output = self._forward()
             loss = self.loss(output)
             (loss * self.scale).backward()
-            results = [loss.detach(), *(p.grad for p in self.model.parameters() if p.grad is not None)]
-            if step == self.steps - 1 or not finite(results):
-                final = [x.clone() for x in results]
-                optimizer.step()  # where a watch raises for a gradient
-                return final
-            optimizer.step()
-        return None
+            results = [
+                loss.detach(),
+                *(p.grad.clone() for p in self.model.parameters() if p.grad is not None),
+            ]
+            optimizer.step()  # where a watch raises for a gradient
+            if not finite(results):
+                break
+        return results
 
-    def _forward(self, args: tuple[Any, ...]) -> Any:
-        args, kwargs = _pytree.tree_map_only(Tensor, self.convert, (args, self.kwargs))
+    def _forward(self) -> Any:
+        args, kwargs = _pytree.tree_map_only(Tensor, self.convert, (self.args, self.kwargs))
         with nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast):
             return self.model(*args, **kwargs)
 
@@ -119,19 +118,18 @@ Maker = Callable[[], Setup]
 
 @dataclass(frozen=True)
 class Case:
-    """A program that fails, and the truth about it.
+    """A program that fails, and the truth about it. The docstring of a program says why it fails.
 
     `module`, `label`, `origin`, `source_module` and `value` are those of the finding. `operations`: the names of the
-    operation that made the value, any of which will do; empty where none of the failing call did. The guilty line ends
-    with a comment `# culprit: NAME`. `format_cause`: the same call in float32 is finite. With a `label` of "" only the
-    module is known: `module` is the one whose code is at fault, "-" for code outside all modules. A module of None is
-    not known: of a training from a public thread the line and the cures are judged.
+    operation that made the value, any of which will do; empty where none of the failing call did. The guilty line
+    ends with a comment `# culprit: NAME`. With a `label` of "" only the module is known: `module` is the one whose
+    code is at fault, "-" for code outside all modules. A module of None is not known: of a training from a public
+    thread the line and the cures are judged.
     """
 
     name: str
-    make: Callable[[], Setup]
+    make: Maker
     file: Path
-    cause: str
     module: str | None = None
     label: str = "output"
     origin: str = "produced"
@@ -139,7 +137,6 @@ class Case:
     source_module: str | None = None
     operations: tuple[str, ...] = ()
     transient: bool = False
-    format_cause: bool = False
 
     def build(self) -> Setup:
         """Make the same model and inputs each time. Leave the random state as `run` is to find it."""
@@ -155,12 +152,12 @@ class Case:
         return number
 
 
-def failure(cause: str, *, operations: str = "", **truth: Any) -> Callable[[Maker], Maker]:
+def failure(*, operations: str = "", **truth: Any) -> Callable[[Maker], Maker]:
     """Enter the function that makes the failing program into CASES under its own name. `truth`: fields of Case."""
 
     def enter(make: Maker) -> Maker:
         file = Path(inspect.getfile(make))
-        CASES.append(Case(make.__name__, make, file, cause, operations=tuple(operations.split()), **truth))
+        CASES.append(Case(make.__name__, make, file, operations=tuple(operations.split()), **truth))
         return make
 
     return enter
@@ -175,7 +172,7 @@ def thread(place: str) -> Callable[[Callable[[], tuple[nn.Module, tuple[Any, ...
             model, args, objective = build()
             return Setup(model, args, objective=objective)
 
-        THREADS.append(Case(build.__name__, make, Path(inspect.getfile(build)), place))
+        THREADS.append(Case(build.__name__, make, Path(inspect.getfile(build))))
         return make
 
     return enter

@@ -36,9 +36,9 @@ class Block(nn.Module):
         return x + self.out(self.attn(self.norm(x)))
 
 
-@failure("lucidrains/memory-compressed-attention/issues/2", module="attn", label="", operations="masked_fill")
+@failure(module="attn", label="", operations="masked_fill")
 def causal_sign() -> Setup:
-    """Causal attention with compressed keys and values."""
+    """Causal attention with compressed keys and values (lucidrains/memory-compressed-attention/issues/2)."""
     model = Block()
     g = torch.Generator().manual_seed(0)
     return Setup(model, (torch.randn(2, 8, 8, generator=g),), loss=summed)
@@ -65,9 +65,9 @@ class AssayModel(nn.Module):
         return self.objective(self.assays(torch.relu(self.fingerprint(bits))), target)
 
 
-@failure("pytorch/pytorch/issues/121416", module="objective.criterion", label="", operations="mse_loss")
+@failure(module="objective.criterion", label="", operations="mse_loss")
 def mse_missing_targets() -> Setup:
-    """Assay prediction: every molecule lacks most of the targets."""
+    """Assay prediction: every molecule lacks most of the targets (pytorch/pytorch/issues/121416)."""
     model = AssayModel()
     g = torch.Generator().manual_seed(0)
     target = torch.randn(5, 4, generator=g)
@@ -93,9 +93,9 @@ class WaveNetBlock(nn.Module):
         return self.synthesis(self.companding(self.analysis(wave)))
 
 
-@failure("tensorflow/tensorflow/pull/38467", module="companding", label="", operations="sqrt")
+@failure(module="companding", label="", operations="sqrt")
 def where_sqrt_negative() -> Setup:
-    """Audio with a companding nonlinearity between two convolutions."""
+    """Audio with a companding nonlinearity between two convolutions (tensorflow/tensorflow/pull/38467)."""
     model = WaveNetBlock()
     g = torch.Generator().manual_seed(0)
     return Setup(model, (torch.randn(2, 1, 20, generator=g),), loss=lambda output: output.square().mean())
@@ -114,9 +114,9 @@ class Regressor(nn.Module):
         return self.reg(torch.relu(self.neck(features)))  # culprit: static_loss_scale
 
 
-@failure("open-mmlab/mmdetection/issues/3690", module="reg", label="", operations="addmm")
+@failure(module="reg", label="", operations="addmm")
 def static_loss_scale() -> Setup:
-    """Half-precision training with a fixed loss scale."""
+    """Half-precision training with a fixed loss scale (open-mmlab/mmdetection/issues/3690)."""
     model = Regressor().half()
     g = torch.Generator().manual_seed(0)
     return Setup(
@@ -141,9 +141,9 @@ def spectral_rmse_loss(output: Tensor) -> Tensor:
     return rmse.mean()
 
 
-@failure("ZFTurbo/Music-Source-Separation-Training/pull/200", module="-", label="", operations="sqrt")
+@failure(module="-", label="", operations="sqrt")
 def spectral_rmse() -> Setup:
-    """Source separation of stems by a mask; the loss is a function of the training script."""
+    """Source separation of stems, by a function of the script (ZFTurbo/Music-Source-Separation-Training/pull/200)."""
     model = sequence(mask=StemMask())
     g = torch.Generator().manual_seed(0)
     magnitude = torch.rand(3, 6, 5, generator=g)

@@ -21,8 +21,9 @@ class Standardised(nn.Module):
         return self.net((x - x.mean(0)) / x.std(0))  # culprit: given_to_a_container
 
 
-@failure("a constant column is divided by its deviation", module="", label="", operations="div")
+@failure(module="", label="", operations="div")
 def given_to_a_container() -> Setup:
+    """A constant column is divided by its deviation."""
     x = torch.randn(16, 5)
     x[:, 3] = 1.0
     return Setup(Standardised(), (x,))
@@ -40,8 +41,9 @@ class Scores(nn.Module):
         return self.block(h).sum(-1)
 
 
-@failure("the logarithm of a count of zero", module="", label="", value="inf", operations="log")
+@failure(module="", label="", value="inf", operations="log")
 def given_to_a_nested_container() -> Setup:
+    """The logarithm of a count of zero is taken."""
     return Setup(Scores(), (torch.tensor([[0.0, 1.0, 2.0, 5.0]]),))
 
 
@@ -57,8 +59,9 @@ class Gated(nn.Module):
         return self.inner(self.first(x) * self.gate)
 
 
-@failure("a parameter of a parent that is nan", module="", label="gate", origin="weight")
+@failure(module="", label="gate", origin="weight")
 def parameter_of_a_parent() -> Setup:
+    """A parameter of a parent is nan."""
     return Setup(Gated(float("nan")), (torch.randn(2, 4),))
 
 
@@ -74,18 +77,15 @@ class ListedScales(nn.Module):
         return self.linear(x) * self.scales[0]
 
 
-@failure("a parameter in a ParameterList that is nan", module="", label="scales.0", origin="weight")
+@failure(module="", label="scales.0", origin="weight")
 def parameter_in_a_list() -> Setup:
+    """A parameter in a ParameterList is nan."""
     return Setup(ListedScales(), (torch.randn(2, 4),))
 
 
-@failure(
-    "the original of a parametrization that is nan",
-    module="0.parametrizations.weight",
-    label="original0",
-    origin="weight",
-)
+@failure(module="0.parametrizations.weight", label="original0", origin="weight")
 def original_of_a_parametrization() -> Setup:
+    """The original of a parametrization is nan."""
     model = nn.Sequential(weight_norm(nn.Linear(4, 4)))
     with torch.no_grad():
         model[0].parametrizations.weight.original0[1] = float("nan")
@@ -105,8 +105,9 @@ class TwoLogarithms(nn.Module):
         return F.nll_loss(torch.log(probs), y) - 0.01 * entropy.mean()
 
 
-@failure("two logarithms of one probability of zero", module="", label="", operations="log")
+@failure(module="", label="", operations="log")
 def two_logarithms() -> Setup:
+    """Two logarithms of one probability of zero are taken."""
     x = torch.randn(8, 6)
     x[2] *= 2000
     return Setup(TwoLogarithms(), (x, torch.randint(0, 10, (8,))), loss=lambda output: output)
@@ -123,15 +124,9 @@ class Products(nn.Module):
         return self.softmax(q @ k.mT)  # culprit: scores_that_overflow
 
 
-@failure(
-    "scores that leave float16, and look like a mask",
-    module="",
-    label="",
-    value="inf",
-    operations=PRODUCTS,
-    format_cause=True,
-)
+@failure(module="", label="", value="inf", operations=PRODUCTS)
 def scores_that_overflow() -> Setup:
+    """Scores leave float16, and look like a mask."""
     q, k = torch.full((2, 8), 100.0), torch.full((2, 8), -100.0)
     k[0] = 0
     return Setup(Products().half(), (q.half(), k.half()))

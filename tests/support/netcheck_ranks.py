@@ -16,14 +16,9 @@ MARGIN = 30  # seconds beyond the timeout: a busy machine takes long to import t
 
 
 def rank_environment(**changes: str) -> dict[str, str]:
-    env = {
-        key: value
-        for key, value in os.environ.items()
-        if key == "NANWATCH_EXT" or not key.startswith(("TORCHELASTIC", "SLURM", "NANWATCH"))
-    }
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
-    return env | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
+    launchers = "TORCHELASTIC", "SLURM", "NANWATCH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_"
+    kept = {k: v for k, v in os.environ.items() if k == "NANWATCH_EXT" or not k.startswith(launchers)}
+    return kept | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
 
 
 def free_port() -> int:
@@ -83,13 +78,8 @@ class Ranks:
             process.communicate()
 
 
-def why(out: str) -> str:
-    match = re.search(r"^    why:  (.*)$", out, re.MULTILINE)
-    assert match, out
-    return match[1]
-
-
-def step(out: str) -> str:
-    match = re.search(r"^    step: (.*)$", out, re.MULTILINE)
+def field(name: str, out: str) -> str:
+    """Return what netcheck says behind `step:` or `why:`."""
+    match = re.search(rf"^    {name}: +(.*)$", out, re.MULTILINE)
     assert match, out
     return match[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import urllib.request
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from nanwatch.sinks import sink
 from nanwatch.sinks.alerts import PrometheusSink
+from support.netcheck_ranks import free_port
 from support.toys import Scale
 from support.watching import watch
 
@@ -49,10 +49,7 @@ def test_headroom_by_module_and_failures(registry: Any, monkeypatch: pytest.Monk
 
 def test_its_name_with_a_port_serves_the_registry_of_the_process() -> None:
     """From the first batch on, without code of the user; a second watch adds to it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    model = nn.Sequential(Scale())
+    port, model = free_port(), nn.Sequential(Scale())
     for _ in range(2):
         with watch(model, sinks=f"prometheus:{port}", log_every=1):
             model(torch.ones(2))

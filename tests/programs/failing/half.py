@@ -35,14 +35,9 @@ class Residual(nn.Module):
         return x + self.part(self.norm(x))
 
 
-@failure(
-    "the down projection of a feed-forward sums past 65504 in float16 (T5's `wo`)",
-    module="part.wo",
-    value="inf",
-    operations=PRODUCTS,
-    format_cause=True,
-)
+@failure(module="part.wo", value="inf", operations=PRODUCTS)
 def t5_wo() -> Setup:
+    """The down projection of a feed-forward sums past 65504 in float16 (T5's `wo`)."""
     model = Residual(32, DenseReluDense(32, 128))
     with torch.no_grad():
         model.part.wi.weight.mul_(2000)
@@ -64,17 +59,9 @@ class ScaledEmbedding(nn.Module):
         return self.norm(h)
 
 
-@failure(
-    "token embeddings times sqrt(width) leave float16",
-    module="norm",
-    label="input[0]",
-    origin="received",
-    source_module="",
-    value="inf",
-    operations="mul",
-    format_cause=True,
-)
+@failure(module="norm", label="input[0]", origin="received", source_module="", value="inf", operations="mul")
 def embedding_scale() -> Setup:
+    """Token embeddings times sqrt(width) leave float16."""
     model = ScaledEmbedding(50, 256)
     with torch.no_grad():
         model.embed.weight[7, 3] = 6000.0  # the outlier feature of a token that begins every text
@@ -91,10 +78,9 @@ class MomentNorm(nn.Module):
         return (x - mean) * torch.rsqrt(var + 1e-5)
 
 
-@failure(
-    "a layer norm by hand squares its input in float16", module="norm", operations="mul", format_cause=True
-)
+@failure(module="norm", operations="mul")
 def layer_norm_square() -> Setup:
+    """A layer norm by hand squares its input in float16."""
     model = sequence(proj=nn.Linear(16, 64), norm=MomentNorm())
     with torch.no_grad():
         model.proj.bias.fill_(400.0)
@@ -115,14 +101,9 @@ class ResidualStream(nn.Module):
         return self.up(stream)  # culprit: autocast_cast
 
 
-@failure(
-    "autocast casts a float32 residual stream with values above 65504 to float16",
-    module="up",
-    value="inf",
-    operations="_to_copy",
-    format_cause=True,
-)
+@failure(module="up", value="inf", operations="_to_copy")
 def autocast_cast() -> Setup:
+    """Autocast casts a float32 residual stream with values above 65504 to float16."""
     model = ResidualStream()
     model.scale[5] = 4e4  # a massive activation in one channel
     return Setup(model, (torch.randn(8, 16) * 2,), autocast=torch.float16)
@@ -145,14 +126,9 @@ class FastWeights(nn.Module):
         return self.start - 0.01 * step
 
 
-@failure(
-    "Adam's eps of 1e-8 is zero in float16, and so is the square of a small gradient",
-    module="inner",
-    value="nan+inf",
-    operations="div",
-    format_cause=True,
-)
+@failure(module="inner", value="nan+inf", operations="div")
 def adam_eps() -> Setup:
+    """Adam's eps of 1e-8 is zero in float16, and so is the square of a small gradient."""
     model = sequence(inner=FastWeights(16))
     return Setup(model.half(), (torch.linspace(0, 1e-4, 16).half(),))
 
@@ -165,14 +141,9 @@ class Rounded(nn.Module):
         return -torch.log(1 - p).mean()  # culprit: bfloat16_rounding
 
 
-@failure(
-    "a probability of 0.999 is rounded to 1 in bfloat16, and log(1 - p) is taken",
-    module="loss",
-    value="inf",
-    operations="log",
-    format_cause=True,
-)
+@failure(module="loss", value="inf", operations="log")
 def bfloat16_rounding() -> Setup:
+    """A probability of 0.999 is rounded to 1 in bfloat16, and log(1 - p) is taken."""
     model = sequence(score=nn.Linear(8, 1), loss=Rounded())
     nn.init.constant_(model.score.bias, 7.0)
     return Setup(model.bfloat16(), (torch.randn(16, 8).bfloat16(),))

@@ -30,13 +30,9 @@ class Tagger(nn.Module):
 
 
 # The record of an input is made when the call has returned. The re-run shows that the call wrote to its input.
-@failure(
-    "a module that divides its own input in place, with a row of zeros",
-    module="norm",
-    label="input[0]",
-    operations="div_",
-)
+@failure(module="norm", label="input[0]", operations="div_")
 def own_input() -> Setup:
+    """A module divides its own input in place, with a row of zeros."""
     model = Tagger()
     nn.init.constant_(model.features.bias, -0.3)
     x = torch.randn(6, 8)
@@ -56,13 +52,9 @@ class Spectrogram(nn.Module):
         return self.head(clips)
 
 
-@failure(
-    "a model that scales its batch in place, with a silent clip",
-    module="",
-    label="input[0]",
-    operations="div_",
-)
+@failure(module="", label="input[0]", operations="div_")
 def data_in_place() -> Setup:
+    """A model scales its batch in place, with a silent clip."""
     clips = torch.randn(4, 16)
     clips[3] = 0.0
     return Setup(Spectrogram(), (clips,))

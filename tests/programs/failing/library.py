@@ -22,12 +22,9 @@ class FineTuning(nn.Module):
         return self.loss(logits.flatten(0, 1), labels.flatten())  # culprit: ignored_labels
 
 
-@failure(
-    "cross entropy of a batch whose labels are all ignored",
-    module="loss",
-    operations="nll_loss_forward nll_loss nll_loss_nd cross_entropy_loss",
-)
+@failure(module="loss", operations="nll_loss_forward nll_loss nll_loss_nd cross_entropy_loss")
 def ignored_labels() -> Setup:
+    """All labels of a batch are ignored."""
     ids = torch.randint(0, 20, (2, 6))
     return Setup(FineTuning(), (ids, torch.full((2, 6), -100)))
 
@@ -44,10 +41,9 @@ class NoEps(nn.Module):
         return self.head(self.norm(x))  # culprit: eps_of_zero
 
 
-@failure(
-    "nn.LayerNorm with eps=0 on a constant row", module="norm", operations="native_layer_norm layer_norm"
-)
+@failure(module="norm", operations="native_layer_norm layer_norm")
 def eps_of_zero() -> Setup:
+    """nn.LayerNorm has eps=0 and gets a constant row."""
     x = torch.randn(3, 8)
     x[1] = 2.0
     return Setup(NoEps(), (x,))
@@ -76,8 +72,9 @@ class BilinearPool(nn.Module):
         return SignedSqrt.apply(h.square().mean(1))
 
 
-@failure("a torch.autograd.Function that divides by its own root at 0", module="pool", operations="div")
+@failure(module="pool", operations="div")
 def signed_sqrt() -> Setup:
+    """A torch.autograd.Function divides by its own root at 0."""
     model = sequence(features=nn.Sequential(nn.Linear(8, 6), nn.ReLU()), pool=BilinearPool())
     with torch.no_grad():
         model.features[0].bias[2] = -100.0  # a dead channel

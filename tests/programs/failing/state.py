@@ -25,8 +25,9 @@ class Autoencoder(nn.Module):
         return self.decoder(torch.relu(h))
 
 
-@failure("a checkpoint with a nan in a weight", module="decoder", label="weight", origin="weight")
+@failure(module="decoder", label="weight", origin="weight")
 def poisoned_checkpoint() -> Setup:
+    """A checkpoint has a nan in a weight."""
     state = Autoencoder().state_dict()
     state["decoder.weight"][5, 2] = float("nan")  # as a run that diverged saved it
     model = Autoencoder().eval()
@@ -35,24 +36,19 @@ def poisoned_checkpoint() -> Setup:
 
 
 @failure(
-    "a checkpoint whose running_var is negative",
     module="bn",
     operations="native_batch_norm _native_batch_norm_legit_no_training _batch_norm_impl_index batch_norm",
 )
 def negative_running_var() -> Setup:
+    """The running_var of a checkpoint is negative."""
     model = Autoencoder().eval()
     model.bn.running_var[1] = -0.5
     return Setup(model, (torch.randn(4, 8),))
 
 
-@failure(
-    "running statistics that took in an inf of an earlier batch",
-    module="bn",
-    label="running_mean",
-    origin="buffer",
-    value="inf",
-)
+@failure(module="bn", label="running_mean", origin="buffer", value="inf")
 def poisoned_running_mean() -> Setup:
+    """Running statistics took in an inf of an earlier batch."""
     model = Autoencoder().eval()
     model.bn.running_mean[3] = float("inf")
     return Setup(model, (torch.randn(4, 8),))
@@ -79,10 +75,9 @@ def _table(bad: float) -> dict[str, Tensor]:
     return {"category": torch.tensor([0, 1, 2, 3]), "numbers": numbers}
 
 
-@failure(
-    "an inf in the data, as a ratio made it", module="", label="input[0][numbers]", origin="data", value="inf"
-)
+@failure(module="", label="input[0][numbers]", origin="data", value="inf")
 def inf_in_data() -> Setup:
+    """The data has an inf, as a ratio made it."""
     return Setup(Tabular(), (_table(float("inf")),))
 
 
@@ -100,8 +95,9 @@ class Forecast(nn.Module):
         return self.head(states[:, -horizon:])
 
 
-@failure("a nan in the data: a reading that is missing", module="", label="input[series]", origin="data")
+@failure(module="", label="input[series]", origin="data")
 def nan_in_data() -> Setup:
+    """The data has a nan: a reading is missing."""
     series = 20 + 5 * torch.randn(2, 12, 3)
     series[1, 7, 0] = float("nan")
     return Setup(Forecast(), kwargs={"series": series, "horizon": 3})
@@ -130,12 +126,9 @@ class SplitReduce(nn.Module):
         return total
 
 
-@failure(
-    "a kernel that reads memory before it is written: wrong at its first launch only",
-    module="reduce",
-    transient=True,
-)
+@failure(module="reduce", transient=True)
 def uninitialised_workspace() -> Setup:
+    """A kernel reads memory before it is written: wrong at its first launch only."""
     model = sequence(proj=nn.Linear(8, 8), reduce=SplitReduce())
     return Setup(model, (torch.randn(16, 8),))
 
@@ -161,27 +154,18 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor
         optimizer.step()
 
 
-@failure(
-    "a learning rate that is too high: the step makes the weights nan before an output is",
-    module="hidden",
-    label="weight",
-    origin="weight",
-)
+@failure(module="hidden", label="weight", origin="weight")
 def weights_diverge() -> Setup:
+    """The learning rate is too high: the step makes the weights nan before an output is."""
     model = Regressor(8, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
     x = 10 * torch.randn(32, 8)
     return Setup(model, loop=lambda: fit(model, optimizer, x, x.sum(-1), 20))
 
 
-@failure(
-    "Adam on float16 weights: its eps of 1e-8 and the squares of small gradients are zero",
-    module="hidden",
-    label="weight",
-    origin="weight",
-    value="inf",
-)
+@failure(module="hidden", label="weight", origin="weight", value="inf")
 def adam_in_float16() -> Setup:
+    """Adam has float16 weights: its eps of 1e-8 and the squares of small gradients are zero."""
     model = Regressor(8, 16).half()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     x = 0.1 * torch.randn(32, 8).half()

@@ -7,10 +7,11 @@ import contextlib
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from .kit import SGD, Adam, AdamW, Layers, Watching, batches, cross_entropy, fault, mse, train, validate
+from .kit import SGD, Adam, AdamW, Layers, Watching, batches, fault, mse, train, update, validate
 
 
 @fault("missing-zero-grad")
@@ -269,9 +270,7 @@ def best_weights_put_back_one_by_one(watch: Watching, wrong: bool) -> None:
             elif step == 6:
                 model.load_state_dict(best)
             tokens = torch.randint(16, (4, 12), generator=generator)
-            optimizer.zero_grad()
-            cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, -1).flatten()).backward()
-            optimizer.step()
+            update(optimizer, cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, -1).flatten()))
 
 
 @fault("absorbed")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 Watching = Callable[..., AbstractContextManager[Any]]
-mse, cross_entropy = nn.functional.mse_loss, nn.functional.cross_entropy
+mse = nn.functional.mse_loss
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 
 
@@ -49,6 +49,12 @@ def batches(steps: int = 12, inputs: int = 8, outputs: int = 4) -> Iterator[tupl
     for step in range(steps):
         x = torch.randn(16, inputs, generator=generator)
         yield step, x, torch.tanh(x @ teacher)
+
+
+def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
 
 
 def train(

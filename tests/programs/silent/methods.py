@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, prune
 from torch.utils.checkpoint import checkpoint
 
-from .kit import SGD, Adam, AdamW, Layers, Watching, batches, cross_entropy, mse, train, unusual, validate
+from .kit import SGD, Adam, AdamW, Layers, Watching, batches, mse, train, unusual, update, validate
 
 normalize, one_hot = nn.functional.normalize, nn.functional.one_hot
 
@@ -20,12 +21,6 @@ normalize, one_hot = nn.functional.normalize, nn.functional.one_hot
 def mlp(*sizes: int) -> nn.Sequential:
     pairs = itertools.pairwise(sizes)
     return nn.Sequential(*(layer for pair in pairs for layer in (nn.Linear(*pair), nn.Tanh())))[:-1]
-
-
-def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
 
 
 @torch.no_grad()

@@ -6,12 +6,13 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, softplus
 from torch.nn.utils import clip_grad_norm_, parametrizations
 
-from .kit import SGD, Adam, AdamW, Layers, Watching, batches, cross_entropy, mse, train, unusual, validate
-from .methods import follow, mlp, normalize, update
+from .kit import SGD, Adam, AdamW, Layers, Watching, batches, mse, train, unusual, update, validate
+from .methods import follow, mlp, normalize
 
-logits_loss, softplus = nn.functional.binary_cross_entropy_with_logits, nn.functional.softplus
+logits_loss = nn.functional.binary_cross_entropy_with_logits
 ONES, ZEROS = torch.ones(16, 1), torch.zeros(16, 1)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import nanwatch
+from support.netcheck_ranks import free_port
 
 from . import faulty, methods, objectives, unusual  # noqa: F401  # they fill the registers
 from .kit import FAULTS, UNUSUAL
@@ -54,10 +54,7 @@ def as_rank(rank: int, port: int, name: str) -> None:
 def test_a_fault_is_named_and_its_twin_is_not(name: str) -> None:
     case = FAULTS[name]
     if case.ranks > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        torch.multiprocessing.spawn(as_rank, (port, name), case.ranks)
+        torch.multiprocessing.spawn(as_rank, (free_port(), name), case.ranks)
         return
     assert bool(kinds_of(case.train, True) & {*case.kinds}) is (name not in MISSED)
     assert not kinds_of(case.train, False)

@@ -6,10 +6,11 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from .kit import SGD, Adam, AdamW, Layers, Watching, batches, cross_entropy, mse, train, unusual, validate
+from .kit import SGD, Adam, AdamW, Layers, Watching, batches, mse, train, unusual, update, validate
 
 
 @unusual
@@ -72,9 +73,7 @@ def entropy_temperature(watch: Watching) -> None:
                     loss = loss - agent.log_alpha.exp().detach() * entropy
                 elif turn == 2:
                     loss = (agent.log_alpha * (entropy + 0.5).detach()).sum()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                update(optimizer, loss)
 
 
 @unusual
@@ -140,9 +139,8 @@ def locked_image_tower(watch: Watching) -> None:
             with torch.no_grad():
                 image = model["image"](x)
             scores = model.scale.exp() * image @ model["text"](x).T
-            optimizer.zero_grad()
-            (cross_entropy(scores, torch.arange(16)) + cross_entropy(scores.T, torch.arange(16))).backward()
-            optimizer.step()
+            pairs = torch.arange(16)
+            update(optimizer, cross_entropy(scores, pairs) + cross_entropy(scores.T, pairs))
 
 
 @unusual
@@ -208,9 +206,7 @@ def momentum_teacher(watch: Watching) -> None:
         for _, x, _ in batches():
             with torch.no_grad():
                 target = teacher(x + 0.1)
-            optimizer.zero_grad()
-            mse(student(x), target).backward()
-            optimizer.step()
+            update(optimizer, mse(student(x), target))
             with torch.no_grad():
                 for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
                     old.lerp_(new, 0.01)
@@ -226,13 +222,9 @@ def critic_with_gradient_penalty(watch: Watching) -> None:
             mixed = (0.3 * real + 0.7 * made).requires_grad_(True)
             (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
             penalty = 10 * (slope.norm(dim=1) - 1).square().mean()
-            of_critic.zero_grad()
-            (critic(made).mean() - critic(real).mean() + penalty).backward()
-            of_critic.step()
+            update(of_critic, critic(made).mean() - critic(real).mean() + penalty)
             if step % 3 == 2:
-                of_generator.zero_grad()
-                (-critic(generator(x)).mean()).backward()
-                of_generator.step()
+                update(of_generator, -critic(generator(x)).mean())
 
 
 @unusual
@@ -336,6 +328,4 @@ def batches_without_a_confident_label(watch: Watching) -> None:
             with torch.no_grad():
                 guess = model(x).argmax(1)
             mask = torch.full((16,), float(step % 3 != 1))
-            optimizer.zero_grad()
-            (cross_entropy(model(x + 0.1), guess, reduction="none") * mask).mean().backward()
-            optimizer.step()
+            update(optimizer, (cross_entropy(model(x + 0.1), guess, reduction="none") * mask).mean())

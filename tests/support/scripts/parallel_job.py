@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,17 +33,14 @@ from support import watching
 from support.parallel_models import NAMES, Net, WithStatistics, mesh_of, shard, split
 from support.training import assert_same_bits
 
-
-def sequence_numbers() -> list[int]:
-    """Return how many collectives each group has issued, those of the reducer in C++ among them."""
-    return [group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map]
-
-
-Parallelize = Callable[[nn.Module], nn.Module]
+# Trains for a step: makes its forward and its backward.
+Step = Callable[[int], object]
+# The module that a user watches, and a function that makes it parallel and returns what has the weights then.
+Training = tuple[nn.Module, Callable[[], tuple[nn.Module, Step]]]
 
 
-def data(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+def data(step: int, stream: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + stream)
     return torch.randn(4, 8, generator=generator)
 
 
@@ -55,125 +52,97 @@ def local(x: Any) -> Tensor:
     return (x.to_local() if hasattr(x, "to_local") else x).detach().clone()
 
 
-class Trained(NamedTuple):
-    """The weights and buffers at the end, what was sent, and the watch, if there was one.
-
-    `events` are the profiler's, which names collectives, and the sends and receives between two ranks.
-    """
-
-    weights: dict[str, Tensor]
-    collectives: list[int]
-    events: Counter[str]
-    watch: nanwatch.Watch | None
-
-
-def train(model: nn.Module, step: Callable[[int], object], watch: nanwatch.Watch | None) -> Trained:
-    """Three steps, of which `step` makes the forward and the backward."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    before = sequence_numbers()
-    with torch.profiler.profile() as profile:
-        for number in range(3):
-            step(number)
-            optimizer.step()
-            optimizer.zero_grad()
-    collectives = [now - then for now, then in zip(sequence_numbers(), before, strict=True)]
-    events = Counter(e.name for e in profile.events() if e.name.startswith(("gloo:", "c10d::")))
-    if watch is not None:
-        watch.stop()
-    kept = {name: local(x) for name, x in (*model.named_parameters(), *model.named_buffers())}
-    return Trained(kept, collectives, events, watch)
-
-
-def check(
-    plain: Trained,
-    watched: Trained,
-    *,
-    batches: int,
-    names: list[str],
-    has_gradients: bool,
-    mesh: list[str] | None = None,
-) -> None:
-    """Hold a watched training against the unwatched one: the same bits and traffic, and the user's names."""
-    watch = watched.watch
-    report = watch.report()
-    assert_same_bits(plain.weights, watched.weights)
-    assert (watched.collectives, watched.events) == (plain.collectives, plain.events)
-    assert watch.batch == batches - 1
-    assert watch.counters.get("stale_hits", 0) == 0
-    assert report.finding is None
-    assert all(record.isfinite for f in report.frames for record in f.records if record.role == "output")
-    assert sorted({frame.name for frame in report.frames}) == names
-    backward_names = {frame.name for frame in report.frames if frame.phase == "backward"}
-    assert sorted(backward_names) == (names if has_gradients else [])
-    assert mesh is None or list(report.parameter_mesh) == mesh
-    assert Report.from_json(report.to_json()) == report
-
-
 def compare(
-    build: Callable[[], nn.Module],
-    parallelize: Parallelize,
-    mesh: list[str],
-    give: Callable[[int], Tensor] = data,
-    names: list[str] = NAMES,
+    make: Callable[[], Training], names: list[str], *, batches: int = 3, mesh: list[str] | None = None
 ) -> None:
-    """Watch before and after the model is made parallel, with gradients and without. With them replicas are compared.
+    """Hold watched trainings of three steps against an unwatched one: the same bits and traffic, and the user's names.
 
-    The names are the user's, whatever was put around or into the model. `mesh` is the place of this rank.
+    The watch begins before and after the model is made parallel, with gradients and without. With them replicas are
+    compared, where there is a `mesh`: the place of this rank.
     """
 
-    def run(when: str, **options: Any) -> Trained:
+    def train(when: str, **options: Any) -> tuple[dict[str, Tensor], Counter[str], Any]:
+        """Return the weights and buffers, what was sent, and the watch. The profiler names collectives, and sends."""
         torch.manual_seed(0)
-        model = build()
-        watch = start_watch(model, **options) if when == "before" else None
-        model = parallelize(model)
+        module, distribute = make()
+        watch = start_watch(module, **options) if when == "before" else None
+        model, step = distribute()
         if when == "after":
             watch = start_watch(model, **options)
-        return train(model, lambda number: model(give(number)).square().sum().backward(), watch)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        with torch.profiler.profile() as profile:
+            for number in range(3):
+                step(number)
+                optimizer.step()
+                optimizer.zero_grad()
+        sent = Counter(e.name for e in profile.events() if e.name.startswith(("gloo:", "c10d::")))
+        if watch is not None:
+            watch.stop()
+        kept = {name: local(x) for name, x in (*model.named_parameters(), *model.named_buffers())}
+        return kept, sent, watch
 
-    plain = run("never")
-    assert sum(plain.collectives) > 0  # or the counting would see nothing
-    assert sum(plain.events.values()) > 0
+    expected, expected_sent, _ = train("never")
+    assert expected_sent  # or the counting would see nothing
     for when, gradients in product(("before", "after"), (False, True)):
-        watched = run(when, gradients=gradients, replicas=gradients)
-        check(plain, watched, batches=3, names=names, has_gradients=gradients, mesh=mesh)
+        replicas = {} if mesh is None else {"replicas": gradients}
+        kept, sent, watch = train(when, gradients=gradients, **replicas)
+        report = watch.report()
+        assert_same_bits(expected, kept)
+        assert sent == expected_sent
+        assert watch.batch == batches - 1
+        assert watch.counters.get("stale_hits", 0) == 0
+        assert report.finding is None
+        assert all(r.isfinite for frame in report.frames for r in frame.records if r.role == "output")
+        assert sorted({frame.name for frame in report.frames}) == names
+        backward_names = {frame.name for frame in report.frames if frame.phase == "backward"}
+        assert sorted(backward_names) == (names if gradients else [])
+        assert mesh is None or list(report.parameter_mesh) == mesh
+        assert Report.from_json(report.to_json()) == report
 
 
-SCENARIOS: dict[str, Callable[[], None]] = {}
+def training_of(
+    build: Callable[[], nn.Module], parallelize: Callable[[Any], nn.Module], stream: int
+) -> Callable[[], Training]:
+    """Return what makes a training whose ranks all call the model, each with the data of its stream."""
+
+    def make() -> Training:
+        module = build()
+
+        def distribute() -> tuple[nn.Module, Step]:
+            model = parallelize(module)
+            return model, lambda number: model(data(number, stream)).square().sum().backward()
+
+        return module, distribute
+
+    return make
 
 
-def scenario(function: Callable[[], None]) -> Callable[[], None]:
-    SCENARIOS[function.__name__] = function
-    return function
-
-
-@scenario
 def ddp() -> None:
     """It has no mesh of its own."""
     names = sorted([*(f"net.{part}" if part else "net" for part in NAMES), "norm", ""])
-    compare(WithStatistics, DistributedDataParallel, [], names=names)
+    compare(training_of(WithStatistics, DistributedDataParallel, dist.get_rank()), names, mesh=[])
 
 
-@scenario
 def fsdp2_written() -> None:
     """The weights of a sharded model are written between two forwards, in place and from a checkpoint.
 
     FSDP gathers into the same storage past the version counter: the next batch reads what is there.
     """
     torch.manual_seed(0)
-    net = Net()
+    net, x = Net(), data(0, dist.get_rank())
     model = shard(net, net.blocks, mesh_of("dp"))
     with start_watch(model) as watch, torch.no_grad():
-        model(data(0))
+        model(x)
         for factor in (2.0, 4.0):
             model.reshard()
             if factor == 2.0:
-                for x in model.parameters():
-                    x.to_local().mul_(2.0)
+                for weight in model.parameters():
+                    weight.to_local().mul_(2.0)
             else:
                 options = StateDictOptions(full_state_dict=True)
-                whole = {name: 2.0 * x for name, x in get_model_state_dict(model, options=options).items()}
+                whole = {name: 2.0 * w for name, w in get_model_state_dict(model, options=options).items()}
                 set_model_state_dict(model, whole, options=options)
-            model(data(0))
+            model(x)
         for name in ("blocks.0.up", "head"):
             records = [record for frame in watch.frames if frame.name == name for record in frame.records]
             first, second, third = (record.abs_max for record in records if record.label == "weight")
@@ -181,23 +150,18 @@ def fsdp2_written() -> None:
     assert watch.counters["stale_hits"] == 0
 
 
-@scenario
 def both() -> None:
     """Sharded over one dimension of a mesh and tensor parallel over the other."""
 
-    def parallelize(model: nn.Module) -> nn.Module:
+    def parallelize(model: Any) -> nn.Module:
         mesh = mesh_of("dp", "tp")
         split(model.blocks, mesh["tp"])
         return shard(model, model.blocks, mesh["dp"])
 
-    def give(step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank() // 2)
-        return torch.randn(4, 8, generator=generator)
-
-    compare(Net, parallelize, [f"dp={dist.get_rank() // 2} of 2", f"tp={dist.get_rank() % 2} of 2"], give)
+    row, column = divmod(dist.get_rank(), 2)
+    compare(training_of(Net, parallelize, row), NAMES, mesh=[f"dp={row} of 2", f"tp={column} of 2"])
 
 
-@scenario
 def pipeline() -> None:
     """Each rank has the frames of its own stage, watched before it is made a stage and after.
 
@@ -205,38 +169,30 @@ def pipeline() -> None:
     """
     number = dist.get_rank()
 
-    def run(when: str, **options: Any) -> Trained:
-        torch.manual_seed(0)
+    def make() -> Training:
         net = Net()
         part = nn.Sequential(net.blocks[0]) if number == 0 else nn.Sequential(net.blocks[1], net.head)
-        watch = start_watch(part, **options) if when == "before" else None
-        stage = PipelineStage(part, number, 2, torch.device("cpu"))
-        schedule = Schedule1F1B(
-            stage, n_microbatches=2, loss_fn=lambda y, target: (y - target).square().sum()
-        )
-        if when == "after":
-            watch = start_watch(part, **options)
 
-        def step(batch: int) -> None:
-            if number == 0:
-                schedule.step(data(batch))
-            else:
-                schedule.step(target=torch.ones(4, 3))
+        def distribute() -> tuple[nn.Module, Step]:
+            stage = PipelineStage(part, number, 2, torch.device("cpu"))
+            schedule = Schedule1F1B(stage, 2, loss_fn=lambda y, target: (y - target).square().sum())
 
-        # Before the first batch the stage is called on memory that was never written.
-        torch.utils.deterministic.fill_uninitialized_memory = True
-        torch.use_deterministic_algorithms(True)
-        trained = train(part, step, watch)
-        torch.use_deterministic_algorithms(False)
-        return trained
+            def step(batch: int) -> None:
+                if number == 0:
+                    schedule.step(data(batch, 0))
+                else:
+                    schedule.step(target=torch.ones(4, 3))
 
-    plain = run("never")
-    assert plain.events["gloo:send"] == plain.events["gloo:recv"] > 0
-    names = ["", "0", "0.down", "0.norm", "0.up"] + ["1"] * number
-    for when, gradients in product(("before", "after"), (False, True)):
-        watched = run(when, gradients=gradients)
-        # two microbatches a step
-        check(plain, watched, batches=6, names=names, has_gradients=gradients)
+            return part, step
+
+        return part, distribute
+
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    compare(
+        make, ["", "0", "0.down", "0.norm", "0.up"] + ["1"] * number, batches=6
+    )  # two microbatches a step
+    torch.use_deterministic_algorithms(False)
 
 
 class Layers(nn.Module):
@@ -294,7 +250,6 @@ def stopped_by(way: str) -> tuple[str, int]:
     return "no error", -1
 
 
-@scenario
 def steps() -> None:
     """No rank takes a step in which another has made a gradient non-finite, and each names that rank.
 
@@ -310,8 +265,9 @@ def main() -> None:
     path, *wanted = sys.argv[1:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
-    for name in wanted:
-        SCENARIOS[name]()
+    for scenario in (ddp, fsdp2_written, both, pipeline, steps):
+        if scenario.__name__ in wanted:
+            scenario()
     dist.destroy_process_group()
 
 

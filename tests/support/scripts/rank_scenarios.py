@@ -66,11 +66,8 @@ def step_of(scenario: dict, watched: list[nanwatch.Watch], options: dict[str, ob
     if way in ("pipeline", "stages"):
         mine = blocks[number]
         watched.append(watch(mine, **options))
-        schedule = ScheduleGPipe(
-            PipelineStage(mine, number, stages, torch.device("cpu"), group=group),
-            2,
-            loss_fn=lambda y, target: (y - target).square().mean(),
-        )
+        stage = PipelineStage(mine, number, stages, torch.device("cpu"), group=group)
+        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, target: (y - target).square().mean())
         optimizer = torch.optim.SGD(mine.parameters(), 0.01)
 
         def step(x: torch.Tensor, factor: float) -> None:
@@ -82,15 +79,13 @@ def step_of(scenario: dict, watched: list[nanwatch.Watch], options: dict[str, ob
 
         return step, [mine]
     model: nn.Module = nn.Sequential(*blocks)
+    run: nn.Module = model
     if way == "ddp":
-        run: nn.Module = DistributedDataParallel(model)
+        run = DistributedDataParallel(model)
+    elif way == "fsdp2":
+        run = shard(model, blocks, init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",)))
     else:
-        mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp" if way == "fsdp2" else "tp",))
-        if way == "fsdp2":
-            run = shard(model, blocks, mesh)
-        else:
-            split(blocks, mesh)
-            run = model
+        split(blocks, init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",)))
     watched.append(watch(model, **options))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
 
@@ -115,15 +110,6 @@ def begin(port: int | None) -> None:
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD)
 
 
-def die_when_told() -> None:
-    """Have this process killed once it has told the others and has written its report down."""
-
-    def die(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    OriginConsensus.settle = die
-
-
 def play(scenario: dict, folder: Path) -> tuple[dict, Exception | None]:
     way, kind, at = scenario["way"], scenario["kind"], scenario["batch"]
     is_guilty = kind == "all" or (kind != "healthy" and scenario["rank"] == RANK)
@@ -132,14 +118,11 @@ def play(scenario: dict, folder: Path) -> tuple[dict, Exception | None]:
     told: dict[str, object] = {"rank": RANK, "error": None}
     # Every rank of a tensor-parallel group and the first stage of a pipeline have the same data.
     draw = torch.Generator().manual_seed(0 if way == "tp" or kind == "all" else RANK)
-    options = {
-        "peer_timeout": 6,
-        "output_dir": folder,
-        "act_at": scenario.get("act_at", "auto"),
-        "gradients": kind == "backward",
-    }
+    options = {"peer_timeout": 6, "output_dir": folder, "act_at": scenario.get("act_at", "auto")}
+    options["gradients"] = kind == "backward"
     if scenario.get("dies") and scenario["rank"] == RANK:
-        die_when_told()
+        # Once it has told the others and has written its report down.
+        OriginConsensus.settle = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     failed_at, ended_by = time.monotonic(), None
     try:
         step, blocks = step_of(scenario, watched, options)

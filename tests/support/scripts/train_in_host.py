@@ -77,20 +77,17 @@ def sft() -> nn.Module:
     from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
-    inner = Tokenizer(WordLevel({f"w{i}": i for i in range(32)}, unk_token="w0"))
-    inner.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, unk_token="w0", pad_token="w1", eos_token="w2", bos_token="w3"
-    )
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(32)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    special = {"unk_token": "w0", "pad_token": "w1", "eos_token": "w2", "bos_token": "w3"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
     texts = [" ".join(f"w{(3 * i + 7 * j) % 28 + 4}" for j in range(12)) for i in range(8)]
     args = SFTConfig(
         "out", max_steps=STEPS, per_device_train_batch_size=2, use_cpu=True, bf16=False, report_to=[], seed=0,
         save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, max_length=16,
     )  # fmt: skip
-    model = llama()
-    SFTTrainer(
-        model, args, train_dataset=Dataset.from_dict({"text": texts}), processing_class=tokenizer
-    ).train()
+    model, rows = llama(), Dataset.from_dict({"text": texts})
+    SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer).train()
     return model
 
 
@@ -105,19 +102,11 @@ def zero() -> nn.Module:
     """Stage 3 of DeepSpeed's ZeRO, as one of the ranks of torchrun: no parameter is left whole."""
     import deepspeed as host
 
-    alone = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29517",
-    }
-    for name, value in alone.items():
-        os.environ.setdefault(name, value)
     model = Net()
+    stage = {"stage": 3, "stage3_param_persistence_threshold": 0}
     config = {
         "train_micro_batch_size_per_gpu": 16,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": stage,
         "zero_allow_untested_optimizer": True,
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -128,7 +117,7 @@ def zero() -> nn.Module:
         engine.step()
 
     loop(engine, step)
-    with host.zero.GatheredParameters(list(model.parameters()), enabled=True):
+    with host.zero.GatheredParameters(list(model.parameters())):
         if os.environ["RANK"] == "0":
             torch.save({name: x.detach().clone() for name, x in model.named_parameters()}, WEIGHTS)
     raise SystemExit
@@ -162,9 +151,7 @@ def fabric() -> nn.Module:
     from lightning.fabric import Fabric
 
     host = Fabric(accelerator="cpu", devices=1)
-    model = Net()
-    _train(host, *host.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01)))
-    return model
+    return train(host, host.setup)
 
 
 def accelerate() -> nn.Module:
@@ -172,13 +159,13 @@ def accelerate() -> nn.Module:
     from accelerate import Accelerator
 
     host = Accelerator(cpu=True)
+    return train(host, host.prepare)
+
+
+def train(host: Any, prepare: Callable[..., Any]) -> nn.Module:
+    """Train with a host that wraps the model and the optimizer, and makes the backward itself."""
     model = Net()
-    _train(host, *host.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01)))
-    return model
-
-
-def _train(host: Any, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Train with a host that makes the backward itself."""
+    wrapped, optimizer = prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
 
     def step(loss: Tensor) -> None:
         optimizer.zero_grad()
@@ -186,9 +173,10 @@ def _train(host: Any, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> N
         optimizer.step()
 
     loop(wrapped, step)
+    return model
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    hosts = {train.__name__: train for train in (trainer, lightning, fabric, accelerate, sft, zero)}
+    hosts = {host.__name__: host for host in (trainer, lightning, fabric, accelerate, sft, zero)}
     torch.save(hosts[HOST]().state_dict(), WEIGHTS)
