@@ -1,7 +1,5 @@
 """Counter of all that torch's CPU allocator hands out, operators' own working memory included."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate
 

@@ -3,8 +3,6 @@
 Input and output embeddings are apart in all of them, so that a test can spoil the last module alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

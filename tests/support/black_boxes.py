@@ -1,7 +1,5 @@
 """Black boxes that tests make: one in this process, and copies that say something else."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import re

@@ -1,7 +1,5 @@
 """Commands of nanwatch, run in this process."""
 
-from __future__ import annotations
-
 import pytest
 
 from nanwatch import __main__ as command

@@ -3,8 +3,6 @@
 The very text that nvcc compiles runs here, one fibre per CUDA thread (tests/native/cuda_host/cuda_runtime.h).
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import functools

@@ -1,7 +1,5 @@
 """Modules with a known culprit, and the examination of what goes wrong in them."""
 
-from __future__ import annotations
-
 import inspect
 import linecache
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Oracles of a training, by plain torch hooks: its first non-finite output, and its least headroom."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import inf, log2
 from typing import Any

@@ -1,7 +1,5 @@
 """Models whose gradients are non-finite or unusual, and the report of a backward that fails."""
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

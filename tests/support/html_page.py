@@ -1,7 +1,5 @@
 """A page taken apart by html.parser, and reports to make pages of."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from math import inf, isnan, nan
 from typing import Any

@@ -1,7 +1,5 @@
 """Implementations of the range functions: the reference, each native level, CUDA."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

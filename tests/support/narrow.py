@@ -1,7 +1,5 @@
 """Modules and containers in half precision, or in float32 under autocast, for the tests of what widens them."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Ranks as processes; those of netcheck, and the lines that they print."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

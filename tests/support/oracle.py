@@ -3,8 +3,6 @@
 Nothing here asks torch to convert a number: bit patterns are taken apart in numpy and put together as float64.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Small models, and the ways to make them parallel that jobs of several ranks have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache
 from typing import Any

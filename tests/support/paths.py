@@ -1,7 +1,5 @@
 """Folders that tests name, so that no test computes them from its own place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]

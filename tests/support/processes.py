@@ -1,7 +1,5 @@
 """Python processes that tests start: their environment, and those that are forked from one that has imported torch."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import os

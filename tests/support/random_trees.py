@@ -1,7 +1,5 @@
 """Random trees of modules that call each other with random tensors and structures."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import OrderedDict, UserDict, namedtuple

@@ -1,7 +1,5 @@
 """Both recorders as parameters of a test, and a watch with either."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

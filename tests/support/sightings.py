@@ -1,7 +1,5 @@
 """Findings, and stores to tell them through."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

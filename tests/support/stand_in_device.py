@@ -5,8 +5,6 @@ queue is run, or when somebody waits. So a test can show that nobody waited, tha
 what is left after an error that ends the device.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import ctypes

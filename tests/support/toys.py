@@ -1,7 +1,5 @@
 """Small modules that several tests watch, and what they ask of a Watch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

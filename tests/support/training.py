@@ -1,7 +1,5 @@
 """The loss of any output, and bits of models and trainings compared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

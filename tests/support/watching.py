@@ -1,7 +1,5 @@
 """`watch` with the settings that a user gives as an option's argument, in the environment, or not at all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Traces from rows, without a run, for values that no short run makes; and the batches in a file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The update that rounds away against a step in float64."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

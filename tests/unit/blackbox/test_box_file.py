@@ -1,9 +1,6 @@
 """The reader has what was written, also while it is written, and refuses what was damaged."""
 
-from __future__ import annotations
-
 import os
-import random
 import threading
 from pathlib import Path
 
@@ -26,7 +23,6 @@ def ended_calls(file: BoxFile) -> list[tuple[str, int]]:
 
 
 def test_the_calls_are_those_that_hooks_see(tmp_path: Path) -> None:
-    """Names and batches, in the order in which calls end."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
     log: list[tuple[str, int]] = []
     for name, module in model.named_modules():
@@ -51,7 +47,6 @@ def test_the_latest_calls_outlive_the_ring(tmp_path: Path) -> None:
 
 
 def test_what_is_read_while_it_is_written_is_whole(tmp_path: Path) -> None:
-    """Calls in their order, of modules that there are."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     names = {name for name, _ in model.named_modules()}
     ended = threading.Event()
@@ -65,7 +60,7 @@ def test_what_is_read_while_it_is_written_is_whole(tmp_path: Path) -> None:
         writer.start()
         try:
             until(lambda: BoxFile(box.path).state["calls"])
-            for _ in range(30):
+            for _ in range(10):
                 file = BoxFile(box.path)
                 times = file.calls["ended"].tolist()
                 assert times
@@ -77,27 +72,16 @@ def test_what_is_read_while_it_is_written_is_whole(tmp_path: Path) -> None:
             writer.join()
 
 
-def test_damaged_and_foreign_files_give_an_answer_or_a_clear_error(tmp_path: Path) -> None:
-    """Each error names the file."""
+def test_truncated_and_foreign_files_are_refused_with_their_name(tmp_path: Path) -> None:
     path, pipe = tmp_path / "x.blackbox", tmp_path / "pipe"
     model = nn.ReLU()
     with black_box(tmp_path) as box, watch(model, black_box=True):
         model(torch.ones(1))
         content = box.path.read_bytes()
-    chance, refused, read = random.Random(0), 0, 0
-    for number in range(60):
-        damaged = bytearray(content)
-        for _ in range(chance.choice((1, 3, 20))):
-            damaged[chance.randrange(chance.choice((2000, 5000, 60000)))] = chance.randrange(256)
-        path.write_bytes(damaged[: len(damaged) if number % 3 else chance.randrange(len(damaged))])
-        try:
+    for length in (0, 100, 5000, len(content) // 2):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=str(path)):
             read_black_box(path)
-        except ValueError as error:
-            refused += str(path) in str(error)
-        else:
-            read += 1
-    assert refused + read == 60
-    assert read < refused
     path.write_text("a text\n")
     os.mkfifo(pipe)
     for file, words in ((path, "cannot be read as a black box.* begins with"), (pipe, "is no regular file")):

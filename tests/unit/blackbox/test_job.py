@@ -1,7 +1,5 @@
 """Ranks of a job: copies of one black box, with other ranks, processes and counts."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace
@@ -44,7 +42,6 @@ def change(path: Path, **numbers: int) -> None:
 
 
 def test_the_rank_that_died_is_first(source: Path, tmp_path: Path) -> None:
-    """The others wait in the module in which they are."""
     folder = tmp_path / "job"
     (folder / "blackbox").mkdir(parents=True)
     for rank in range(3):

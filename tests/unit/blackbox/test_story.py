@@ -1,7 +1,5 @@
 """The report says where the process is: read by itself in the middle of a forward, a backward and a step."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Opening one from a stranger runs no code, and fails by CapsuleError alone.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import pickle
@@ -53,7 +51,6 @@ def round_trip(*args: Any, **kwargs: Any) -> Capsule:
 
 
 def test_arguments_come_back_bit_for_bit():
-    """Nested plain values, and tensors of any strides and overlap, are read as they were given."""
     x = torch.randn(3, 4)
     plain = [None, True, -(1 << 70), math.nan, -0.0, "é", torch.float8_e5m2, torch.device("cuda:3")]
     tensors = [x.t(), x[1:, ::2], x[:1].expand(5, 4), torch.view_as_complex(x.view(3, 2, 2)).conj()]
@@ -202,7 +199,6 @@ def test_no_code_of_the_file_runs(file, tmp_path, monkeypatch):
 
 
 def test_the_error_names_file_and_place(file):
-    """Also where the file was cut."""
     whole, document = file.read_bytes(), torch.load(file, weights_only=True)
     for keep in (0, 100, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:keep])

@@ -1,7 +1,5 @@
 """`replay` makes a capsule's call again, says what was not as it was, and leaves everything as it found it."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import random

@@ -1,7 +1,5 @@
 """What a script that a test runs in this process leaves behind."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The commands as filters: what they do when nobody reads what they print."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -78,9 +76,7 @@ def test_the_usage_names_the_program(name: str, capsys: pytest.CaptureFixture[st
         (["doctor", ""], "error: unrecognized arguments: "),
     ],
 )
-def test_a_misspelt_word_names_what_is_meant(
-    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_misspelt_word_names_what_is_meant(arguments, hint, capsys):
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2

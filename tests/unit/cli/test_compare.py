@@ -1,7 +1,5 @@
 """`python -m nanwatch compare`: exit status, output, bad use."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys
@@ -40,9 +38,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("other", "status", "equal"), [("one", 0, True), ("other", 1, False), ("small", 2, None)]
 )
-def test_the_status_says_whether_the_models_differ(
-    other: str, status: int, equal: bool | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_status_says_whether_the_models_differ(other, status, equal, capsys):
     """stdout has the one document, not what the user's code prints."""
     assert (
         command.main(["compare", "compared:one", f"compared:{other}", "compared:batch", "--json"]) == status

@@ -1,7 +1,5 @@
 """Commands that read files, `diff`, `show` and `fits`: exit status, output, bad use, and one JSON document."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -38,7 +36,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_show_has_a_saved_spike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By its folder or its file, in the report's own forms."""
     file = tmp_path / "report.json"
     file.write_text(SPIKE.to_json())
     assert run(capsys, "show", str(tmp_path)) == (0, f"{SPIKE.to_text()}\n", "")
@@ -82,14 +79,7 @@ def test_diff_tells_whether_traces_differ(place: Path, capsys: pytest.CaptureFix
         (("fits", "a.parquet", "--margin-bits", "-1"), "margin_bits"),
     ],
 )
-def test_bad_use_is_status_2_and_one_line(
-    place: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    words: str,
-) -> None:
-    """Nothing on stdout, and what was wrong on stderr."""
+def test_bad_use_is_status_2_and_one_line(place, capsys, monkeypatch, arguments, words):
     monkeypatch.setenv("XDG_STATE_HOME", str(place / "none"))
     (place / "words.txt").write_text("words")
     os.mkfifo(place / "pipe")
@@ -202,7 +192,6 @@ def test_fits_answers_whether_a_format_fits(place: Path, capsys: pytest.CaptureF
 
 @needs_box
 def test_a_process_that_runs_is_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As text and JSON; of a folder with black boxes alone the same."""
     model = nn.Sequential(nn.Linear(2, 2))
     with black_box(tmp_path), watch(model, black_box=True):
         model(torch.ones(1, 2))

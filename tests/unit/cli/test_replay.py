@@ -1,7 +1,5 @@
 """`python -m nanwatch replay`: verdicts, exit status, bad use, and one JSON document."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys
@@ -56,7 +54,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_command_verdicts_and_exit_status(place, capsys):
-    """The call as it was, or in another dtype; the report of one that failed."""
     status, out, _ = run(capsys, "replay", "good", "--model", "zoo:make")
     head, verdict = out.splitlines()
     assert (status, verdict) == (0, "as recorded: all finite")
@@ -86,7 +83,6 @@ def test_the_folder_of_a_failure_holds_its_capsule(place, capsys):
 
 
 def test_command_bad_use(place, capsys):
-    """Status 2 and one line on stderr for a wrong capsule, model or option; nothing on stdout."""
     for arguments, expected in [
         (("none", "--model", "zoo:make"), "none/call.pt: FileNotFoundError"),
         (("good", "--model", "zoo"), "--model should be PKG.MOD:NAME or FILE.py:NAME"),

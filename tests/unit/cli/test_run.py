@@ -1,7 +1,5 @@
 """`nanwatch run`: unchanged scripts in a process of their own, their stdout, exit status and report."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -179,8 +177,7 @@ def test_warnings_and_records_leave_the_status_alone(tmp_path, capsys):
         assert out == printed
 
 
-def test_nothing_to_watch_is_said(tmp_path, capsys, monkeypatch):
-    """A program whose watches are switched off."""
+def test_a_run_whose_watches_are_switched_off_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("NANWATCH", "0")
     assert in_process(tmp_path, "net(x)\n") == 0
     assert "NANWATCH=0" in capsys.readouterr().err
@@ -229,7 +226,6 @@ def test_options_reach_the_watch(tmp_path, capsys):
 )
 @pytest.mark.filterwarnings("ignore")
 def test_gradients_that_reached_no_weight_are_told_at_the_end(tmp_path, capsys, mend, expected):
-    """The closing line does not say that all was finite."""
     body = "opt = torch.optim.SGD(net.parameters(), 0.1)\nfor _ in range(3):\n    net.zero_grad()\n"
     body += f"    (net(x) * 0).sqrt().sum().backward()\n    {mend}\nnet(x).sum().backward()\n"
     assert in_process(tmp_path, body, "--gradients") == 0
@@ -285,7 +281,6 @@ def test_what_matches_nothing_ends_the_run_at_the_first_call(tmp_path, capsys, o
     ],
 )
 def test_the_closing_lines_are_true(tmp_path, capsys, body, expected):
-    """One for each way in which a run may end without a failure."""
     assert in_process(tmp_path, body) == 0
     assert expected in capsys.readouterr().err
 

@@ -1,7 +1,5 @@
 """`nanwatch top`: a trace that is still written, what comes first, and the live view on a terminal."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence
@@ -38,7 +36,6 @@ def part(folder: Path, number: int, falling: str = "falling", told: Sequence[str
 
 
 def test_what_comes_first_and_of_which_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By headroom or by trend."""
     folder = tmp_path / "run"
     part(folder, 0)
     part(folder, 1)
@@ -55,9 +52,7 @@ def test_what_comes_first_and_of_which_batches(tmp_path: Path, capsys: pytest.Ca
     assert out.splitlines()[2].split() == ["11.0", "bits", lines[3][2], "19", "3.20e+01", "falling"]
 
 
-def test_spikes_and_forecasts_stand_above_the_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_spikes_and_forecasts_stand_above_the_table(tmp_path, capsys):
     """The latest three of the batches that are looked at; all of them in JSON."""
     folder = tmp_path / "run"
     forecasts = [f"forecast: {i}" for i in range(3)]
@@ -72,9 +67,7 @@ def test_spikes_and_forecasts_stand_above_the_table(
     assert document[-1] == {"kind": "spike", "batch": 39, "module": "whole", "label": "output", "text": SPIKE}
 
 
-def test_the_live_view(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_live_view(tmp_path, capsys, monkeypatch):
     """On a terminal it shows a part that comes later, and ends at Ctrl-C."""
     folder = tmp_path / "run"
     part(folder, 0, falling="[red]falling", told=[SPIKE])

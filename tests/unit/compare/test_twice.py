@@ -1,7 +1,5 @@
 """`nanwatch twice`: sources of chance are named, repeatable scripts are called so; exit status and bad use."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -117,10 +115,7 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name", [name if name == "clock" else pytest.param(name, marks=pytest.mark.slow) for name in SOURCES]
 )
-def test_a_source_of_chance_is_named(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    """Tensor, cause, and the changes that cure it."""
+def test_a_source_of_chance_is_named(name, tmp_path, monkeypatch, request):
     script, tensor, cause, cures = SOURCES[name]
     if name == "set_order":  # an interpreter draws it when it starts: 3 s a run
         monkeypatch.setattr(twice, "TRIALS", {"order": twice.TRIALS["order"]})
@@ -140,9 +135,7 @@ def test_a_source_of_chance_is_named(
 
 
 @pytest.mark.usefixtures("forks")
-def test_a_repeatable_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_repeatable_script(tmp_path, monkeypatch, capfd):
     """Status 0; its arguments are its own, its output is not shown, and the environment stays.
 
     The calls of another thread, and of a module that is compiled in place, are compared in any order.
@@ -184,14 +177,7 @@ def test_a_repeatable_script(
     ],
 )
 @pytest.mark.usefixtures("forks")
-def test_bad_use(
-    script: str | None,
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """Status 2, one line on stderr, nothing on stdout."""
+def test_bad_use(script, words, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     if script is not None:
         Path("train.py").write_text(script)

@@ -1,7 +1,5 @@
 """Forecasts of overflow: right within their own interval on trainings that diverge, silent on those that do not."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable
@@ -72,7 +70,6 @@ def test_a_fall_is_foretold(length: int) -> None:
     ids=["level", "log", "settling", "waves", "evaluations"],
 )
 def test_a_healthy_run_is_silent(bits: Callable[[int, float, float], float]) -> None:
-    """Ten runs of 3,000 batches that level off, settle or swing get no forecast."""
     rng = np.random.default_rng(1)
     for _ in range(10):
         base, spread = rng.uniform(4, 12), rng.uniform(0.05, 0.5)

@@ -1,7 +1,5 @@
 """Histories of magnitudes, against distributions whose tails are known."""
 
-from __future__ import annotations
-
 from math import inf
 
 import numpy as np

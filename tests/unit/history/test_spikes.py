@@ -1,11 +1,8 @@
 """watching.watch(spikes=True): what it gathers, what it tells, and that it harms nothing."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +11,6 @@ import nanwatch
 from nanwatch.history.spikes import cause_of
 from nanwatch.report.spike import Departure, SpikeReport
 from support import watching
-from support.recorders import RECORDERS, watched
 
 AT, STEPS = 60, 64
 
@@ -117,9 +113,7 @@ def left(*names: str) -> list[Departure]:
         ([], ["head output.grad"], "loss", "loss", None),
     ],
 )
-def test_cause_is_the_first_signal_that_left_its_history(
-    forward: list[str], backward: list[str], jump: str, cause: str, first: str | None
-) -> None:
+def test_cause_is_the_first_signal_that_left_its_history(forward, backward, jump, cause, first):
     kind, shown = cause_of(left(f" {jump}"), left(*forward), left(*backward), None)
     assert (kind, None if shown is None else f"{shown.module} {shown.label}") == (cause, first)
 
@@ -137,22 +131,3 @@ def test_nothing_of_the_graph_is_kept() -> None:
         optimizer.step()
         del loss, output, x
         assert [reference() for reference in kept] == [None, None, None]
-
-
-@pytest.mark.parametrize("recorder", RECORDERS)
-def test_a_recorder_gathers_the_gradients(recorder: str) -> None:
-    """The oracle is autograd: the largest magnitude of each weight's gradient since it was last taken."""
-    net, expected = model(), dict[str, float]()
-    with watched(net, recorder, gradients=True) as watch:
-        watch._recorder.gathers_gradient_peaks = True
-        for seed in (0, 1):
-            net.zero_grad()
-            net(torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
-            for name, x in net.named_parameters():
-                expected[name] = max(expected.get(name, 0.0), x.grad.abs().max().item())
-        batch, names, values = watch._recorder.take_gradient_peaks()
-        assert (batch, watch._recorder.take_gradient_peaks()[:2]) == (1, (-1, []))
-    peaks = dict(zip(names, np.frombuffer(values).tolist(), strict=True))
-    for name, largest in expected.items():
-        module, _, label = name.rpartition(".")
-        assert peaks[module, f"{label}.grad", "float32"] == largest

@@ -1,7 +1,5 @@
 """Lines of a report beside its frames: modules that nobody called, weights that grew or are far from their siblings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

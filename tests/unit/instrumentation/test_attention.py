@@ -1,7 +1,5 @@
 """Attention logits: readings in tiles, and what a watch leaves behind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,9 +119,7 @@ def test_softmax_of_attention_is_read_and_other_softmax_is_not() -> None:
     assert found["2"].largest == pytest.approx([logits_of(*split).max().item()], rel=1e-5)
 
 
-def test_functions_come_back_after_the_last_watch_and_other_patches_stay(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_functions_come_back_after_the_last_watch_and_other_patches_stay(monkeypatch):
     """Watches stop in any order. A function that another library put over ours stays, and still works."""
     softmax, models, x = functional.softmax, [Attention(), Attention()], inputs((1, 2, 5, 8), (1,))[0]
     first, second = (watch(model, attention=True) for model in models)

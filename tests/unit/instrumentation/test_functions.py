@@ -1,7 +1,5 @@
 """Functions as frames: `nanwatch.watched`, on losses that no module computes."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

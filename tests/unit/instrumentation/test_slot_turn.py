@@ -1,7 +1,5 @@
 """turn: a thread that calls the model during a re-run neither disturbs it nor is disturbed, and is watched."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace

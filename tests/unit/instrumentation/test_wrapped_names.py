@@ -1,7 +1,5 @@
 """Wrappers are no part of a module's name, and each name leads back to one module."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any

@@ -1,11 +1,8 @@
 """`pytest --nanwatch`: tests of a user's project, run by pytest in a process of its own."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,23 +31,12 @@ PLUGIN = ("-p", "pytest_nanwatch", "-p", "no:cacheprovider", "--strict-markers")
 COLUMNS = "300"  # the summary shows whole lines
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Callable[..., pytest.RunResult]:
-    """Runs a file of tests with the plugin."""
+def test_the_test_in_which_a_value_went_bad_fails(tmp_path: Path) -> None:
+    """Also a model that a fixture made, in evaluation mode and without weights; the others pass as they did.
 
-    def run_tests(body: str, *arguments: str) -> pytest.RunResult:
-        Path(tmp_path, "test_it.py").write_text(HEAD + body)
-        code = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
-        done = forked("-c", code, *PLUGIN, *arguments, cwd=tmp_path, env=environment(COLUMNS=COLUMNS))
-        return pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0.0)
-
-    return run_tests
-
-
-def test_the_test_in_which_a_value_went_bad_fails(run: Callable[..., pytest.RunResult]) -> None:
-    """Also a model that a fixture made, in evaluation mode and without weights; the others pass as they did."""
-    result = run(
-        """
+    The mark gives options. Those of a test go before those of its class; wrong ones fail it with the words of `watch`.
+    """
+    body = """
 @pytest.fixture
 def net():
     return network(Log()).eval()
@@ -76,27 +62,7 @@ def test_own_failure(net):
 @pytest.mark.xfail(strict=True)
 def test_expected(net):
     net(torch.zeros(2))
-""",
-        "--nanwatch",
-    )
-    result.assert_outcomes(passed=1, failed=4, xfailed=1)
-    result.stdout.fnmatch_lines(
-        [
-            "-inf first seen in `output` of 1 (Log) in batch 0",
-            "By: *aten.log.default at *test_it.py:8.",
-            "*- Captured nanwatch call -*",
-            "FAILED test_it.py::test_bad - Failed: -inf first seen in `output` of 1 (Log) in batch 0",
-            "FAILED test_it.py::test_part - Failed: -inf first seen in `output` of 1 (Log) in batch 0",
-            "FAILED test_it.py::test_value_error - Failed: -inf first seen *",
-            "FAILED test_it.py::test_own_failure - assert *",
-        ]
-    )
 
-
-def test_the_mark_gives_options(run: Callable[..., pytest.RunResult]) -> None:
-    """Those of the test go before those of its class; wrong ones fail it with the words of `watch`."""
-    result = run(
-        """
 @pytest.mark.nanwatch(allow=["inf:1", "inf:*"])
 class TestMasked:
     def test_meant(self):
@@ -126,12 +92,21 @@ def test_typo():
 @pytest.mark.nanwatch(modules="encoder.*")
 def test_no_such_module():
     network(Log())(torch.zeros(2))
-""",
-        "--nanwatch",
-    )
-    result.assert_outcomes(passed=3, failed=4)
+"""
+    Path(tmp_path, "test_it.py").write_text(HEAD + body)
+    code = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    done = forked("-c", code, *PLUGIN, "--nanwatch", cwd=tmp_path, env=environment(COLUMNS=COLUMNS))
+    result = pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0.0)
+    result.assert_outcomes(passed=4, failed=8, xfailed=1)
     result.stdout.fnmatch_lines(
         [
+            "-inf first seen in `output` of 1 (Log) in batch 0",
+            "By: *aten.log.default at *test_it.py:8.",
+            "*- Captured nanwatch call -*",
+            "FAILED test_it.py::test_bad - Failed: -inf first seen in `output` of 1 (Log) in batch 0",
+            "FAILED test_it.py::test_part - Failed: -inf first seen in `output` of 1 (Log) in batch 0",
+            "FAILED test_it.py::test_value_error - Failed: -inf first seen *",
+            "FAILED test_it.py::test_own_failure - assert *",
             "FAILED *::test_not_meant - Failed: -inf first seen in `output` of 1 (Masked) in batch 0",
             "FAILED *::test_backward - Failed: *.grad* in the backward of batch 0",
             "FAILED *::test_typo - Failed: options of nanwatch: watch has no option 'alow_inf'; *",

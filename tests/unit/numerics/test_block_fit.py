@@ -1,7 +1,5 @@
 """would_fit with a block format, against the published definitions in NumPy: nearest neighbours in a table."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -138,7 +136,6 @@ MATRICES = matrices()
 @pytest.mark.parametrize("which", MATRICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_counts_and_sums(name: str, which: str) -> None:
-    """Of float32: the counts exactly, the sums to 1e-6."""
     check(MATRICES[which], name)
 
 

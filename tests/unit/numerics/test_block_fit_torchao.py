@@ -1,7 +1,5 @@
 """torchao's own tensors: their values against ours, bit for bit, and how they are read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

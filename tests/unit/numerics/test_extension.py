@@ -1,7 +1,5 @@
 """The compiled part, and what type checkers know of it."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """Fingerprints: the same bits in the same places, and nothing else."""
 
-from __future__ import annotations
-
 import random
 import struct
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """would_fit against torch's own casts of every pattern, and against nearest neighbours found with fractions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial

@@ -1,7 +1,5 @@
 """Range and health of a tensor by every implementation, against the oracle that decodes its bits."""
 
-from __future__ import annotations
-
 import math
 import os
 
@@ -12,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanwatch.numerics import _reference, ranges
-from nanwatch.numerics._fingerprint import BLOCK, block_sums, sealed
 from support.implementations import Implementation, threads
 from support.oracle import (
     DTYPES,
@@ -116,7 +113,6 @@ def _changed(draw: st.DrawFn, x: torch.Tensor) -> torch.Tensor:
 
 @given(x=views())
 def test_any_tensor(implementation: Implementation, x: torch.Tensor) -> None:
-    """Any dtype, shape, strides, offset, overlap and alignment gives the numbers of the decoded bits."""
     check(implementation, x)
 
 
@@ -174,30 +170,10 @@ def test_complex(implementation: Implementation, dtype: torch.dtype) -> None:
         check(implementation, x)
 
 
-def test_first_nonfinite_follows_the_shape(implementation: Implementation) -> None:
-    """The index is in C order of the shape, not in the order of the memory."""
-    x = torch.ones(30, 20)
-    x[3, 17] = INF
-    x[25, 2] = NAN
-    check(implementation, x)
-    check(implementation, x.t())
-    assert implementation.tensor_health(implementation.place(x.t())).first_nonfinite == (2, 25)
-    for view in (
-        x[::3, ::1],
-        x[1:, 1:],
-        x.expand(3, 30, 20),
-        x.reshape(5, 6, 20).permute(2, 0, 1),
-        x.flip(0),
-        torch.arange(8.0).as_strided((2, 3), (3, 2)),
-    ):
-        check(implementation, view)
-
-
-@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_threads(implementation: Implementation, dtype: torch.dtype, count: int) -> None:
-    """Round the size from which threads share the work, each place of the ends is found at each thread count."""
-    with threads(count):
+def test_threads(implementation: Implementation, dtype: torch.dtype) -> None:
+    """Round the size from which threads share the work, each place of the ends is found."""
+    with threads(2):
         for extra in (-1, 0, 1, 3 * 4096 + 5):
             numel = 512 * 1024 // dtype.itemsize + extra
             x = torch.full((numel,), 2.0).to(dtype)
@@ -308,26 +284,6 @@ def test_an_expanded_tensor_is_its_few_elements(implementation: Implementation, 
     assert implementation.abs_range(x) == (0.0, 3.0, True)
     assert implementation.abs_ranges([x, few]) == [(0.0, 3.0, True)] * 2
     assert implementation.tensor_health(x).num_zero == 2**40
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int16, torch.complex64]
-)
-@pytest.mark.parametrize("bad", [(), (41_000,), (41_000, 700)])
-def test_parts_add_up(dtype, bad):
-    torch.manual_seed(0)
-    x = torch.randn(50_000) if dtype is not torch.int16 else torch.randint(-9, 9, (50_000,))
-    if dtype.is_floating_point:
-        for i in bad:
-            x[i] = torch.nan
-        x[5], x[6] = 0.0, 1e-40
-    x = x.to(dtype).reshape(500, 100)
-    step = 2 * BLOCK // x.element_size()
-    parts = {start: x.flatten()[start : start + step] for start in range(0, 50_000, step)}
-    rows = dict(zip(parts, ranges.healths([*parts.values()]), strict=True))
-    assert str(ranges.health_of_parts(rows, x.shape)) == str(ranges.tensor_health(x))
-    sums = torch.cat([block_sums(part) for part in parts.values()])
-    assert sealed(sums, str(dtype).removeprefix("torch."), x.shape) == ranges.fingerprint(x)
 
 
 # Several tensors.

@@ -1,7 +1,5 @@
 """Every bit pattern of every format of 8 and 16 bits, and all 2^32 of fp32, in every place of the vector code."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

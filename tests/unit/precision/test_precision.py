@@ -1,7 +1,5 @@
 """run_in_fp32: what a module computes, and what its surroundings see of it."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -145,9 +143,7 @@ def test_what_holds_no_half_tensor_is_the_same_object() -> None:
         (nn.Embedding(3, 2).double(), torch.int64, False, torch.float64),
     ],
 )
-def test_the_dtype_of_the_result(
-    module: nn.Module, given: torch.dtype, is_autocast: bool, expected: torch.dtype
-) -> None:
+def test_the_dtype_of_the_result(module, given, is_autocast, expected):
     """The first floating-point argument's, that of the weights without one; float32 where that was given."""
     x = torch.ones(2, 2).to(given)
     with run_in_fp32(module), autocast() if is_autocast else nullcontext():

@@ -1,7 +1,5 @@
 """The verdict of several ranks over a real TCPStore: who was first, whoever else saw it, and whoever dies."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time
@@ -11,12 +9,20 @@ import pytest
 import torch.distributed as dist
 
 from nanwatch import Finding
+from nanwatch.ranks import consensus
 from nanwatch.ranks.consensus import OriginConsensus
 from nanwatch.report.finding import Origin
 from support.processes import until
 from support.sightings import connect, finding, serve
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+
+
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that look ten times a second, and wait a moment for a store that has gone."""
+    monkeypatch.setattr(consensus, "_INTERVAL", 0.1)
+    monkeypatch.setattr(consensus, "_STOPPING", 0.2)
 
 
 @pytest.fixture
@@ -60,15 +66,15 @@ def test_the_origin_is_right_whoever_told_first(server: Any, name: str) -> None:
     origins: dict[int, Origin] = {}
 
     def live(rank: int, seen: Seen) -> None:
-        consensus = OriginConsensus(connect(server), rank, len(ranks), 20.0)
+        verdict = OriginConsensus(connect(server), rank, len(ranks), 20.0)
         try:
             time.sleep(0.3 * (rank == 2))
             if seen.finding is not None:
-                assert consensus.publish(*seen)
-            until(consensus.pending)
-            origins[rank] = consensus.settle()
+                assert verdict.publish(*seen)
+            until(verdict.pending)
+            origins[rank] = verdict.settle()
         finally:
-            consensus.stop()
+            verdict.stop()
 
     threads = [threading.Thread(target=live, args=item) for item in enumerate(ranks)]
     for thread in threads:
@@ -83,7 +89,7 @@ def test_the_origin_is_right_whoever_told_first(server: Any, name: str) -> None:
 
 def test_nobody_waits_longer_than_peer_timeout_for_a_rank_that_never_answers(server):
     """Rank 1 has gone without a word: rank 0 settles with what it knows, and says that one did not answer."""
-    verdict = OriginConsensus(connect(server), 0, 2, peer_timeout=1.5)
+    verdict = OriginConsensus(connect(server), 0, 2, peer_timeout=0.5)
     start = time.monotonic()
     verdict.publish(finding(), 3)
     origin = verdict.settle()
@@ -98,7 +104,7 @@ def test_nobody_waits_longer_than_peer_timeout_for_a_rank_that_never_answers(ser
 def test_a_rank_that_is_stuck_writes_down_what_it_knows_and_holds_up_nobody(server):
     """While the rank waits in a collective, its thread reports what has happened and tells the others not to wait."""
     told: list[Origin] = []
-    stuck = OriginConsensus(connect(server), 1, 2, peer_timeout=6.0, on_stuck=told.append)
+    stuck = OriginConsensus(connect(server), 1, 2, peer_timeout=1.5, on_stuck=told.append)
     failing = OriginConsensus(connect(server), 0, 2, peer_timeout=60.0)
     failing.publish(finding(), 3)
     origin = failing.settle()
@@ -113,9 +119,9 @@ def test_a_rank_that_is_stuck_writes_down_what_it_knows_and_holds_up_nobody(serv
 def test_a_store_that_has_gone_leaves_a_rank_with_its_own_finding(is_connected):
     """The rank that held the store died: publish says so in time, settle names what is known, nothing is raised."""
     server = serve()
-    verdict = OriginConsensus(connect(server), 1, 4, peer_timeout=3.0)
+    verdict = OriginConsensus(connect(server), 1, 4, peer_timeout=1.0)
     if is_connected:
-        time.sleep(1.5)
+        until(lambda: verdict._num_looks)
     del server
     start = time.monotonic()
     assert verdict.publish(finding(rank=1), 3) is False

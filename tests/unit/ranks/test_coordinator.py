@@ -1,7 +1,5 @@
 """A watch in a job of several ranks: whichever fails, every rank says where it was first, and none hangs."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import threading
@@ -54,6 +52,7 @@ class Job:
         monkeypatch.setattr(coordinator, "_group", lambda: self.group)
         monkeypatch.setattr(coordinator, "rank_and_world_size", lambda: (0, 2))
         monkeypatch.setattr(consensus, "default_store", lambda: connect(server))
+        monkeypatch.setattr(consensus, "_INTERVAL", 0.1)
 
     def board(self) -> StoreProtocol:
         """Return the store's protocol as rank 1 uses it."""
@@ -139,9 +138,7 @@ def test_an_exception_of_the_users_waits_for_no_rank(job: Job, monkeypatch: pyte
         (ValueError("gloo"), False),
     ],
 )
-def test_only_the_error_of_a_collective_is_waited_for(
-    job: Job, monkeypatch: pytest.MonkeyPatch, error: Exception, waits: bool
-) -> None:
+def test_only_the_error_of_a_collective_is_waited_for(job, monkeypatch, error, waits):
     """Once for each error, where it ends a batch and the `with`. Any other is what it was, at once."""
     pauses: list[float] = []
     times = map(float, itertools.count())
@@ -163,7 +160,6 @@ def test_only_the_error_of_a_collective_is_waited_for(
 
 
 def test_a_watch_that_is_dropped_ends_its_thread(job):
-    """Nobody has to call stop()."""
     model = nn.Linear(4, 4)
     watch = watching.watch(model, peer_timeout=10)
     model(torch.ones(2, 4))

@@ -1,7 +1,5 @@
 """The few keys by which ranks compare values: what is sent, when a difference is heard of, and by whom it is judged."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`python -m nanwatch show --ranks`: reports of several ranks, made by real watches, as one."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

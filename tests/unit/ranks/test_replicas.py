@@ -1,7 +1,5 @@
 """Who holds the same: from process groups, meshes and placements."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 
@@ -64,10 +62,7 @@ def test_placements_say_who_holds_the_same_shard(rank_two_of_four: None) -> None
 
 
 @pytest.mark.parametrize("reason", ["torch.distributed is not initialized", "this job has one rank"])
-def test_a_watch_without_other_ranks_says_so_once_and_lets_go(
-    reason: str, recwarn: pytest.WarningsRecorder, request: pytest.FixtureRequest
-) -> None:
-    """Nothing is compared, and the model may go."""
+def test_a_watch_without_other_ranks_says_so_once_and_lets_go(reason, recwarn, request):
     if "one rank" in reason:
         request.getfixturevalue("one_process_mesh")
     model = torch.nn.Linear(2, 2)

@@ -1,7 +1,5 @@
 """The comparison of steps over ranks: its judgement here; real ranks are in tests/programs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Hooks of a watch with gradients=True: on tensors alone, and each reads what is at its place when it is called."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

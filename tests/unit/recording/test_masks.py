@@ -1,7 +1,5 @@
 """Non-finite values that are meant: masks where each row has a finite score, and nans that the options allow."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -111,7 +109,6 @@ UNMASKED = {
 
 @pytest.mark.parametrize("name", UNMASKED)
 def test_what_is_no_mask_is_a_failure(name: str) -> None:
-    """The output shows it, or would."""
     model, label = UNMASKED[name]
     with nanwatch.watch(model, rerun=False):
         finding = fault_of(model, torch.randn(2, 4, 4)).finding

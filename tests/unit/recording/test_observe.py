@@ -1,7 +1,5 @@
 """A look at one value, where the looking could be seen, could lie or could do harm: modes, traces and captures."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any, ClassVar
 

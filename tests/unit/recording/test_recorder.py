@@ -1,7 +1,5 @@
 """The two recorders against each other, and both against plain forward hooks and numpy, on models made at random."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter, OrderedDict, UserDict
@@ -17,8 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
-from nanwatch.recording.calls import start_of
-from nanwatch.recording.observe import state_tensors
 from nanwatch.recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, Unwalked, call_leaves, leaves
 from nanwatch.records.record import Frame
 from nanwatch.session.api import watch as start_watch
@@ -212,14 +208,6 @@ def test_the_start_of_a_batch_has_its_arguments_and_generators(recorder: str, mo
     assert torch.equal(start.cuda[0], torch.Generator().manual_seed(1).get_state())
 
 
-def test_no_generator_is_asked_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's would raise. In the compiled recorder a batch that raises so has no start."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda, "default_generators", (None,))
-    assert start_of(0, nn.Identity(), (), None, None).cuda == ()
-
-
 @pytest.mark.parametrize("recorder", RECORDERS)
 def test_counts_are_those_of_each_tensor(recorder: str) -> None:
     """Also of a finite one, and of one that was counted in the batch before."""
@@ -320,17 +308,3 @@ def test_trainings_in_threads_are_counted_once() -> None:
     assert Counter(one.batch for one in frames if one.phase == "forward") == dict.fromkeys(range(batches), 4)
     assert sum(one.phase == "backward" for one in frames) == 4 * batches
     assert counters["frames"] == len(frames) == 8 * batches
-
-
-def test_each_tensor_has_its_parameters_name() -> None:
-    """A parameter that the model does not know is named by its place, and comes itself."""
-    known, copy = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    optimizer = torch.optim.Adam([known, copy])
-    for x in (known, copy):
-        x.grad = torch.ones(2)
-    optimizer.step()
-    tensors = {label: (role, x) for role, label, x in state_tensors(optimizer, {id(known): "fc.weight"})}
-    parts = [f"{part}{at}" for at in ("[fc.weight]", "[0][1]") for part in ("step", "exp_avg", "exp_avg_sq")]
-    assert set(tensors) == {*parts, "param[0][1]"}
-    assert tensors["exp_avg[fc.weight]"] == ("buffer", optimizer.state[known]["exp_avg"])
-    assert tensors["param[0][1]"] == ("weight", copy)

@@ -1,7 +1,5 @@
 """The cache: tensors are read once, and silent changes are seen soon. The oracle is torch's own reduction."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import sys

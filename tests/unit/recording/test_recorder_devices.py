@@ -1,7 +1,5 @@
 """Rows that a device makes, over a stand-in that runs when told: the reports of the host, with one wait a batch."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -145,9 +143,7 @@ def test_a_capture_is_left_alone() -> None:
 
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**32), spoils=st.booleans(), behind=st.booleans(), skips=st.sampled_from([0, 20]))
-def test_reports_of_backwards_are_those_of_the_host(
-    seed: int, spoils: bool, behind: bool, skips: int
-) -> None:
+def test_reports_of_backwards_are_those_of_the_host(seed, spoils, behind, skips):
     """Random graphs over three batches, one of which may be spoilt: every frame in its order, and the report."""
     found = {}
     for check, place, holds in (("module", -1, True), ("batch", 0, True), ("batch", 0, False)):

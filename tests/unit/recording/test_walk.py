@@ -1,7 +1,5 @@
 """walk: labels and leaves of nested values."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +55,6 @@ _pytree.register_pytree_node(Box, lambda box: (list(box.content), None), lambda 
     ],
 )
 def test_labels_say_how_to_reach_the_leaf(value: Any, expected: list[tuple[str, Any]]) -> None:
-    """Tuples and lists by position, mappings by key, dataclasses by field, to any depth."""
     found = leaves(value, "output")
     assert [label for label, _ in found] == [label for label, _ in expected]
     for (_, leaf), (_, wanted) in zip(found, expected, strict=True):

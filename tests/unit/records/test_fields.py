@@ -1,7 +1,5 @@
 """The fields of records as columns."""
 
-from __future__ import annotations
-
 import json
 from typing import NamedTuple
 

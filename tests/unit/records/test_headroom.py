@@ -1,7 +1,5 @@
 """Headroom in bits against decimal logarithms and every code of the 8-bit formats; runs of it by brute force."""
 
-from __future__ import annotations
-
 from decimal import Decimal, localcontext
 from math import inf, nan
 from typing import Any
@@ -43,7 +41,6 @@ def test_limits_are_those_of_the_format(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "int64", "uint16", "bool", "", "quint8", "float4_e2m1fn_x2"])
 def test_what_does_not_overflow_has_no_limits(name: str) -> None:
-    """Integers, bools, packed formats and what is no tensor have neither limits nor headroom."""
     assert limits(name) is None
     assert headroom_bits(record(3.0, name)) is None
 
@@ -119,7 +116,6 @@ def test_modules_are_sorted_worst_first() -> None:
     ],
 )
 def test_no_run(before: list[Frame]) -> None:
-    """Across a batch, a dtype, zeros or what is unread nothing is claimed."""
     assert shrinking([*before, FAULT]) == ""
 
 

@@ -1,28 +1,12 @@
 """Records, notes and frames: what is a fault, and the role of an event."""
 
-from __future__ import annotations
-
 import pytest
 
-from nanwatch.records.record import EVENTS, EXCUSES, NOTE_KINDS, Frame, Note, NoteKind, Record, event_frame
+from nanwatch.records.record import Note, NoteKind, Record, event_frame
 
 
 def record(isfinite: bool | None, kind: NoteKind | None = None) -> Record:
     return Record("output", "output", (1,), "float32", 0.0, 1.0, isfinite, None, kind and Note(kind))
-
-
-@pytest.mark.parametrize("kind", NOTE_KINDS)
-def test_only_an_excuse_makes_a_nonfinite_value_no_fault(kind: NoteKind) -> None:
-    """An event has no range, so that it is none."""
-    assert record(False, kind).is_fault == (kind not in EXCUSES)
-    assert not set(EXCUSES) & set(EVENTS)
-
-
-def test_the_fault_of_a_frame_is_its_first() -> None:
-    """Records before it, finite or meant, are passed over."""
-    rows = (record(True), record(False, "mask"), record(False), record(False, "local_shard"))
-    assert Frame(0, "m", "M", rows).fault is rows[2]
-    assert Frame(0, "m", "M", rows[:2]).fault is None
 
 
 @pytest.mark.parametrize(

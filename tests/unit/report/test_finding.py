@@ -1,7 +1,5 @@
 """The finding: the first non-finite record, and whether its module made it; the earliest of several ranks."""
 
-from __future__ import annotations
-
 from math import inf, nan
 
 import pytest
@@ -35,14 +33,12 @@ def test_origin_is_the_role_of_the_first_fault(bad: Record, origin: str, value: 
 
 
 def test_bad_data_is_told_from_a_bad_layer() -> None:
-    """A fault that was already in what the batch was called with comes from the data."""
     frames = (frame("a", record("input[0]", "input", inf)),)
     finding = find(frames, batch_inputs=[record("input[x]", "input", inf)], caller="")
     assert (finding.origin, finding.source_module) == ("data", None)
 
 
 def test_both_values_are_named() -> None:
-    """A tensor with a nan and an inf says both; without counts, what the range proves."""
     both = record("output", "output", nan)
     counted = both._replace(health=TensorHealth(0.5, nan, False, 0.5, 2.0, 1, 0, 1, 0, 0, 4, (1, 0)))
     assert find([frame("a", counted)]).value == "nan+inf"  # type: ignore[union-attr]
@@ -52,7 +48,6 @@ def test_both_values_are_named() -> None:
 
 
 def test_masks_and_unread_tensors_are_no_findings() -> None:
-    """An additive mask is meant to hold -inf, and of what nobody read nothing is claimed."""
     rows = record("input[0]", "input", inf, note=Note("mask")), unread("input[1]", "not_checked", "meta")
     assert find([frame("a", *rows)]) is None
     assert find([]) is None

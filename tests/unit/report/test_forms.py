@@ -1,7 +1,5 @@
 """Forms of a report: each is found by its module, and renders failures and spikes, which JSON gives back."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from math import inf

@@ -1,7 +1,5 @@
 """Report.to_html: structure by html.parser, hostile names and policy."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import replace
@@ -47,7 +45,6 @@ def test_the_table_has_every_record_and_the_chart_every_number() -> None:
     ],
 )
 def test_every_kind_of_report_has_a_page(report: Report, headline: str) -> None:
-    """No frames, no records, nothing read, nothing wrong, or a finding whose frames are gone."""
     page = Page(report.to_html())
     assert "".join(page.headline).startswith(headline)
     assert page.unbalanced == []
@@ -88,7 +85,6 @@ def test_hostile_names_are_text(name: str) -> None:
 
 
 def test_the_policy_allows_no_script_and_no_connection() -> None:
-    """Everything is refused but the page's style, and inline images."""
     page = Page(growing().to_html())
     assert dict(rule.strip().split(" ", 1) for rule in page.policy.split(";")) == {
         "default-src": "'none'",
@@ -102,7 +98,6 @@ def test_the_policy_allows_no_script_and_no_connection() -> None:
 
 
 def test_a_chart_is_logarithmic_and_has_gaps() -> None:
-    """Equal factors are equal distances; zeros and what is not finite are no points."""
     line = {
         "name": "<a>",
         "color": "output",
@@ -125,7 +120,6 @@ SPIKE = SpikeReport(4, 0, (Departure(FRAMES, "loss", 9.0, 1.0, 5.0),), "loss")
 
 @pytest.mark.parametrize("report", [growing(hostile=FRAMES), SPIKE], ids=["failure", "spike"])
 def test_a_notebook_has_the_page_in_a_frame_of_its_own(report: Report | SpikeReport) -> None:
-    """Whatever the names of modules are."""
     shown = Page(report._repr_html_())
     ((tag, attributes),) = shown.tags
     assert (tag, attributes["sandbox"], shown.text.strip()) == ("iframe", "", "")

@@ -1,10 +1,9 @@
 """Report: its text, its JSON, and the finding it is built on."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -42,6 +41,11 @@ def test_captured_calls_are_named_in_one_line() -> None:
         assert Report((frame, frame), None, 0).to_text().count("captured into a CUDA graph") == count
 
 
+def test_what_an_operation_made_is_told_where_the_record_has_something_else() -> None:
+    finding = replace(REPORT.finding, operation="aten.exp.default", made="nan")
+    assert "By:    aten.exp.default made nan.\n" in replace(REPORT, finding=finding).to_text()
+
+
 def test_color_changes_no_character() -> None:
     """As rich reads the escape sequences: the same text, and the first non-finite record in red."""
     text = REPORT.to_text()
@@ -54,7 +58,6 @@ def test_color_changes_no_character() -> None:
 @given(st.from_type(Report))
 @settings(max_examples=30)
 def test_json_round_trips_exactly(report: Report) -> None:
-    """from_json reads back the output of to_json to the last bit and with the very same types."""
     again = Report.from_json(report.to_json())
     assert repr(again) == repr(report)  # repr, as nan is not equal to itself
     assert again == report
@@ -80,7 +83,6 @@ def _edited(**changes: Any) -> str:
     ],
 )
 def test_a_damaged_or_later_document_is_one_clear_error(document: str, message: str) -> None:
-    """Anything else than a report is a ValueError that says what was met and where."""
     with pytest.raises(ValueError, match=message) as error:
         Report.from_json(document)
     assert str(error.value).startswith("not a nanwatch report")
@@ -97,7 +99,6 @@ def test_a_damaged_or_later_document_is_one_clear_error(document: str, message: 
     ],
 )
 def test_errors_survive_a_process_boundary(error: ValueError) -> None:
-    """The exceptions pickle and copy whole, with their notes and whatever they were raised from."""
     error.__notes__ = ["step 3"]  # `add_note` is of Python 3.11
     with pytest.raises(type(error)) as caught:
         raise error from KeyError("batch")

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -191,17 +191,10 @@ def test_infinities_that_are_meant_are_no_fault(tmp_path):
             torch.save(model.state_dict(), path)
 
 
-class NumberedError(Exception):
-    failures: ClassVar = {0: 3}  # numbers, where torch.distributed's has errors
-
-    def __reduce__(self):
-        raise self
-
-
 def test_an_error_of_the_save_is_the_users(run):
     with run.watch(on_nonfinite="warn"):
-        with pytest.raises(NumberedError):
-            torch.save(NumberedError(), run.folder / "a.pt")
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            torch.save(lambda: None, run.folder / "a.pt")
         with pytest.raises(RuntimeError, match="does not exist"):
             torch.save(run.everything(), run.folder / "missing" / "a.pt")
         with pytest.raises(TypeError, match="missing 1 required positional argument: 'f'"):

@@ -53,14 +53,17 @@ def test_a_tensor_of_many_parts_is_read_whole(share, tmp_path, monkeypatch):
     torch.manual_seed(1)
     x = torch.randn(70, 1001)
     x[torch.rand(70, 1001) < share] = -0.0
+    finite = x.abs() + 1
     x[30], x[60:] = 0, 0
     x[65, 1000], x[69, 0] = torch.inf, torch.nan
-    save_file({"x": x, "empty": torch.empty(0, 4), "scalar": torch.tensor(2.0)}, tmp_path / "x.safetensors")
+    tensors = {"x": x, "finite": finite, "empty": torch.empty(0, 4), "scalar": torch.tensor(2.0)}
+    save_file(tensors, tmp_path / "x.safetensors")
     steps = []
     path = tmp_path / "x.safetensors"
     result = nanwatch.scan(path, against=path, tell=lambda *step: steps.append(step))
     by_name = {tensor.name: tensor for tensor in result.tensors}
-    assert str(by_name["x"].health) == str(nanwatch.tensor_health(x))
+    for name in ("x", "finite"):
+        assert str(by_name[name].health) == str(nanwatch.tensor_health(tensors[name]))
     assert by_name["x"].fingerprint == nanwatch.fingerprint(x)
     dead = (x == 0).all(1).nonzero().flatten().tolist()
     assert (by_name["x"].dead_rows, by_name["x"].first_dead_rows) == (len(dead), tuple(dead[:5]))

@@ -1,11 +1,7 @@
 """watch: what it sees, when it raises, and that the model does not notice."""
 
-from __future__ import annotations
-
 import copy
-import gc
 import pickle
-import weakref
 from typing import Any
 
 import pytest
@@ -20,9 +16,6 @@ from nanwatch.sinks.sink import Sink
 from support.toys import Scale
 
 INF = float("inf")
-
-
-# When something is not finite
 
 
 def test_record_keeps_the_start_of_the_failure() -> None:
@@ -40,9 +33,6 @@ def test_record_keeps_the_start_of_the_failure() -> None:
         model(torch.ones(1))
     assert w.report().batch == 4
     assert issubclass(NonFiniteError, ValueError)
-
-
-# Options
 
 
 @pytest.mark.parametrize(
@@ -99,31 +89,6 @@ def test_bad_arguments_are_named(model: Any, options: Any, error: type[Exception
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-# The model does not notice
-
-
-def test_no_tensor_is_kept_alive() -> None:
-    """Once the caller drops inputs and outputs, they are gone, also after an error was handled."""
-    model = nn.Sequential(Scale(1.0), Scale(1.0))
-    with watch(model) as w:
-        for factor in (1.0, INF):
-            model[1].factor = factor
-            x = torch.ones(3)
-            ref = weakref.ref(x)
-            try:
-                output = model(x)
-                del output
-            except NonFiniteError as error:
-                error.__traceback__ = None
-            del x
-            gc.collect()
-            assert ref() is None
-        assert len(w.frames) == 5
-
-
-# Once more
-
-
 def test_a_watch_of_the_same_model_with_the_same_options_takes_the_place_of_the_first() -> None:
     """As in a notebook's cell that runs again; other options are another watch, which sees its own batches."""
     model = nn.Sequential(nn.Linear(2, 2))
@@ -143,9 +108,6 @@ def test_a_class_that_hides_the_calls_of_its_modules_is_named() -> None:
 
     with pytest.warns(RuntimeWarning, match="calls of Shadow are not recorded"):
         watch(nn.Sequential(Shadow()))
-
-
-# The watch of a trainer's callback
 
 
 def test_a_deferred_watch_watches_one_model_at_a_time():

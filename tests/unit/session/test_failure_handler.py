@@ -1,10 +1,8 @@
 """A failure: whom it blames, its note on somebody else's exception, and its warnings: few, at the user's line."""
 
-from __future__ import annotations
-
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,9 +79,7 @@ class CalledInThreads(NeverCalled):
         (CalledInThreads, lambda model: model.fit(torch.tensor([INF, 1.0])), "data"),
     ],
 )
-def test_the_data_is_blamed_only_where_the_batch_came_with_it(
-    kind: type[Parts], run: Callable[[Any], object], origin: str
-) -> None:
+def test_the_data_is_blamed_only_where_the_batch_came_with_it(kind, run, origin):
     """A layer that the model calls from a thread got no data from a loader."""
     model = kind()
     watch(model, rerun=False)

@@ -1,7 +1,5 @@
 """The look before an optimizer's step: what is raised, what was skipped, what passes, and what a step leaves behind."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import warnings
@@ -16,13 +14,21 @@ from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.optimizer_steps import OptimizerSteps
 from nanwatch.session.watch import Watch
 from support.gradient_models import Narrow, Sick
-from support.recorders import WITH_DEVICE, watched
+from support.recorders import WITH_DEVICE, needs_native, watched
 from support.toys import fault_of, finding_of
 from support.training import assert_same_bits
 from support.watching import watch
 
-KINDS: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}]
-HOWS = ["single", "foreach", "fused"]
+# Each recorder, and each way in which an optimizer computes.
+WAYS = pytest.mark.parametrize(
+    ("recorder", "kind"),
+    [
+        ("python", {}),
+        pytest.param("native", {"foreach": True}, marks=needs_native),
+        pytest.param("native", {"fused": True}, marks=needs_native),
+        pytest.param("device", {}, marks=needs_native),
+    ],
+)
 
 
 def train(model: nn.Module, scaler: Any, steps: int, kind: dict[str, Any]) -> Iterator[int]:
@@ -36,8 +42,7 @@ def train(model: nn.Module, scaler: Any, steps: int, kind: dict[str, Any]) -> It
         yield step
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=HOWS)
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
+@WAYS
 def test_steps_that_a_scaler_skips_are_counted(recorder: str, kind: dict[str, Any]) -> None:
     """No error; each has its scale before and after, also in the frames; the run counts as finite."""
     gc.collect()  # GradScalers of earlier tests
@@ -95,8 +100,7 @@ def test_a_scaler_that_is_given_is_asked_where_there_are_several() -> None:
             assert [str(step) for step in w.skipped_steps] == [told]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=HOWS)
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
+@WAYS
 def test_a_step_that_would_take_a_bad_gradient_is_stopped(recorder: str, kind: dict[str, Any]) -> None:
     """Raised by the step, once, weights and optimizer state to the bit as they were; clean steps are made."""
     model = nn.Sequential(Sick())
@@ -251,12 +255,12 @@ def test_a_step_around_a_backward_or_inside_one_is_stopped(recorder: str) -> Non
         loss.backward()
         return loss
 
-    with watched(model, recorder, gradients=True), pytest.raises(NonFiniteError):
+    with watched(model, recorder, gradients=True, rerun=False), pytest.raises(NonFiniteError):
         optimizer.step(closure)
-    with watched(model, recorder, gradients=True), pytest.raises(NonFiniteError):
+    with watched(model, recorder, gradients=True, rerun=False), pytest.raises(NonFiniteError):
         Scaled(model.parameters(), lr=0.1).step(1.0, closure)
     model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    with watched(model, recorder, gradients=True), pytest.raises(NonFiniteError):
+    with watched(model, recorder, gradients=True, rerun=False), pytest.raises(NonFiniteError):
         closure()
     assert not model[0].weight.any()
 
@@ -265,7 +269,7 @@ def test_a_step_around_a_backward_or_inside_one_is_stopped(recorder: str) -> Non
 def test_weights_that_are_moved_by_hand_lead_back_to_the_backward(recorder: str) -> None:
     """No optimizer: the next forward meets a bad weight, and the report is that of the backward that made it so."""
     model = nn.Sequential(Sick())
-    with watched(model, recorder, gradients=True):
+    with watched(model, recorder, gradients=True, rerun=False):
         model(torch.ones(3)).sum().backward()
         with torch.no_grad():
             model[0].weight -= 0.1 * model[0].weight.grad
@@ -308,8 +312,7 @@ def state_frames(w: Watch) -> list[dict[str, float | None]]:
     return [{r.label: r.abs_max for r in f.records} for f in w.frames if f.phase == "step"]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=HOWS)
-@pytest.mark.parametrize("recorder", WITH_DEVICE)
+@WAYS
 def test_the_state_of_an_optimizer_has_a_frame_a_step(recorder: str, kind: dict[str, Any]) -> None:
     """exp_avg and exp_avg_sq of every parameter by its name, as they are after the step; step counts are left out."""
     model = nn.Sequential(nn.Linear(3, 2))

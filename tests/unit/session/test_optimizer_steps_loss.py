@@ -1,7 +1,5 @@
 """A gradient that is not finite, and that no step has taken when the watch ends."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -75,7 +73,6 @@ def test_an_exception_of_the_block_stays(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_backward_from_an_edge_of_the_graph() -> None:
-    """It goes on as unwatched."""
     with watch(model := nn.Linear(2, 1), gradients=True):
         torch.autograd.backward(torch.autograd.graph.get_gradient_edge(model(torch.ones(1, 2)).sum()))
     assert torch.equal(model.weight.grad, torch.ones(1, 2))

@@ -1,7 +1,5 @@
 """The options of watch and the notes they lead to: when to act, what is meant, what is switched off."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import re
@@ -181,14 +179,12 @@ def test_arguments_of_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     ],
 )
 def test_wrong_words_are_refused(monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
-    """The error names the variable, what it has and what is accepted."""
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ValueError, match=f"NANWATCH_OPTIONS=.*{message}"):
         make_options({})
 
 
 def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one program in a hundred changes is no option."""
     for variable, value in (("ACT_AT", "batch"), ("PEER_TIMEOUT", "3"), ("STALL_TIMEOUT", "0.5")):
         monkeypatch.setenv(f"NANWATCH_{variable}", value)
     options = make_options({})

@@ -1,7 +1,5 @@
 """The start of a batch: what it had, what was written since, and that it lives only while a backward may come."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
@@ -253,7 +251,7 @@ def test_what_a_cache_took_in_is_no_data(origin: str, store: Callable[..., Tenso
             model.layers[1].keys.weight[0, 0] = torch.inf
         else:
             model.layers[1].scale = 0.0
-        with watched(model, recorder):
+        with watched(model, recorder, rerun=origin == "received"):
             finding = fault_of(model, torch.ones(2, 4), [] if store is append_to_list else Keys()).finding
     if origin == "weight":
         assert (finding.module, finding.label, finding.origin) == ("layers.1.keys", "weight", "weight")

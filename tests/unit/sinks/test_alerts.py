@@ -1,7 +1,5 @@
 """Webhooks: what a real server on this machine gets, and when it is asked again. And lines of JSON."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator
@@ -81,7 +79,6 @@ def test_a_failure_is_posted_while_the_policy_stays(server: Server) -> None:
 
 
 def test_slack_gets_its_form() -> None:
-    """As its documentation has it, and no text is too long."""
     sink = SlackSink("https://example.com/hook")
     assert sink.body(FAILURE) == {"text": "nanwatch failure, rank 1 on node7: nan first seen in a"}
     assert len(sink.body(Message("failure", 3, "x" * 50_000))["text"]) == 40_000
@@ -97,9 +94,7 @@ def test_slack_gets_its_form() -> None:
     ],
     indirect=["server"],
 )
-def test_it_tries_again_where_that_may_help(
-    server: Server, pauses: list[float], is_lost: bool, slept: list[float], recwarn: pytest.WarningsRecorder
-) -> None:
+def test_it_tries_again_where_that_may_help(server, pauses, is_lost, slept, recwarn):
     """With pauses that double. What is lost is counted, and told without the URL's secret."""
     before = counts["a message of the sink slack was not taken"]
     sink = SlackSink(server.url)
@@ -113,15 +108,12 @@ def test_it_tries_again_where_that_may_help(
 
 
 def test_what_is_no_url_is_refused() -> None:
-    """When the watch begins."""
     for words in ("slack", "slack:file:///etc/passwd", "slack:https://a/b c"):
         with pytest.raises(ValueError, match="the sink slack takes a URL, such as slack:https:"):
             nanwatch.watch(nn.Identity(), sinks=words)
 
 
-def test_a_blocked_server_delays_no_step_and_messages_of_a_kind_are_held_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_blocked_server_delays_no_step_and_messages_of_a_kind_are_held_back(monkeypatch):
     """For a minute. The next one says how many."""
     go, posted = threading.Event(), []
     sink = WebhookSink("https://example.com/hook")

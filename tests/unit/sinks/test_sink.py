@@ -1,7 +1,5 @@
 """Sinks: which events each gets, and that one which raises harms neither the run nor the others."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -66,7 +64,6 @@ def test_each_event_comes() -> None:
 
 
 def test_a_skipped_step_comes() -> None:
-    """With the batch whose gradients were not finite."""
     sink, model = Everything(), nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -108,7 +105,6 @@ def test_a_sink_that_raises_is_dropped(event: str) -> None:
 
 
 def test_a_misspelt_event_is_refused() -> None:
-    """When the class is made, with the close names."""
     with pytest.raises(TypeError, match=r"Slack.on_failures is no event of a sink; close names: on_failure"):
         type("Slack", (Sink,), {"on_failures": print})
 

@@ -1,7 +1,5 @@
 """Headroom against the records of the same frames, and what is logged of a forecast and a failure."""
 
-from __future__ import annotations
-
 from math import inf, log2
 
 import pytest

@@ -1,7 +1,5 @@
 """The rows of a trace: frames to a table and back, and what a reader refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -53,7 +51,6 @@ frames = st.builds(Frame, st.integers(0, 3), names, names, records, recomputed=s
 @settings(max_examples=50)
 @given(st.lists(frames, min_size=1, max_size=6))
 def test_frames_come_back_as_they_were(made: list[Frame]) -> None:
-    """Frames of any content, in any order of batches, are the same after the table."""
     table = columns.Tabulator(3).table(made)
     assert table.schema.equals(columns.schema())
     assert list(columns.frames_of(table)) == made
@@ -83,7 +80,6 @@ def test_the_docs_have_every_column_in_order() -> None:
     ],
 )
 def test_metadata_that_is_none_of_a_trace_is_refused(text: str, words: str) -> None:
-    """The error names the file and what is wrong with it."""
     schema = columns.schema().with_metadata({columns.METADATA_KEY: text})
     with pytest.raises(TraceError, match=f"^a.parquet.*{re.escape(words)}"):
         columns.facts_of(schema, "a.parquet")

@@ -1,7 +1,5 @@
 """Differences between traces: the module that was changed is the module that is named."""
 
-from __future__ import annotations
-
 import json
 from math import inf, nan
 from pathlib import Path
@@ -92,7 +90,6 @@ UNREAD = dict.fromkeys(("abs_min", "abs_max", "isfinite"))
     ],
 )
 def test_two_records(tmp_path: Path, a: dict[str, Any], b: dict[str, Any], what: str | None) -> None:
-    """One record on each side: equal, or apart in these words."""
     difference = diff(written(tmp_path / "a.parquet", a), written(tmp_path / "b.parquet", b))
     words = difference.words("First")
     assert (not words) if what is None else (f": {what}" in words[0])

@@ -1,7 +1,5 @@
 """The picture of a run against the records of its frames, one by one, and the words of its page."""
 
-from __future__ import annotations
-
 import random
 from math import inf, nan
 from pathlib import Path

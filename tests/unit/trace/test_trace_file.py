@@ -1,7 +1,5 @@
 """Reading a trace: with nanwatch, with pandas, with polars; and what is no trace."""
 
-from __future__ import annotations
-
 import importlib
 from math import inf, isnan
 from pathlib import Path
@@ -32,7 +30,6 @@ def made(path: Path) -> Path:
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])
 def test_other_libraries_read_it(tmp_path: Path, library: str) -> None:
-    """A file read with pandas and polars alone has the columns and values of the format."""
     try:
         read: Any = importlib.import_module(library).read_parquet
     except ImportError:

@@ -1,7 +1,5 @@
 """The writing thread: parts, the one file, what goes wrong with a disk, and how little a step has to do with it."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os
@@ -56,9 +54,7 @@ def test_no_earlier_trace_is_touched(tmp_path: Path) -> None:
     assert (tmp_path / "run.parquet").read_text() == "mine"
 
 
-def test_a_disk_that_fails_is_one_warning_and_the_parts_before_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_is_one_warning_and_the_parts_before_stay(tmp_path, monkeypatch):
     """Puts go on without an error; what was written before is readable; no half file is left."""
     monkeypatch.setattr(trace_writer, "_LEAST_SECONDS", 0.0)
     trace = writer(tmp_path / "run.parquet")

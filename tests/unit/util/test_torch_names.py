@@ -1,7 +1,5 @@
 """Private names of PyTorch that nanwatch uses: one list, all seen in torch 2.13.0, which may only get shorter."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re
