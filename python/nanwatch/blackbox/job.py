@@ -6,12 +6,12 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from itertools import takewhile
 from pathlib import Path
 from signal import SIGKILL, Signals
+
+import numpy as np
 
 from ..util.reading import plain
 from ..util.visible import first_few, module_name, spell, visible
@@ -19,6 +19,7 @@ from .story import SCHEMA, SUFFIX, VERSION, BlackBoxReport, BoxCall, read
 
 _CALLS = 10
 _PULSE = 1.5  # seconds from one sign of life to the next, and some more
+_VERSIONS = ("nanwatch", "torch", "cuda", "python", "device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,8 @@ class Job:
 
         if self.is_bad:
             return min((report for report in self.reports if report.is_bad), key=ended)
-        counts = {report.num_calls for report in self.reports}
-        return min(self.reports, key=lambda report: report.num_calls) if len(counts) > 1 else None
+        by_calls = sorted(self.reports, key=lambda report: report.num_calls)
+        return by_calls[0] if by_calls[0].num_calls < by_calls[-1].num_calls else None
 
     @property
     def is_bad(self) -> bool:
@@ -66,12 +67,9 @@ class Job:
     def to_json(self) -> str:
         """Return the reports as one JSON document."""
         ranks = [{"schema": SCHEMA, "version": VERSION, **plain(report)} for report in self.reports]
-        if len(ranks) == 1:
-            document = ranks[0]
-        else:
-            rank = None if self.first is None else self.first.rank
-            document = {"schema": f"{SCHEMA}.job", "version": VERSION, "first": rank, "ranks": ranks}
-        return json.dumps(document, indent=2, allow_nan=False)
+        first = self.first and self.first.rank
+        job = {"schema": f"{SCHEMA}.job", "version": VERSION, "first": first, "ranks": ranks}
+        return json.dumps(job if len(ranks) > 1 else ranks[0], indent=2, allow_nan=False)
 
     def _rank_lines(self) -> Iterator[str]:
         yield "rank        calls      since  what"
@@ -85,11 +83,9 @@ class Job:
         if (first := self.first) is not None:
             verb = "ended first" if first.is_bad else "is behind the others"
             yield from ("", f"Rank {first.rank} {verb}: {_end_words(first)}; {_where_words(first)}.")
-            # Without the times, in which ranks that wait at one place differ.
-            calls = [(report, report.under_way) for report in self.reports if report is not first]
-            places = Counter(
-                _where_words(report) if call is None else _inside(call) for report, call in calls
-            )
+            # Ranks that wait at one place differ in the times.
+            waiting = (report for report in self.reports if report is not first)
+            places = Counter(_where_words(report, with_time=False) for report in waiting)
             yield from (f"{count} of the others: {place}." for place, count in places.most_common(4))
 
 
@@ -127,50 +123,41 @@ def read_job(path: Path) -> Job:
 
 def _process_lines(report: BlackBoxReport) -> Iterator[str]:
     """Yield who the process was, how it ended, what it was doing, and its latest calls."""
-    for head, body in _facts(report):
-        yield f"{head + ':':<8} {body}"
-    if latest := report.calls[-_CALLS:]:
+    argv, latest = report.facts.get("argv"), report.calls[-_CALLS:]
+    command = shlex.join(map(str, argv)) if isinstance(argv, list) else "?"
+    rank = f", rank {report.rank} of {report.world_size}" if report.world_size > 1 else ""
+    after = ""
+    if report.seconds_after is not None and report.end != "runs":
+        after = f", {_seconds_words(report.seconds_after)} after its latest call ended"
+    open_calls = report.threads[0].calls if report.threads else ()
+    ago = f"{_seconds_words(report.python_ago)} before: " if report.python_ago else ""
+    facts = [
+        ("Process", f"{report.pid} on {report.host}{rank}: {command}"),
+        ("End", f"{_end_words(report)}{after}."),
+        ("Where", f"{_where_words(report)}."),
+        ("Within", " > ".join(module_name(call.module) for call in open_calls) if open_calls[1:] else ""),
+        *(("Thread", f"{thread.id}: {_under_way(thread.calls[-1])}") for thread in report.threads[1:]),
+        ("Python", ago + " < ".join(report.python) if report.python else ""),
+        ("Memory", f"{report.memory / 2**30:.2f} GiB" if report.memory else ""),
+        ("With", ", ".join(f"{name} {report.facts[name]}" for name in _VERSIONS if report.facts.get(name))),
+    ]
+    yield from (f"{head + ':':<8} {body}" for head, body in facts if body)
+    if latest:
         yield from ("", f"the latest {len(latest)} of {report.num_calls:,} calls that ended:")
     for call in latest:
         took = f" took {_seconds_words(call.seconds)}" if call.seconds is not None else ""
-        yield f"  batch {call.batch:,}: {_name(call)}{took}{', raised' if call.raised else ''}"
+        yield f"  batch {call.batch:,}: {call.name}{took}{', raised' if call.raised else ''}"
     for note in report.notes:
         yield from ("", f"{note.get('kind', 'note')}:")
         content = {name: value for name, value in note.items() if name not in ("kind", "time")}
         yield from json.dumps(content, indent=2).splitlines()[1:-1]
 
 
-def _facts(report: BlackBoxReport) -> Iterator[tuple[str, str]]:
-    argv = report.facts.get("argv")
-    command = shlex.join(map(str, argv)) if isinstance(argv, list) else "?"
-    rank = f", rank {report.rank} of {report.world_size}" if report.world_size > 1 else ""
-    yield "Process", f"{report.pid} on {report.host}{rank}: {command}"
-    after = ""
-    if report.seconds_after is not None and report.end != "runs":
-        after = f", {_seconds_words(report.seconds_after)} after its latest call ended"
-    yield "End", f"{_end_words(report)}{after}."
-    yield "Where", f"{_where_words(report)}."
-    if report.threads and len(calls := report.threads[0].calls) > 1:
-        yield "Within", " > ".join(module_name(call.module) for call in calls)
-    for thread in report.threads[1:]:
-        yield "Thread", f"{thread.id}: {_under_way(thread.calls[-1])}"
-    if report.python:
-        ago = f"{_seconds_words(report.python_ago)} before: " if report.python_ago else ""
-        yield "Python", ago + " < ".join(report.python)
-    if report.memory:
-        yield "Memory", f"{report.memory / 2**30:.2f} GiB"
-    names = ("nanwatch", "torch", "cuda", "python", "device")
-    if known := [f"{name} {report.facts[name]}" for name in names if report.facts.get(name)]:
-        yield "With", ", ".join(known)
-
-
 def _end_words(report: BlackBoxReport) -> str:
     """Return how the process ended, as a sentence without its full stop."""
-    at, name = "?", f"signal {report.signal}"
-    with suppress(ValueError, OverflowError, OSError):  # of a damaged file
-        at = f"{datetime.fromtimestamp(report.latest, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
-    with suppress(ValueError):
-        name = Signals(report.signal).name
+    # Takes any number, as of a damaged file.
+    at = f"{np.datetime64(int(report.latest), 's')} UTC".replace("T", " ", 1)
+    name = next((known.name for known in Signals if known == report.signal), f"signal {report.signal}")
     if report.end == "runs":
         return "it runs"
     if report.end == "signal":
@@ -187,13 +174,13 @@ def _end_words(report: BlackBoxReport) -> str:
     return f"{marks}{before}; the latest sign of life is of {at}"
 
 
-def _where_words(report: BlackBoxReport) -> str:
+def _where_words(report: BlackBoxReport, *, with_time: bool = True) -> str:
     """Return what the process was doing."""
     if (call := report.under_way) is not None:
-        return _under_way(call)
+        return _under_way(call, with_time=with_time)
     raised = [*takewhile(lambda call: call.raised, reversed(report.calls))]
     if raised and report.end != "runs":  # the innermost ended first
-        return f"batch {raised[-1].batch:,}, forward: {_name(raised[-1])} raised"
+        return f"batch {raised[-1].batch:,}, forward: {raised[-1].name} raised"
     if report.batch is None:
         return "before the first call of a watched module"
     if report.phase == "backward":
@@ -204,17 +191,10 @@ def _where_words(report: BlackBoxReport) -> str:
     return f"after the forward of batch {report.batch:,}, outside of watched modules"
 
 
-def _under_way(call: BoxCall) -> str:
+def _under_way(call: BoxCall, *, with_time: bool = True) -> str:
     # Without a later sign of life it is not known for how long.
-    return _inside(call) + (f", which had run for {_seconds_words(call.seconds)}" if call.seconds else "")
-
-
-def _inside(call: BoxCall) -> str:
-    return f"batch {call.batch:,}, forward: inside {_name(call)}"
-
-
-def _name(call: BoxCall) -> str:
-    return f"{module_name(call.module)} ({call.class_name})"
+    time = f", which had run for {_seconds_words(call.seconds)}" if call.seconds and with_time else ""
+    return f"batch {call.batch:,}, forward: inside {call.name}{time}"
 
 
 def _seconds_words(seconds: float | None) -> str:

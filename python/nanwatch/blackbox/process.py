@@ -16,25 +16,24 @@ import os
 import platform
 import socket
 import sys
-import sysconfig
 import threading
 import time
 import traceback
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from ..numerics import _extension
 from ..util.job import rank_and_world_size, started_at
+from ..util.program_code import is_library
 from ..util.visible import suppressing, warn_user
 from .story import SUFFIX
 
 _LEAST_STALL = 300.0  # seconds
 _SLOWER = 10
 _INNERMOST = 3  # functions in a sample
-_LIBRARIES = ("-packages/", "<frozen ", sysconfig.get_path("stdlib"))
 _DEEPEST = 64
 _MOST_WORDS, _LONGEST_WORD = 100, 200  # of the command
 _WEEK = 7 * 86400
@@ -76,16 +75,16 @@ class ProcessBox:
 
     def _note_facts(self) -> None:
         self._ranks = rank_and_world_size()
-        facts = {
-            "host": socket.gethostname(),
-            "started": started_at(os.getpid()),
-            "rank": self._ranks[0],
-            "world_size": self._ranks[1],
-            "argv": [word[:_LONGEST_WORD] for word in sys.orig_argv[:_MOST_WORDS]],
+        self.note(
+            "facts",
+            host=socket.gethostname(),
+            started=started_at(os.getpid()),
+            rank=self._ranks[0],
+            world_size=self._ranks[1],
+            argv=[word[:_LONGEST_WORD] for word in sys.orig_argv[:_MOST_WORDS]],
             **_extension.versions(),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else platform.machine(),
-        }
-        self.note("facts", **facts)
+            device=torch.cuda.get_device_name() if torch.cuda.is_initialized() else platform.machine(),
+        )
 
     def _live(self) -> None:
         is_noted = False  # the hang that lasts
@@ -98,11 +97,9 @@ class ProcessBox:
                 has_called = idle < previous  # since a second ago
                 longest = max(longest, previous if has_called else 0.0)
                 previous = idle
-                main = threading.main_thread().ident or 0
-                self._box.add_sample("\n".join(_chosen(_places(sys._current_frames().get(main)))))
-                limit = self.stall_timeout
-                if limit is None:
-                    limit = max(_LEAST_STALL, _SLOWER * longest)
+                self._box.add_sample("\n".join(_chosen(_places(threading.main_thread()))))
+                default = max(_LEAST_STALL, _SLOWER * longest)
+                limit = default if self.stall_timeout is None else self.stall_timeout
                 is_interactive = hasattr(sys, "ps1")  # where somebody thinks between two calls
                 hangs = self.num_watches > 0 and 0 < limit <= idle and not is_interactive
                 if hangs and (has_called or not is_noted):
@@ -110,7 +107,9 @@ class ProcessBox:
                 is_noted = hangs
 
     def _note_hang(self, idle: float) -> None:
-        stacks = _stacks()
+        stacks = {
+            thread.name: _places(thread) for thread in threading.enumerate() if thread is not self._thread
+        }
         self.note("stall", seconds=round(idle), stacks=stacks)
         _log.warning(
             "nanwatch: no call of a watched module has begun or ended for %.0f s; the main thread is in %s. "
@@ -199,21 +198,18 @@ def _memory() -> int:
         return 0
 
 
-def _stacks() -> dict[str, list[str]]:
-    """Return the functions of each other thread by its name. Keeps no frame, which would keep the user's tensors."""
-    frames = sys._current_frames()
-    others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
-    return {thread.name: _places(frames.get(thread.ident or 0)) for thread in others}
-
-
 def _chosen(places: list[str]) -> list[str]:
     """Return the innermost places, and the innermost in the user's own code."""
-    users = (place for place in places[_INNERMOST:] if not any(library in place for library in _LIBRARIES))
-    return [*places[:_INNERMOST], *list(users)[:1]]
+    users = [place for place in places[_INNERMOST:] if not is_library(place)]
+    return [*places[:_INNERMOST], *users[:1]]
 
 
-def _places(frame: FrameType | None) -> list[str]:
-    """Return the functions of a stack as `file:line in name`, the innermost first, without nanwatch's."""
+def _places(thread: threading.Thread) -> list[str]:
+    """Return the functions of a thread's stack as `file:line in name`, the innermost first, without nanwatch's.
+
+    Keeps no frame, which would keep the user's tensors.
+    """
+    frame = sys._current_frames().get(thread.ident or 0)
     # walk_stack(None) walks the present thread's.
     stack = () if frame is None else itertools.islice(traceback.walk_stack(frame), _DEEPEST)
     places = ((inner.f_code.co_filename, line, inner.f_code.co_name) for inner, line in stack)

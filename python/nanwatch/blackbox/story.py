@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from ..util.job import started_at
-from ..util.visible import spell
+from ..util.visible import module_name, spell
 
 SCHEMA, VERSION = "nanwatch.blackbox", 3
 SUFFIX = ".blackbox"
@@ -29,7 +28,7 @@ _PAGE = 4096
 _MOST_BYTES = 1 << 26
 _MOST_CALLS = 64
 _LIFE = 2.0  # seconds: a sign of life that much after a signal says that the process went on
-_PARTS = ("output", "input", "weight")
+_PARTS = {0: "output", 1: "input", 2: "weight"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +44,11 @@ class BoxCall:
     seconds: float | None
     ago: float = 0.0
     raised: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the names of the module and of its class, for people."""
+        return f"{module_name(self.module)} ({self.class_name})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +114,8 @@ class BoxFile:
     """The file at one moment.
 
     `state` has the words of the process by name, `calls` the calls that ended, oldest first, `threads` and `stacks` the
-    places of threads and the calls under way in them, `names` a module and its class for each number. Damage raises
-    any error: of numpy, of a section, or of a word that is not there.
+    places of threads and the calls under way in them, `facts` what is known of the process, `notes` the rest of what it
+    wrote. Damage raises any error: of numpy, of a section, or of a word that is not there.
     """
 
     def __init__(self, path: Path) -> None:
@@ -139,8 +143,16 @@ class BoxFile:
         self.calls = ring[np.arange(begin, end) % len(ring)]
         self.threads = self._sections["threads"]
         self.stacks = np.array_split(self._sections["stacks"], len(self.threads))
-        self.names = [name.partition("\n") for name in self._text("names").split("\0")[:-1]]
-        self.notes = [*_documents(self._text("notes"))]
+        names = (name.partition("\n") for name in self._text("names").split("\0")[:-1])
+        self._names = {number: (name, class_name) for number, (name, _, class_name) in enumerate(names)}
+        self.facts, self.notes = dict[str, Any](), list[dict[str, Any]]()
+        for line in self._text("notes").splitlines():
+            with suppress(ValueError, TypeError, RecursionError):  # of a line that is no JSON object
+                note = {**json.loads(line)}
+                if note.get("kind") == "facts":
+                    self.facts |= note
+                else:
+                    self.notes.append(note)
         sample = np.array_split(self._sections["samples"], 2)[(self.state["samples"] - 1) % 2]
         self.sample = sample.tobytes().partition(b"\0")[0].decode("utf-8", "replace")
 
@@ -150,10 +162,7 @@ class BoxFile:
 
     def module(self, number: int) -> tuple[str, str]:
         """Return the name of a module and its class."""
-        if not 0 <= number < len(self.names):
-            return f"module {number}", "?"
-        name, _, class_name = self.names[number]
-        return name, class_name
+        return self._names.get(number, (f"module {number}", "?"))
 
     def seconds(self, begin: int, end: int) -> float | None:
         """Return the time between two moments in ticks, by the first and the latest sign of life; None if unknown."""
@@ -167,23 +176,13 @@ class BoxFile:
     def call(self, item: Any, now: int) -> BoxCall:
         """Return a call that has ended, or that is under way."""
         call = _words(item)
-        names, ended = self.module(call["module"]), call.get("ended")
-        if ended is None:
-            return BoxCall(*names, call["batch"], self.seconds(call["begun"], now))
+        ended = call.get("ended", now)
         seconds, ago = self.seconds(call["begun"], ended), self.seconds(ended, now) or 0.0
-        return BoxCall(*names, call["batch"], seconds, ago, bool(call["raised"]))
+        return BoxCall(*self.module(call["module"]), call["batch"], seconds, ago, bool(call.get("raised")))
 
 
 def _words(item: Any) -> dict[str, int]:
     return {name: int(item[name]) for name in item.dtype.names}
-
-
-def _documents(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the lines that are JSON objects."""
-    for line in text.splitlines():
-        with suppress(ValueError, RecursionError):
-            if isinstance(document := json.loads(line), dict):
-                yield document
 
 
 def read(path: str | os.PathLike[str]) -> BlackBoxReport:
@@ -206,13 +205,8 @@ def read(path: str | os.PathLike[str]) -> BlackBoxReport:
 
 
 def _report(file: BoxFile) -> BlackBoxReport:
-    state, facts = file.state, dict[str, Any]()
-    for note in file.notes:
-        if note.get("kind") == "facts":
-            facts |= note
-    end = _end(file, facts)
-    kinds = ("sample", "step", "gradient", "signal", "exit")
-    latest = max(state["latest"], state["ticks"], *(state[f"{kind}_ticks"] for kind in kinds))
+    state, facts, end = file.state, file.facts, _end(file)
+    latest = max(state["latest"], *(moment for name, moment in state.items() if name.endswith("ticks")))
     now = state["signal_ticks"] if end == "signal" else latest
     threads = _threads(file, now)
     calls = tuple(file.call(item, now) for item in file.calls[-_MOST_CALLS:])
@@ -221,13 +215,12 @@ def _report(file: BoxFile) -> BlackBoxReport:
     latest_ends = (ended, ""), (state["gradient_ticks"], "backward"), (state["step_ticks"], "step")
     phase = "forward" if threads else max(latest_ends, key=lambda latest_end: latest_end[0])[1]
     batch = threads[0].calls[-1].batch if threads else calls[-1].batch if calls else None
-    part = state["gradient_part"]
-    gradient = file.module(state["gradient_module"])[0], _PARTS[part] if 0 <= part < len(_PARTS) else "?"
+    gradient = file.module(state["gradient_module"])[0], _PARTS.get(state["gradient_part"], "?")
     return BlackBoxReport(
         path=str(file.path),
         pid=state["pid"],
-        rank=_whole(facts.get("rank"), 0),
-        world_size=_whole(facts.get("world_size"), 1),
+        rank=int(facts.get("rank", 0)),
+        world_size=int(facts.get("world_size", 1)),
         begun=state["begun"] / 1e9,
         latest=state["time"] / 1e9 + (file.seconds(state["ticks"], now) or 0.0),
         end=end,
@@ -245,12 +238,12 @@ def _report(file: BoxFile) -> BlackBoxReport:
         memory=state["memory"],
         calls=calls,
         facts=facts,
-        notes=tuple(note for note in file.notes if note.get("kind") != "facts"),
+        notes=tuple(file.notes),
     )
 
 
-def _end(file: BoxFile, facts: dict[str, Any]) -> End:
-    state = file.state
+def _end(file: BoxFile) -> End:
+    state, facts = file.state, file.facts
     is_here = facts.get("host") == socket.gethostname()
     if is_here and started_at(state["pid"]) == facts.get("started"):
         return "runs"
@@ -265,15 +258,8 @@ def _end(file: BoxFile, facts: dict[str, Any]) -> End:
 
 def _threads(file: BoxFile, now: int) -> tuple[BoxThread, ...]:
     """Return the threads with calls under way: the one that got a signal first, then by when their calls began."""
-    places: list[tuple[bool, int, BoxThread]] = []
-    for thread, stack in zip(map(_words, file.threads), file.stacks, strict=True):
-        depth = min(thread["depth"], len(stack))
-        if thread["id"] and depth > 0:
-            calls = tuple(file.call(item, now) for item in stack[:depth])
-            is_hit = thread["id"] == file.state["signal_thread"]
-            places.append((is_hit, int(stack[depth - 1]["begun"]), BoxThread(thread["id"], calls)))
-    return tuple(thread for *_, thread in sorted(places, key=lambda place: place[:2], reverse=True))
-
-
-def _whole(value: Any, default: int) -> int:
-    return value if isinstance(value, int) and 0 <= value < 1 << 31 else default
+    threads = zip(file.threads.tolist(), file.stacks, strict=True)
+    stacks = [(number, stack[:depth]) for (number, depth), stack in threads if number and depth > 0]
+    hit = file.state["signal_thread"]
+    stacks.sort(key=lambda thread: (thread[0] == hit, int(thread[1]["begun"][-1])), reverse=True)
+    return tuple(BoxThread(number, tuple(file.call(item, now) for item in stack)) for number, stack in stacks)

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import inspect
 import os
-import shutil
 import stat
-import uuid
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from itertools import count
 from pathlib import Path
 from pickle import UnpicklingError
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -41,11 +40,9 @@ MAX_BYTES = 1 << 30
 MARK = "nanwatch"
 _SCHEMA, _VERSION = "nanwatch.capsule", 3
 _MAX_DEPTH = 32  # the depth that a watch walks
-# bool is an int, and the pickle of an instance of a subclass would name its class.
-_BASES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (bool, bool), (int, int.__index__), (float, float.__float__), (str, str.__str__),
-)  # fmt: skip
-_PLAIN = (type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (type(None), bool, torch.dtype, torch.device, torch.Size)
+# The pickle of an instance of a subclass would name its class.
+_BASES: dict[type, Callable[[Any], Any]] = {int: int.__index__, float: float.__float__, str: str.__str__}
 
 
 class CapsuleError(ValueError):
@@ -128,7 +125,6 @@ def _fields(document: Any) -> dict[str, Any]:
     for name, kind in _EXPECTED.items():
         if type(values.get(name)) is not kind:
             raise ValueError(f"it has no {name!r}, or another type of it")
-    values = {name: values[name] for name in _EXPECTED}
     torch.Generator().set_state(values["rng"][0])  # raises where torch has no such state
     values["rng"] = RngState(values["rng"][0], tuple(values["rng"][1:]))
     values["device"] = str(torch.device(values["device"]))
@@ -195,7 +191,13 @@ def write_capsule(
             "rank": rank,
             "left_out": list(contents.left_out),
         }
-        return _write_folder(Path(folder).absolute(), document)
+        folder = Path(folder).absolute()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(".unfinished", f".{folder.name}.", folder.parent) as hidden:
+            unfinished = Path(hidden, folder.name)  # with the permissions of any folder
+            unfinished.mkdir()
+            inspect.unwrap(torch.save)(document, unfinished / FILE)  # past all guards of checkpoints
+            return make_numbered(folder, unfinished.rename)
 
 
 class _Contents:
@@ -214,10 +216,8 @@ class _Contents:
 
     def encoded_state(self, module: nn.Module) -> dict[str, Any]:
         """Return the weights and buffers of a module by name."""
-        state: dict[str, Tensor] = {
-            **dict(module.named_parameters(remove_duplicate=False)),
-            **dict(module.named_buffers(remove_duplicate=False)),
-        }
+        state: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        state |= module.named_buffers(remove_duplicate=False)
         for key in sorted(state, key=lambda key: state[key].numel() * state[key].element_size()):
             self.encoded(state[key], f"state[{key}]")
         encoded = {key: self.encoded(x, f"state[{key}]") for key, x in state.items()}
@@ -232,11 +232,11 @@ class _Contents:
             if id(value) not in self._copies:
                 self._copies[id(value)] = value, self._copied(value, label)
             return self._copies[id(value)][1]
-        for kind, convert in _BASES:
-            if isinstance(value, kind):
-                return convert(value)
         if isinstance(value, _PLAIN):
             return value
+        for kind, convert in _BASES.items():
+            if isinstance(value, kind):
+                return convert(value)
         try:
             if len(inside) > _MAX_DEPTH or id(value) in inside:
                 raise TypeError(f"contains itself, or is nested deeper than {_MAX_DEPTH}")
@@ -251,10 +251,9 @@ class _Contents:
     def _copied(self, x: Tensor, label: str) -> Any:
         """Return a copy of a tensor, or what takes the place of one that is left out."""
         what = f"{label} ({type_name(x)}, {dtype_name(x.dtype)} {list(x.shape)}"
-        if reason := unreadable(x):
+        scattered = "" if is_plain(x) else "its values do not lie in one block of plain memory"
+        if reason := unreadable(x) or scattered:
             return self._leave_out(f"{what}): {reason}")
-        if not is_plain(x):
-            return self._leave_out(f"{what}): its values do not lie in one block of plain memory")
         size = x.numel() * x.element_size()
         if size > self._room:
             reason = f"the tensors of this capsule may take {self._max_bytes:,} bytes (max_bytes)"
@@ -281,18 +280,6 @@ class _Contents:
 
 def _is_key(key: Any) -> bool:
     return all(map(_is_key, key)) if type(key) is tuple else isinstance(key, str | int | float | None)
-
-
-def _write_folder(folder: Path, document: dict[str, Any]) -> Path:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.unfinished")
-    unfinished.mkdir()
-    try:
-        inspect.unwrap(torch.save)(document, unfinished / FILE)  # past all guards of checkpoints
-        return make_numbered(folder, unfinished.rename)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def make_numbered(folder: Path, make: Callable[[Path], object]) -> Path:

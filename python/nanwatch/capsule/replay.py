@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from inspect import Parameter, signature
@@ -75,21 +75,19 @@ def call_again(
 
 def _module(capsule: Capsule, model: Model) -> nn.Module:
     """Return the module of the capsule: a copy from the caller's model, or the original from a callable's."""
-    if isinstance(model, nn.Module):
-        module = _find(capsule, model)
-        try:
-            return copy.deepcopy(module)
-        except Exception as error:
-            raise ValueError(
-                f"the module {capsule.module!r} cannot be copied ({spell(error)}); pass a callable that makes the"
-                " model, and that one is used"
-            ) from error
-    made = model() if callable(model) else model
+    made = model() if callable(model) and not isinstance(model, nn.Module) else model
     if not isinstance(made, nn.Module):
         raise TypeError(
             f"replay needs a torch.nn.Module or a callable that makes one, got one of {type(made).__name__}"
         )
-    return _find(capsule, made)
+    module = _find(capsule, made)
+    try:
+        return copy.deepcopy(module) if made is model else module
+    except Exception as error:
+        raise ValueError(
+            f"the module {capsule.module!r} cannot be copied ({spell(error)}); pass a callable that makes the"
+            " model, and that one is used"
+        ) from error
 
 
 def _find(capsule: Capsule, model: nn.Module) -> nn.Module:
@@ -128,9 +126,10 @@ class _Call:
         self.capsule, self.dtype = capsule, dtype
         self.remarks: list[str] = []
         self.recorded = torch.device(capsule.device)
-        # By default a device of the recorded kind, else the CPU.
-        kind = "cpu" if self.recorded.type == "meta" else self.recorded.type
-        self.target = torch.device((kind if _is_usable(kind) else "cpu") if device is None else device)
+        self.target = torch.device(device or "cpu")
+        if device is None:
+            with suppressing("a device cannot be used here"):
+                self.target = torch.device(torch.empty(1, device=self.recorded.type).device.type)
         if self.target.type != self.recorded.type:
             self.remarks.append(
                 f"the recorded call ran on {self.recorded}, this one on {self.target}: other kernels, other random"
@@ -189,10 +188,9 @@ class _Call:
 
     def arguments(self, module: nn.Module) -> tuple[list[Any], dict[str, Any]]:
         """Return the positional and the keyword arguments."""
-        try:
-            parameters = dict(signature(module.forward).parameters)
-        except (TypeError, ValueError):
-            parameters = {}
+        parameters: Mapping[str, Parameter] = {}
+        with suppress(TypeError, ValueError):  # of a forward without one, as of C
+            parameters = signature(module.forward).parameters
         positional = [parameter for parameter in parameters.values() if parameter.kind in _BY_POSITION]
         by_key: dict[Any, Parameter] = {**dict(enumerate(positional)), **parameters}
         args = [self._argument(x, by_key.get(number)) for number, x in enumerate(self.capsule.args)]
@@ -235,13 +233,6 @@ class _Call:
         torch.set_rng_state(rng.torch)
         if self.recorded.type == self.target.type == "cuda" and number < len(rng.cuda):
             torch.cuda.set_rng_state(rng.cuda[number], self.target)
-
-
-def _is_usable(device: str) -> bool:
-    with suppressing("a device cannot be used here"):
-        torch.empty(1, device=device)
-        return True
-    return False
 
 
 def _left_out(value: Any) -> str:
