@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from .util.job import spell_runs, store_key, whole_number
+from .util.job import spell_runs, store_key
 from .util.visible import spell, suppressing, visible
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")
@@ -41,7 +41,7 @@ class _Check:
     def __init__(self, refuse: Callable[[str], object], backend: str, timeout: float) -> None:
         env = {name: os.environ.get(name) or os.environ.get(_SLURM.get(name, ""), "") for name in _NAMES}
         env["LOCAL_RANK"] = env["LOCAL_RANK"] or "0"  # often not set where each host has one rank
-        numbers = [number for name in _NAMES[:4] if (number := whole_number(env[name])) is not None]
+        numbers = [int(env[name]) for name in _NAMES[:4] if env[name].isdecimal()]
         if len(numbers) < 4 or numbers[0] >= numbers[1] or not env["MASTER_ADDR"]:
             words = ", ".join(f"{name}={value[:60]!r}" for name, value in env.items())
             refuse(f"{words} name no rank: use torchrun --nproc_per_node 2 -m nanwatch.netcheck, or srun")

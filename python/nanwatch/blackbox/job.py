@@ -13,7 +13,7 @@ from signal import SIGKILL, Signals
 
 import numpy as np
 
-from ..util.reading import plain
+from ..records.reading import plain
 from ..util.visible import first_few, module_name, spell, visible
 from .story import SCHEMA, SUFFIX, VERSION, BlackBoxReport, BoxCall, read
 

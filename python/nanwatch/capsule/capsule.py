@@ -31,8 +31,7 @@ from ..numerics import _extension
 from ..numerics.readable import dtype_name, is_plain, only_our_dispatch, type_name, unreadable
 from ..recording.walk import spell_key
 from ..report.finding import Finding
-from ..report.report import Report, report_of
-from ..util.reading import body
+from ..report.report import Report, body_of, report_of
 from ..util.visible import module_name, spell, visible
 
 FILE = "call.pt"
@@ -121,7 +120,7 @@ _EXPECTED: dict[str, type] = {
 
 def _fields(document: Any) -> dict[str, Any]:
     """Return the fields of a Capsule but for its folder. Raise ValueError for what a stranger may have put there."""
-    values = body(document, _SCHEMA, _VERSION)
+    values = body_of(document, _SCHEMA, _VERSION)
     for name, kind in _EXPECTED.items():
         if type(values.get(name)) is not kind:
             raise ValueError(f"it has no {name!r}, or another type of it")

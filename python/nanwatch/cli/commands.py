@@ -12,7 +12,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ import torch
 
 from .._version import __version__
 from ..numerics import _extension
-from ..util.progress import Tell, shown, silent
+from ..util.progress import Tell, color_console, silent
 from ..util.visible import close_names, visible
 
 # Exit status that a shell gives to a program ended by SIGPIPE.
@@ -107,7 +107,7 @@ def answered(
                 page: Path | None = getattr(options, "html", None)
                 if page is not None and not page.absolute().parent.is_dir():
                     raise UseError(f"--html {page}: there is no folder {str(page.parent)!r}; make it first")
-                progress = contextlib.nullcontext(silent) if is_live else shown()
+                progress = contextlib.nullcontext(silent) if is_live else _shown_progress()
                 with progress as tell, contextlib.redirect_stdout(sys.stderr):
                     result, status = find(options, tell)
                     text = result if isinstance(result, str) else _rendered(result, options, tell)
@@ -125,6 +125,28 @@ def answered(
         if is_live:
             return status
         raise
+
+
+@contextlib.contextmanager
+def _shown_progress() -> Iterator[Tell]:
+    """Show on stderr the progress of the block by a line of rich, where stderr is a terminal with colours.
+
+    rich keeps what the block writes to sys.stderr meanwhile above the line. What is for a stdout that may be the same
+    terminal has to wait for the block's end.
+    """
+    if sys.stderr is None or (console := color_console(sys.stderr)) is None:
+        yield silent
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(console=console, transient=True, redirect_stdout=False) as live:
+
+        def tell(what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
+            amount = f" {done:,} of {total:,} {unit}" if total else f" {done:,} {unit}" if done else ""
+            live.update(Text(visible(what) + amount))
+
+        yield tell
 
 
 def _rendered(result: Any, options: argparse.Namespace, tell: Tell) -> str:

@@ -17,6 +17,7 @@ from ..blackbox.process import state_folder
 from ..blackbox.story import SUFFIX
 from ..capsule.capsule import FILE
 from ..ranks.merge import merge
+from ..records.reading import plain
 from ..report.forms import FORMS
 from ..report.page import bits_words
 from ..report.report import Report
@@ -26,7 +27,6 @@ from ..trace.fits import FORMATS, Need, fits
 from ..trace.picture import Row, draw, trend_words
 from ..trace.trace_file import Trace, batch_words
 from ..util.progress import Tell
-from ..util.reading import plain
 from ..util.visible import module_name, near, visible
 from .commands import answered, command_parser, write_page
 

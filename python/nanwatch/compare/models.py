@@ -5,6 +5,7 @@ A trace, as of an engine, has sketches of outputs. Of inputs and weights it has 
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
-from ..records.fields import sizes
+from ..records.reading import read
 from ..trace.result import Comparison
 from ..trace.trace_file import Trace, in_order, sketches
 from ..util.modules import is_in
@@ -284,16 +285,15 @@ def _calls_of(trace: Trace, batch: int) -> tuple[list[ModuleCall], torch.dtype]:
     rows = [row for row in rows if row["phase"] == "forward" and not row["recomputed"]]
     if not rows:
         raise ValueError(f"{trace.path} has no call in batch {batch}")
-    calls: list[ModuleCall] = []
+    calls, dtypes = list[ModuleCall](), list[torch.dtype]()
     occurrences: Counter[str] = Counter()
-    dtypes = []
     for number, (_, group) in enumerate(groupby(rows, key=lambda row: row["call"]), 1):
         first, *others = group
         path, end = first["module"], number * _TICKS
         call = ModuleCall((path, occurrences[path]), first["class"], None, None, end - 1, end)
         occurrences[path] += 1
         for row in (first, *others):
-            shape = sizes(row["shape"], "shape") or ()
+            shape = read(tuple[int, ...], json.loads(row["shape"] or "[]"), "shape")
             if row["role"] == "output" and row["sketch"]:
                 rows = torch.tensor(sketches(row["sketch"]))
                 is_whole = len(rows) == prod(shape[:-1])  # and not the first rows alone

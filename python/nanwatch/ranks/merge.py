@@ -12,6 +12,7 @@ from math import inf
 from pathlib import Path
 
 from ..records.headroom import by_module
+from ..records.reading import plain
 from ..report import text
 from ..report.finding import Finding
 from ..report.page import TEXT, Table, page
@@ -19,7 +20,6 @@ from ..report.report import Report
 from ..report.spike import SpikeReport, read_saved
 from ..util.job import Attempt, spell_runs
 from ..util.progress import Tell, silent
-from ..util.reading import plain
 from ..util.visible import module_name, visible
 
 _FILE = "report.json"

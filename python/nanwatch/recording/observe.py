@@ -24,7 +24,7 @@ from ..numerics.readable import (
     unreadable,
 )
 from ..records.record import CAPTURED, PLAIN_MASK, Note, Record, Role
-from ..util.modules import each_module
+from ..util.modules import each_parameter
 from ..util.visible import spell, suppressed, suppressing
 from .events import Settings
 from .masks import Excuses, excuse, is_mask, may_be_finite_mask
@@ -288,9 +288,8 @@ def parameter_mesh(model: nn.Module | None) -> tuple[str, ...]:
     """
     places: dict[str, None] = {}
     with suppressing("the device meshes of the parameters could not be told"):
-        for _, module in () if model is None else each_module(model):
-            x: Any
-            for x in module._parameters.values():
-                if type(x).__name__ == "DTensor" and (here := x.device_mesh.get_coordinate()):
-                    places |= dict.fromkeys(_mesh_places(x.device_mesh, tuple(here)))
+        x: Any
+        for x in () if model is None else each_parameter(model):
+            if type(x).__name__ == "DTensor" and (here := x.device_mesh.get_coordinate()):
+                places |= dict.fromkeys(_mesh_places(x.device_mesh, tuple(here)))
     return tuple(places)

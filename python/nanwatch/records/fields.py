@@ -1,8 +1,8 @@
 """The fields of a named tuple as columns of a table, by their annotations.
 
-`Record` and `Frame` in record.py are the declarations. From their fields come the order of the items in C++
-(`csrc/make_headers.py` writes `csrc/numerics/columns.h`), the columns of traces and the JSON of reports
-(`util/reading.py`). A new number in every record is a line there, `median: float | None = None`, and what computes it.
+The declarations are `Record` and `Frame` in record.py. From these come the order of the items in C++ (`columns.h` by
+`csrc/make_headers.py`), the columns of traces and the JSON of reports (reading.py). A new number in every record is a
+line there, `median: float | None = None`, and what computes it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from ..util import reading
+from . import reading
 
 _T = TypeVar("_T")
 _KINDS = {bool: "bool", int: "int64", float: "float64"}
@@ -27,7 +27,11 @@ class Cell(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column: its name, its type as pyarrow spells it, whether it may be null, and the field that it holds."""
+    """A column: its name, its type as pyarrow spells it, whether it may be null, and the field that it holds.
+
+    `is_json`: the cells are texts of JSON, such as `[2, 3]`. Where the field holds a named tuple, its class is `owner`,
+    and the column has the field `part` of that.
+    """
 
     name: str
     kind: str
@@ -35,12 +39,9 @@ class Column(NamedTuple):
     field: str
     type: Any
     is_json: bool
-    """Values are written as the text of their JSON, such as `[2, 3]`."""
     is_null_if_empty: bool
     owner: type | None = None
-    """The named tuple that `field` holds, where the column has a field of it."""
     part: str = ""
-    """The field of `owner`."""
 
     def cells(self, values: Iterable[Any]) -> Iterable[Any]:
         """Return the column from the values of the field."""
@@ -54,9 +55,9 @@ class Column(NamedTuple):
         """Return what the cell stands for. Raise ValueError for what no cell holds."""
         if cell is None and self.may_be_null:
             return "" if self.is_null_if_empty else None
-        if self.is_json:
-            return reading.read(self.type, json.loads(cell), self.name)
-        return reading.read(self.type, cell, self.name) if get_origin(self.type) is Literal else cell
+        if self.is_json or get_origin(self.type) is Literal:
+            return reading.read(self.type, json.loads(cell) if self.is_json else cell, self.name)
+        return cell
 
 
 class Fields(Generic[_T]):
@@ -68,8 +69,7 @@ class Fields(Generic[_T]):
     """
 
     def __init__(self, kind: type[_T]) -> None:
-        self.kind = kind
-        self.columns = tuple(_columns(kind))
+        self.kind, self.columns = kind, tuple(_columns(kind))
 
     def read(self, row: Mapping[str, Any], **others: Any) -> _T:
         """Return the named tuple of a row, with `others` for fields without columns. Raise ValueError for no such."""
@@ -93,18 +93,12 @@ def _spell(value: tuple[Any, ...]) -> str:
     return json.dumps(reading.plain(value))
 
 
-def sizes(text: str | None, where: str) -> tuple[int, ...] | None:
-    """Return the shape or index that is spelt so; None for None. Raise ValueError where it is spelt otherwise."""
-    return None if text is None else reading.read(tuple[int, ...], json.loads(text), where)
-
-
 def _columns(kind: type, owner: type | None = None) -> Iterable[Column]:
     """Yield the columns of a named tuple; with `owner`, of the parts of a field that holds one."""
     columns: dict[str, Column] = {}
     for field, annotation in get_type_hints(kind, include_extras=True).items():
-        cell, plain = Cell(), annotation
-        if get_origin(plain) is Annotated:
-            plain, cell = get_args(plain)
+        is_annotated = get_origin(annotation) is Annotated
+        plain, cell = get_args(annotation) if is_annotated else (annotation, Cell())
         may_be_null = type(None) in get_args(plain)
         plain = get_args(plain)[0] if may_be_null else plain
         is_named = hasattr(plain, "_fields")

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from math import isnan, prod
 from typing import Literal, NamedTuple, TypeAlias
 
+from ..records import reading
 from ..records.record import Frame, Phase, Record
-from ..util import reading
 from ..util.visible import module_name, visible
 
 Value: TypeAlias = Literal["nan", "inf", "-inf", "nan+inf"]

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, TypeAlias
 
+from ..records import reading
 from ..records.record import Frame, Note, event_frame
-from ..util import reading
 from ..util.visible import module_name, visible
 from .page import NUMBER, TEXT, InNotebook, Table, page
-from .report import Report, read_report
+from .report import Report, body_of, parsed, read_report
 from .text import Fact
 
 SCHEMA = "nanwatch.spike"
@@ -141,7 +141,7 @@ class SpikeReport(InNotebook):
     @classmethod
     def from_json(cls, document: str) -> SpikeReport:
         """Return the report that `to_json` wrote. Raise ValueError with the place for anything else."""
-        return reading.document(document, _read_spike, "a nanwatch spike report")
+        return parsed(document, _read_spike, "a nanwatch spike report")
 
     def to_html(self) -> str:
         """Return the report as one page of HTML without a script. Raises ImportError without jinja2."""
@@ -161,7 +161,7 @@ class SpikeReport(InNotebook):
 
 
 def _read_spike(document: Any) -> SpikeReport:
-    report: SpikeReport = reading.read(SpikeReport, reading.body(document, SCHEMA, VERSION), "report")
+    report: SpikeReport = reading.read(SpikeReport, body_of(document, SCHEMA, VERSION), "report")
     return report
 
 
@@ -172,4 +172,4 @@ def read_saved(document: str) -> Report | SpikeReport:
         is_spike = isinstance(members, dict) and members.get("schema") == SCHEMA
         return _read_spike(members) if is_spike else read_report(members)
 
-    return reading.document(document, read, "a nanwatch report")
+    return parsed(document, read, "a nanwatch report")

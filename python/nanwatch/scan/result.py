@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..numerics.formats import BY_NAME, TensorHealth
-from ..util.reading import plain
+from ..records.reading import plain
 from ..util.visible import first_few, visible, without_wrappers
 
 SCHEMA, VERSION = "nanwatch.scan", 5

@@ -11,7 +11,7 @@ import operator
 import os
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, Field, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,7 @@ from ..sinks.sink import Sink
 from ..sinks.trackers import ACCEPTED, FOLDER, factory_of, log_for
 from ..trace.columns import arrow
 from ..trace.trace_file import Trace as TraceFile
-from ..util.reading import shorten
-from ..util.visible import close_names, first_few
+from ..util.visible import close_names, first_few, shorten
 
 OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
 _T = TypeVar("_T", "Trace", "Audit")
@@ -408,11 +407,23 @@ class Options:
         Raises ValueError for a pattern that matches nothing, of `modules` only where not `must_match`, and where no
         module is left.
         """
-        fit = partial(_fitted, names=names, must_match=must_match)
-        patterns = ("modules", "ignore_modules", "allow")
-        changed: dict[str, Any] = {name: fit(name, getattr(self, name)) for name in patterns}
+
+        def fitted(option: str, entries: Iterable[str], names: Sequence[str] = names) -> tuple[str, ...]:
+            length, patterns = len("inf:") if option == "allow" else 0, list[str]()
+            for entry in entries:
+                pattern = for_names(entry[length:], names) or ROOT
+                has_match = any(_matches(name, [pattern]) for name in names)
+                if not has_match and (must_match or option == "modules"):
+                    what = "no module and no weight" if option == "frozen" else "no module"
+                    hint = close_names(pattern, names)
+                    raise ValueError(f"{option} pattern {entry!r} matches {what}; {hint}")
+                patterns.append(entry[:length] + pattern)
+            return tuple(patterns)
+
+        with_patterns = "modules", "ignore_modules", "allow"
+        changed: Any = {name: fitted(name, getattr(self, name)) for name in with_patterns}
         if self.audit is not None:
-            frozen = fit("frozen", self.audit.frozen, names=[*names, *weights])
+            frozen = fitted("frozen", self.audit.frozen, [*names, *weights])
             changed["audit"] = replace(self.audit, frozen=frozen)
         options = replace(self, **changed)
         if not any(map(options.observes, names)):
@@ -425,24 +436,7 @@ def _matches(name: str, entries: Iterable[str]) -> bool:
     return any(fnmatchcase(name or ROOT, entry) for entry in entries)
 
 
-def _fitted(
-    option: str, entries: Iterable[str], names: Sequence[str], *, must_match: bool
-) -> tuple[str, ...]:
-    """Return the patterns without a wrapper's prefix; ValueError where a pattern matches none of the names."""
-    must_match = must_match or option == "modules"
-    length, fitted = len("inf:") if option == "allow" else 0, []
-    for entry in entries:
-        pattern = for_names(entry[length:], names) or ROOT
-        if must_match and not any(_matches(name, [pattern]) for name in names):
-            what = "no module and no weight" if option == "frozen" else "no module"
-            raise ValueError(f"{option} pattern {entry!r} matches {what}; {close_names(pattern, names)}")
-        fitted.append(entry[:length] + pattern)
-    return tuple(fitted)
-
-
-OPTIONS: dict[str, Field[Any]] = {
-    option.name: option for option in fields(Options) if "text" in option.metadata
-}
+OPTIONS = {option.name: option for option in fields(Options) if "text" in option.metadata}
 
 
 def make_options(given: Mapping[str, Any], **settings: Any) -> Options:

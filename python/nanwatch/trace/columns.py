@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..recording.observe import take_sketch
+from ..records import reading
 from ..records.fields import Fields
 from ..records.record import Frame, Record
-from ..util import reading
 from ..util.imports import needed
 from ..util.progress import Tell, silent
 from ..util.visible import visible, with_utf8

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..records.reading import plain
 from ..report.page import Chart, InNotebook, page
-from ..util.reading import plain
 from ..util.visible import module_name, visible
 
 SCHEMA, VERSION = "nanwatch.comparison", 2

@@ -28,12 +28,6 @@ def rank() -> int:
     return rank_and_world_size()[0]
 
 
-def whole_number(spelt: str) -> int | None:
-    """Return the number that a variable of the environment spells, None where it is no whole number from 0."""
-    # isdigit is True for more than int() reads, and int() refuses 5,000 digits.
-    return int(spelt) if spelt.isascii() and spelt.isdigit() and len(spelt) < 10 else None
-
-
 def started_at(pid: int) -> int | None:
     """Return when a process of this machine started, in the kernel's ticks; None where there is none, or a zombie."""
     try:
@@ -74,14 +68,14 @@ class Attempt:
 def current_attempt() -> Attempt | None:
     """Return the attempt that this process belongs to, None where torchrun has set nothing, or nothing readable."""
     get = os.environ.get
-    number = whole_number(get("TORCHELASTIC_RESTART_COUNT", ""))
-    if number is None:
+    number = get("TORCHELASTIC_RESTART_COUNT", "")
+    if not number.isdecimal():
         return None
     # Launchers of one job disagree (torch 2.13): of two on one machine, the one whose worker had failed said 1
     # after the restart and the other 0. So ranks that meet in a new store go by its address.
     has_new_store = get("TORCHELASTIC_USE_AGENT_STORE") == "False" and "MASTER_PORT" in os.environ
     master = f"{get('MASTER_ADDR', '')}:{get('MASTER_PORT')}" if has_new_store else ""
-    return Attempt(get("TORCHELASTIC_RUN_ID", ""), number, master, _BEGUN)
+    return Attempt(get("TORCHELASTIC_RUN_ID", ""), int(number), master, _BEGUN)
 
 
 def store_key() -> str:
@@ -90,11 +84,11 @@ def store_key() -> str:
     return "/0" if attempt is None else "/".join(map(str, attempt.key))
 
 
-def spell_runs(numbers: Sequence[int], most: int = 8, *, to: str = "-") -> str:
-    """Return the runs of sorted numbers, at most so many, as `0-3, 5, 8-9`."""
+def spell_runs(numbers: Sequence[int]) -> str:
+    """Return the first eight runs of sorted numbers as `0-3, 5, 8-9`, and how many numbers more there are."""
     # The numbers of a run are as far from their places in the sequence.
     groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     runs = [[number for _, number in group] for _, group in groups]
-    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}{to}{run[-1]}" for run in runs[:most]]
-    left = sum(map(len, runs[most:]))
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:8]]
+    left = sum(map(len, runs[8:]))
     return ", ".join(shown) + (f" and {left} more" if left else "")

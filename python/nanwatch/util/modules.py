@@ -1,8 +1,4 @@
-"""Modules and parameters by identity.
-
-A user's class may define equality, hash, length or truth as it likes, so nothing here asks for them. PyTorch's own
-`modules()`, `named_modules()` and `parameters()` put each module into a set, which asks for its hash.
-"""
+"""Modules and parameters of a model, also while another thread, or the caller, registers more."""
 
 from __future__ import annotations
 
@@ -19,7 +15,6 @@ def each_module(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if id(module) not in seen:
             seen.add(id(module))
             yield path, module
-            # A copy: the caller, or another thread, may register more children meanwhile.
             children = [(key, child) for key, child in list(module._modules.items()) if child is not None]
             left += [(f"{path}.{key}" if path else key, child) for key, child in reversed(children)]
 

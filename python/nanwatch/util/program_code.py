@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import site
+import re
 import sys
-import sysconfig
 from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType, FrameType
@@ -44,12 +43,11 @@ def frame_values(frame: FrameType) -> dict[str, Any]:
     return copy
 
 
-_PATHS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_FOLDERS = {os.path.dirname(os.__file__), *_PATHS, *site.getsitepackages()}
-_LIBRARIES = (*(f"{folder}{os.sep}" for folder in _FOLDERS), *SKIPPED_FILES, "<frozen ")
+_LIBRARIES = (f"{os.path.dirname(os.__file__)}{os.sep}", *SKIPPED_FILES, "<frozen ")
+_INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 
 
 @functools.lru_cache(1024)
 def is_library(filename: str) -> bool:
     """Return whether the file belongs to Python, torch or an installed package, not to the program."""
-    return filename.startswith(_LIBRARIES) or f"{os.sep}site-packages{os.sep}" in filename
+    return filename.startswith(_LIBRARIES) or _INSTALLED.search(filename) is not None

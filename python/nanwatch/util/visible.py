@@ -1,7 +1,5 @@
 """Messages for people: names from strangers spelt out, warnings at the user's own line, suppressed exceptions.
 
-A terminal, a log or a page would obey what is not printable.
-
 Exceptions that nanwatch suppresses so that the user's run goes on are counted by reason, and logged.
 `logging.getLogger("nanwatch").setLevel(logging.DEBUG)` shows each with its traceback. `counts` has the number of each
 in this process.
@@ -82,6 +80,12 @@ def first_few(names: Sequence[str], most: int = 4) -> str:
     """Return the first `most` names, and how many more there are."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def shorten(value: object) -> str:
+    """Return `repr(value)`, cut to 60 characters; of a list or dict the length."""
+    shown = f"{type(value).__name__} of {len(value)}" if isinstance(value, list | dict) else repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import pytest
 
 from nanwatch.numerics.formats import AbsRange
+from nanwatch.records import reading
 from nanwatch.records.fields import Fields
 from nanwatch.records.record import Role
-from nanwatch.util import reading
 
 
 class WithMedian(NamedTuple):

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import nanwatch
+from nanwatch.records import reading
 from nanwatch.session.api import watch
-from nanwatch.util import reading, visible
+from nanwatch.util import visible
 from nanwatch.util.job import rank_and_world_size
 from nanwatch.util.visible import MANY
 
