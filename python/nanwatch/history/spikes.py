@@ -25,7 +25,7 @@ from ..numerics.readable import Numbers, is_plain
 from ..recording.events import Event, PeakName, Recorder
 from ..report.spike import Cause, Departure, SpikeReport
 from ..util.job import rank
-from ..util.visible import spell, suppressed, warn_user
+from ..util.visible import is_due, spell, suppressed, warn_user
 from .peaks import OF_CALL, Floats, PeakHistory, Signal
 
 _T = TypeVar("_T")
@@ -111,16 +111,14 @@ class LossScale(Protocol):
 class SpikeWatch:
     """Part of a Watch with `spikes`: histories of its tensors, and reports of spikes.
 
-    `is_due` chooses the spikes that are reported, by their number from 1. `write` writes a report and returns it with
-    its files. For it, `keep` gets the number of each batch whose backward begins. An exception in here ends the search
-    for spikes, by one warning, and not the run.
+    `write` writes a report and returns it with its files. For it, `keep` gets the number of each batch whose backward
+    begins. An exception in here ends the search for spikes, by one warning, and not the run.
     """
 
     def __init__(
         self,
         recorder: Recorder,
         loss_scale: LossScale,
-        is_due: Callable[[int], bool],
         keep: Callable[[int], object],
         write: Callable[[SpikeReport], SpikeReport] | None,
         tell: Callable[[SpikeReport], object],
@@ -129,7 +127,6 @@ class SpikeWatch:
         self.reports: deque[SpikeReport] = deque(maxlen=_MOST_REPORTS)
         self._recorder = recorder
         self._loss_scale = loss_scale
-        self._is_due = is_due
         self._keep = keep
         self._write = write
         self._turn = threading.Lock()
@@ -228,7 +225,7 @@ class SpikeWatch:
         if not jumps or not is_new:
             return None
         self._num_spikes += 1
-        if not self._is_due(self._num_spikes):
+        if not is_due(self._num_spikes):
             return None
         report = self._report(track, jumps, batch, [x for samples in by_sample for x in samples])
         return report if self._write is None else self._write(report)

@@ -45,8 +45,7 @@ class RankCoordinator:
     """
 
     def __init__(self, model: nn.Module, peer_timeout: float, last_frames: Callable[[str], Report]) -> None:
-        self.last_frames = last_frames
-        self._part = _part(model)
+        self.last_frames, self._part = last_frames, _part(model)
         self._peer_timeout = peer_timeout
         # The first batch after each of the latest numbers of optimizer steps, for rows that come late.
         self._firsts: deque[tuple[int, int]] = deque([(0, 0)], maxlen=_MOST_FIRSTS)
@@ -69,8 +68,7 @@ class RankCoordinator:
         consensus = _job.consensus
         if consensus is None or not consensus.pending() or self not in _job.coordinators:
             return
-        error = _job.failed_elsewhere(self)
-        if error is not None:
+        if (error := _job.failed_elsewhere(self)) is not None:
             raise error
 
     def publish(self, finding: Finding) -> None:
@@ -84,6 +82,7 @@ class RankCoordinator:
 
     def await_step(self) -> None:
         """Wait until all ranks begin this step. Raises PeerNonFiniteError where one of them has failed instead."""
+        self.is_sharded = True
         meeting = _job.arrive(begins=True) if self._is_open else None
         if meeting is not None and meeting.wait() and (error := _job.failed_elsewhere(self)) is not None:
             raise error
@@ -96,21 +95,22 @@ class RankCoordinator:
         published, self._published = self._published, None
         return _job.settle(published, patience) if self._is_open and published is not None else None
 
-    def explain(self, error: BaseException | None) -> PeerNonFiniteError | None:
-        """Return the other rank's failure behind an error that ends a batch or a run, if there is one.
+    def explain(self, error: BaseException | None) -> None:
+        """Raise PeerNonFiniteError from an error that ends a batch or a run, if another rank's failure is behind it.
 
         A collective whose peer has gone fails before this rank knows why. Only after such an error this waits up to 2 s
         for news.
         """
         consensus = _job.consensus
         if consensus is None or not self._is_open or error is None or isinstance(error, NonFiniteError):
-            return None
+            return
         if id(error) != _job.waited_for and _is_of_collective(error):
             _job.waited_for = id(error)
             until = time.monotonic() + _NEWS
             while not consensus.pending() and not consensus.trouble and time.monotonic() < until:
                 time.sleep(0.05)
-        return _job.failed_elsewhere(self) if consensus.pending() else None
+        if consensus.pending() and (failure := _job.failed_elsewhere(self)) is not None:
+            raise failure from error
 
     def close(self) -> None:
         """Leave the job for good. The last one ends the consensus."""

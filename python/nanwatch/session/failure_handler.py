@@ -35,7 +35,7 @@ from ..report.report import BatchLimitError, NonFiniteError, Report, add_note
 from ..sinks.sink import SinkStream
 from ..util.visible import MANY, first_few, is_due, module_name, spell, suppressed, suppressing, warn_user
 from .optimizer_steps import OptimizerSteps, scale_of
-from .reports import Reports, Starts
+from .reports import Reports
 
 # Non-finite batches that are remembered after their end, for their backwards and recomputations.
 _MAX_ENDED = 64
@@ -51,13 +51,11 @@ class FailureHandler:
     """Owner of a Watch's incidents.
 
     A batch has at most one incident, which belongs to the thread that makes the batch. `steps` holds the incident of a
-    backward until a step is about to take it. `starts` has the starts of batches.
+    backward until a step is about to take it. `ranks` knows of the failures of other ranks.
     """
 
-    def __init__(
-        self, model: nn.Module, reports: Reports, starts: Starts, monitor: Monitor, sinks: SinkStream
-    ) -> None:
-        self._reports, self.starts, self._monitor, self._sinks = reports, starts, monitor, sinks
+    def __init__(self, model: nn.Module, reports: Reports, monitor: Monitor, sinks: SinkStream) -> None:
+        self._reports, self._monitor, self._sinks = reports, monitor, sinks
         self._options, self._recorder = options, recorder = reports.options, reports.recorder
         self._action = options.on_nonfinite
         self._first: Incident | None = None  # of the latest non-finite batches in a row
@@ -68,22 +66,12 @@ class FailureHandler:
         self._num_runs, self._latest_warned = 0, -sys.maxsize
         self._warned: Counter[str] = Counter()  # non-finite batches, by the module that was the first to fail
         peer_timeout = options.peer_timeout if self._action == "raise" else 0.0
-        self._ranks = RankCoordinator(model, peer_timeout, weakly(self._write_last_frames))
+        self.ranks = RankCoordinator(model, peer_timeout, weakly(self._write_last_frames))
         if peer_timeout and torch.distributed.is_available():
             recorder.watch_name(vars(torch.distributed.distributed_c10d), "_pg_map")  # of process groups
         self._batch_ends = recorder.subscribe(Event.BATCH_END)
         self._batch_ends.active = False
         self.steps = OptimizerSteps(reports, self, sinks.on_skipped_step)  # last, as other threads call it
-
-    # A batch begins
-
-    def batch_started(self, batch: int, module: nn.Module | None) -> object:
-        """Return what a re-run needs beside the recorder's part of the batch's start.
-
-        Raises PeerNonFiniteError when another rank has failed, unless the run goes on after a failure.
-        """
-        self._ranks.batch_started(batch)
-        return None if module is None else self.starts.batch_started(module)
 
     # Seen, and told to the other ranks and the sinks
 
@@ -126,7 +114,7 @@ class FailureHandler:
 
         It is a non-finite gradient that a step is about to take, a weight after a step, or a checkpoint.
         """
-        self._ranks.is_sharded = self._recorder.gathers_weights
+        self.ranks.is_sharded = self._recorder.gathers_weights
         self._tell(incident)
         self._finish(incident)
 
@@ -136,7 +124,7 @@ class FailureHandler:
             self._first, self.is_run_open = incident, True
         self._batch_ends.active = True
         if ranks:
-            self._ranks.publish(incident.finding)
+            self.ranks.publish(incident.finding)
         self._sinks.on_nonfinite(incident.finding)
 
     # The batch ends, and its forward is left
@@ -169,7 +157,7 @@ class FailureHandler:
 
     def _left_by(self, error: BaseException | None, batch: int, incident: Incident | None) -> None:
         if incident is None:
-            self._explain(error)
+            self.ranks.explain(error)
         elif incident.raised is not None:
             self._finish(incident)
         is_ours = isinstance(error, NonFiniteError | BatchLimitError)
@@ -206,7 +194,7 @@ class FailureHandler:
                 cause = NonFiniteError(incident.report)
                 warn_user(f"{cause}", may_raise=False)
                 raise interrupt from cause
-        if (origin := self._ranks.settle(inf if theirs is None else _PATIENCE)) is not None:
+        if (origin := self.ranks.settle(inf if theirs is None else _PATIENCE)) is not None:
             incident.report = replace(incident.report, origin=origin)
         report = incident.report
         if is_first or self._options.acts:
@@ -252,13 +240,13 @@ class FailureHandler:
                 warn_user(f"nanwatch: {_RARER}; {cause}", may_raise=False)
             incident.remark(f"no re-run was made: this is failure {number} of the watch, and {_RARER}")
             return
-        start, call = self.starts.of(finding) if options.reruns and finding.phase != "save" else (None, None)
+        start, call = self._reports.starts.of(finding)
         examines = options.reruns and (is_of_batch or call is not None)
         # A module that is not watched is not judged either.
         allows = lambda name, module: not options.observes(name) or options.excuses(name, module)  # noqa: E731
         facts: Any = {"model": model, "output_dir": options.output_dir, "call": call, "allows": allows}
         facts["loss_scale"] = scale_of(options.scaler)
-        examine: Callable[..., None] = partial(rerun.examine, incident, **facts)
+        examine: Any = partial(rerun.examine, incident, **facts)
         try:
             if not examines or (start is None and call is None):
                 examine(start, examines=examines)
@@ -279,9 +267,7 @@ class FailureHandler:
             examine(None, examines=False)
             raise
 
-    def _examine_in_child(
-        self, incident: Incident, start: BatchSnapshot | None, examine: Callable[..., None]
-    ) -> None:
+    def _examine_in_child(self, incident: Incident, start: BatchSnapshot | None, examine: Any) -> None:
         # Once, as each child would import it anew: torch._dynamo takes a second.
         importlib.import_module("torch._dynamo")
         tempfile.gettempdir()  # writes a file, the first time
@@ -295,20 +281,6 @@ class FailureHandler:
 
     # Another rank fails
 
-    def _explain(self, error: BaseException | None) -> None:
-        """Raise PeerNonFiniteError from `error` when another rank's failure is behind it."""
-        if (explained := self._ranks.explain(error)) is not None:
-            raise explained from error
-
-    def await_ranks(self) -> None:
-        """Wait until every rank begins this step, where each has a part of the model.
-
-        Raises PeerNonFiniteError when one of them does not take it.
-        """
-        if self._recorder.gathers_weights:
-            self._ranks.is_sharded = True
-            self._ranks.await_step()
-
     def _write_last_frames(self, name: str) -> Report:
         """Write and return the latest frames of a rank without a failure of its own, from any thread."""
         report = self._reports.latest()
@@ -321,12 +293,10 @@ class FailureHandler:
 
     # A report is asked for
 
-    @property
-    def failure(self) -> Report | None:
-        """The report of the first failure of the latest run of non-finite batches, else of the deferred backward."""
+    def latest(self) -> Incident | None:
+        """Return the first failure of the latest run of non-finite batches, else of the latest backward or step."""
         deferred = self.steps.deferred
-        incident = self._first or (None if deferred is None else deferred.incident)
-        return None if incident is None else incident.report
+        return self._first or (self.steps.look() if deferred is None else deferred.incident)
 
     @property
     def ended_by_exception(self) -> bool:
@@ -342,14 +312,6 @@ class FailureHandler:
         self.steps.settle()
 
     # The watch ends
-
-    def run_ended(self, error: BaseException | None) -> None:
-        """Take the end of a `with` block. Raises PeerNonFiniteError as `batch_started` does."""
-        if error is None:
-            self._ranks.check()
-        else:
-            self.settle()
-            self._explain(error)
 
     def close(self) -> None:
         """Report gradients that no step was about to take, warn of the sum of all failures, and leave the other ranks.
@@ -367,8 +329,8 @@ class FailureHandler:
                 raise
             suppressed("on_nonfinite raised while the watch ended by another error")
         finally:
-            self.starts.let_go()
-            self._ranks.close()
+            self._reports.starts.let_go()
+            self.ranks.close()
             counts, self._warned = self._warned.most_common(), Counter()
             if counts:
                 names = [f"{repr(name) if name else module_name(name)} {count:,}x" for name, count in counts]

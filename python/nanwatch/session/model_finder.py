@@ -38,9 +38,8 @@ def topmost(module: nn.Module, alive: Iterable[nn.Module], caller: FrameType | N
     """
     holders: dict[int, list[nn.Module]] = {}
     for holder in alive:
-        for child in holder._modules.values():
-            if child is not None:
-                holders.setdefault(id(child), []).append(holder)
+        for child in list(holder._modules.values()):
+            holders.setdefault(id(child), []).append(holder)
     around, ahead = {id(module): module}, [module]
     while ahead:
         new = [holder for holder in holders.get(id(ahead.pop()), []) if id(holder) not in around]
@@ -75,13 +74,9 @@ class ModelFinder:
         self, on_model: Callable[[nn.Module], object], *, accepts: Callable[[nn.Module], bool] = has_state
     ) -> None:
         self._on_model, self._accepts, self._left = on_model, accepts, MAX_MODELS
+        self.is_full = False  # MAX_MODELS models were found and the search has ended
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._starts: SimpleNamespace | None = None
-
-    @property
-    def is_full(self) -> bool:
-        """True once MAX_MODELS models were found and the search has ended."""
-        return self._left <= 0
 
     def __enter__(self) -> ModelFinder:
         if default_call() is not None:
@@ -131,6 +126,7 @@ class ModelFinder:
     def _take(self, module: nn.Module, model: nn.Module) -> None:
         self._known.update((module, model))
         self._left -= 1
-        if self.is_full:
+        if self._left <= 0:
+            self.is_full = True
             self.stop()
         self._on_model(model)

@@ -14,26 +14,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite, isnan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..blackbox.process import process_box
-from ..diagnosis.causes import take_apart
 from ..diagnosis.incident import Incident
 from ..diagnosis.loss_statements import backward_under_way
-from ..instrumentation.global_hooks import (
-    Handles,
-    after_steps,
-    before_steps,
-    find_scaler,
-    weakly,
-    with_check_after_closure,
-)
-from ..instrumentation.wrapped_names import find_module, parameter_names, parameter_owners
+from ..history.spikes import SpikeWatch
+from ..instrumentation import global_hooks
+from ..instrumentation.global_hooks import Handles, find_scaler, weakly
+from ..instrumentation.wrapped_names import parameter_names, parameter_owners
 from ..numerics.readable import Numbers, is_plain
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall, Event
@@ -41,14 +34,10 @@ from ..recording.observe import nonfinite, observe, state_tensors
 from ..records.record import Frame, Note
 from ..report import text
 from ..report.events import SkippedStep
-from ..report.finding import Finding
 from ..util.job import rank
 from ..util.modules import each_parameter
 from ..util.visible import suppressed, warn_user
-from .reports import OPTIMIZER, Reports
-
-if TYPE_CHECKING:
-    from ..history.spikes import SpikeWatch
+from .reports import OPTIMIZER, Reports, parameters_of
 
 # Skipped steps that are kept. All are counted.
 _MAX_KEPT = 100
@@ -82,6 +71,7 @@ class OptimizerSteps:
 
     def __init__(self, reports: Reports, failures: Any, tell: Callable[[SkippedStep], object]) -> None:
         self._reports, self._failures, self._tell = reports, failures, tell
+        self._starts = reports.starts
         self._model, self._recorder, self._options = reports.model, reports.recorder, reports.options
         recorder, options = self._recorder, self._options
         self.spikes: SpikeWatch | None = None
@@ -95,24 +85,21 @@ class OptimizerSteps:
         scaler = options.scaler
         self._scaler: Callable[[], Any] | None = None if scaler is None else weakref.ref(scaler)
         self._num_scales = 0
-        # Optimizers that have stepped: how many parameters each has, and whether it holds one of the model.
-        self._steppers: Any = WeakIdKeyDictionary()
         self._has_read_state = options.optimizer is None
         self._unread_step = -1  # batch before the latest step, unless the weights were read since
-        reports.explain_weight = self._explain_weight
-        self._starts = recorder.subscribe(Event.BACKWARD_START)
-        self._starts.active = options.gradients
-        hooks = [before_steps.add(weakly(self._before_step))] if options.enabled else []
+        self._backwards = recorder.subscribe(Event.BACKWARD_START)
+        self._backwards.active = options.gradients
+        hooks = [global_hooks.before_steps.add(weakly(self._before_step))] if options.enabled else []
         if options.optimizer is not None:
             self._node = recorder.add_node(OPTIMIZER, options.optimizer, False, False)
-            hooks.append(after_steps.add(weakly(self._read_state)))
+            hooks.append(global_hooks.after_steps.add(weakly(self._read_state)))
         self._hooks = Handles(self, hooks)
 
     def remove(self) -> None:
         """Look at no more backwards and steps."""
         self._hooks.remove()
-        if self._starts.active:
-            self._starts.remove()
+        if self._backwards.active:
+            self._backwards.remove()
             self.settle()
             if (model := self._model()) is not None:
                 self._recorder.forget_gradients(list(each_parameter(model)))
@@ -124,7 +111,7 @@ class OptimizerSteps:
         self.settle()
         if self.spikes is not None:
             self.spikes.backward_started()
-        loss, self._failures.starts.lines = (None, {}) if self._recorder.paused else backward_under_way()
+        loss, self._starts.lines = (None, {}) if self._recorder.paused else backward_under_way()
         if loss is None or not is_plain(loss) or loss.device.type not in ("cpu", "cuda"):
             return
         batch, self._loss, numbers = self._recorder.latest_batch, None, Numbers(loss)
@@ -151,7 +138,7 @@ class OptimizerSteps:
         num_before, place = self._recorder.frames_of_batch(batch), finding.sequence
         sequence = None if num_before is None or place is None else num_before + place
         report = self._reports.latest(replace(finding, sequence=sequence), frames)
-        self._failures.starts.backward_failed(batch)
+        self._starts.backward_failed(batch)
         bad = [x for x in arrivals if calls[x.call].frame.records[x.record].is_fault]
         batches = {calls[x.call].frame.batch for x in bad}
         self._defer(Incident(report), batches, is_of_weight=any(x.part == "weight" for x in bad))
@@ -166,7 +153,7 @@ class OptimizerSteps:
         name = type(loss).__name__ if loss.grad_fn is None else loss.grad_fn.name()
         frame = Frame(batch, "(loss)", name, (observe(loss.detach(), "output", "output"),), "backward")
         incident = self._reports.of_frame(frame)
-        self._failures.starts.backward_failed(batch)
+        self._starts.backward_failed(batch)
         self._failures.step_follows(incident)
 
     # Deferred until a step
@@ -244,14 +231,14 @@ class OptimizerSteps:
             box.step_begins()
         if not self._recorder.paused:
             self._unread_step = self._recorder.latest_batch
-            self._steppers.setdefault(optimizer, (0, False))
+            self._reports.steppers.setdefault(optimizer, (0, False))
             self._check_rates(optimizer)
         if not self._has_read_state and optimizer.state:  # from a checkpoint
             self._read_state(optimizer)
         if not self._options.gradients:
             return None
         check = partial(self._check_gradients, optimizer, self._takes_gradients(optimizer))
-        changed = with_check_after_closure(optimizer, args, kwargs, check)
+        changed = global_hooks.with_check_after_closure(optimizer, args, kwargs, check)
         check()
         return changed
 
@@ -261,12 +248,12 @@ class OptimizerSteps:
         One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
         """
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known_count, takes = self._steppers.get(optimizer, (0, False))
+        known_count, takes = self._reports.steppers.get(optimizer, (0, False))
         if not takes and count != known_count:
             takes = self._recorder.gathers_weights or self._steps_given(optimizer)
             if not takes and (model := self._model()) is not None:
-                takes = not _parameter_ids(optimizer).isdisjoint(map(id, each_parameter(model)))
-            self._steppers[optimizer] = count, takes
+                takes = not {*map(id, parameters_of(optimizer))}.isdisjoint(map(id, each_parameter(model)))
+            self._reports.steppers[optimizer] = count, takes
         return bool(takes)
 
     def _steps_given(self, stepping: Optimizer) -> bool:
@@ -303,11 +290,11 @@ class OptimizerSteps:
         # ranks, and gradients that no hook sees, such as those of weights used without their module.
         batch, bad_parameters = recorder.latest_batch, list[Tensor]()
         if self.deferred is not None or (takes_ours and self._is_due(batch)):
-            bad_parameters = _nonfinite_gradients(_parameters(optimizer))
+            bad_parameters = _nonfinite_gradients(parameters_of(optimizer))
         # The gradients of a non-finite forward are its consequence.
         if bad_parameters and self.deferred is None and not self._failures.knows(batch):
             incident = self._reports.of_taken(optimizer, bad_parameters, batch)
-            self._failures.starts.keep(batch)
+            self._starts.keep(batch)
             self._defer(incident, {batch}, is_of_weight=True)
         loss, self._loss = self._loss, None
         is_nonfinite = bool(bad_parameters) or loss is not None
@@ -317,7 +304,7 @@ class OptimizerSteps:
         if (deferred := self.deferred) is None:
             # The steps of another optimizer, as of a GAN's other part, end no run.
             weights = self._skipped_weights
-            if self._in_a_row and (weights & _parameter_ids(optimizer) if weights else takes_ours):
+            if self._in_a_row and (weights & {*map(id, parameters_of(optimizer))} if weights else takes_ours):
                 self._in_a_row = 0
         elif isinstance(found_inf, Tensor) and bool(found_inf.detach().any()):
             deferred.is_skipped, scale = True, getattr(optimizer, "grad_scale", None)
@@ -330,13 +317,13 @@ class OptimizerSteps:
         # The gradients of weights may be finite behind a bad one, as where a ReLU lets nothing through.
         elif not deferred.is_of_weight or not self._bad_weights():
             self._let_pass(deferred)
-        if takes_ours:
-            self._failures.await_ranks()
+        if takes_ours and recorder.gathers_weights:  # each rank has a part of the model
+            self._failures.ranks.await_step()
         if self.deferred is None:
             if self.spikes is not None:
                 self.spikes.before_step(optimizer)
             if takes_ours:
-                self._failures.starts.let_go()
+                self._starts.let_go()
 
     def _let_pass(self, mended: _Deferred) -> None:
         """Drop a failure whose gradients the user has made finite. Warn of the 1st, 2nd, 4th, 8th: 100 give 7 lines."""
@@ -392,25 +379,6 @@ class OptimizerSteps:
         incident, self._unread_step = self.look(), -1
         if incident is not None:
             self._failures.step_follows(incident)
-
-    def _explain_weight(self, finding: Finding) -> Finding:
-        """Return the finding of a weight with the operation of the step that wrote it, if an optimizer did."""
-        model = self._model()
-        path, _, key = f"{finding.module}.{finding.label}".removeprefix(".").rpartition(".")
-        owner = None if model is None else find_module(model, path)
-        weight = None if owner is None else owner.module._parameters.get(key)
-        # `keyrefs` is a copy at one moment: another thread may make its first step.
-        optimizers = [x for reference in self._steppers.keyrefs() if (x := reference()) is not None]
-        steppers = [x for x in optimizers if id(weight) in _parameter_ids(x)]
-        return finding if weight is None or not steppers else take_apart(finding, steppers[0], weight)
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [x for group in optimizer.param_groups for x in group["params"]]
-
-
-def _parameter_ids(optimizer: Optimizer) -> set[int]:
-    return set(map(id, _parameters(optimizer)))
 
 
 def _nonfinite_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..diagnosis.batch_snapshot import (
     BatchSnapshot,
@@ -23,6 +24,7 @@ from ..diagnosis.batch_snapshot import (
     left_calls,
     open_calls,
 )
+from ..diagnosis.causes import take_apart
 from ..diagnosis.incident import Incident
 from ..diagnosis.loss_statements import Lines, ProgramCall
 from ..history.monitor import Suspicion
@@ -67,14 +69,12 @@ def model_ref(model: nn.Module) -> ModelRef:
     A list of model and loss may live for no longer than the call of `watch`.
     """
     whole = weakref.ref(model)
-    children = {key: weakref.ref(x) for key, x in model._modules.items() if x is not None}
+    children = weakref.WeakValueDictionary({key: x for key, x in model._modules.items() if x is not None})
 
     def alive() -> nn.Module | None:
-        if (model := whole()) is None:
-            left = {key: child for key, reference in children.items() if (child := reference()) is not None}
-            if left:
-                model = nn.Module()
-                model._modules.update(left)
+        if (model := whole()) is None and (left := dict(children)):
+            model = nn.Module()
+            model._modules.update(left)
         return model
 
     return alive
@@ -103,9 +103,9 @@ class Starts:
         # The CPU's random state at the last step: what a loss draws before it calls the model, it draws from there.
         self._generator: Tensor | None = None
 
-    def batch_started(self, module: nn.Module) -> object:
+    def batch_started(self, module: nn.Module | None) -> object:
         """Return what the start of a batch has beside the recorder's part."""
-        if not self._recorder.keeps_starts:
+        if module is None or not self._recorder.keeps_starts:
             return None
         try:  # no context manager, which takes 1 µs
             watched = self._model()
@@ -180,17 +180,16 @@ class Starts:
 class Reports:
     """Makes reports of the frames that a recorder holds, each with at most the latest `max_frames`.
 
-    `model()` is None once the model is gone.
+    `model()` is None once the model is gone. `starts` has the starts of its batches.
     """
 
-    def __init__(
-        self, starts: Starts, model: ModelRef, recorder: Recorder, options: Options, suspicion: Suspicion
-    ) -> None:
-        self.model, self.recorder, self.options = model, recorder, options
-        self._starts, self._suspicion = starts, suspicion
+    def __init__(self, model: nn.Module, recorder: Recorder, options: Options, suspicion: Suspicion) -> None:
+        self.model, self.recorder, self.options = model_ref(model), recorder, options
+        self.starts, self._suspicion = Starts(self.model, recorder, options), suspicion
         self.describe: Describe | None = None
-        self.explain_weight: Callable[[Finding], Finding] = lambda finding: finding
-        self._mesh = parameter_mesh(model())  # kept: a report may be asked for when the model has gone
+        # Optimizers that have stepped: how many parameters each has, and whether it holds one of the model.
+        self.steppers: Any = WeakIdKeyDictionary()
+        self._mesh = parameter_mesh(model)  # kept: a report may be asked for when the model has gone
 
     def look_at_mesh(self) -> None:
         """Remember the place of this rank in the device meshes of the model's parameters."""
@@ -217,8 +216,7 @@ class Reports:
         record = frame.fault or frame.records[-1]
         num_frames = self.recorder.frames_of_batch(frame.batch)
         finding = finding_of(frame, record, _STATE.get(record.role, origin), None, rank(), num_frames)
-        finding = self.explain_weight(finding) if finding.origin == "weight" else finding
-        return Incident(self.latest(finding, [frame]))
+        return Incident(self.latest(self._explained(finding), [frame]))
 
     def of_taken(self, optimizer: Optimizer, parameters: Sequence[Tensor], batch: int) -> Incident:
         """Return the failure of the gradients of these parameters, which a step is about to take.
@@ -249,11 +247,7 @@ class Reports:
         return self.of_frame(frame, "produced" if is_unseen else "received")
 
     def of_left_calls(self, error: Exception, batch: int) -> Report | None:
-        """Return the report of the first non-finite one of the calls that the exception left.
-
-        They are the calls of observed modules, of which the recorder has kept no frames. None where all that they hold
-        is finite.
-        """
+        """Return the report of the first non-finite one of the calls that the exception left; None without one."""
         calls = left_calls(error)  # none where it ended something else, such as a call in compiled code
         if (outer := self._first_nonfinite(batch, calls)) is None:
             return None
@@ -288,7 +282,7 @@ class Reports:
         count = self.recorder.frames_of_batch(batch)
         num_frames = None if count is None else count + len(all_frames) - len(frames)
         current = [frame for frame in all_frames if frame.batch == batch]
-        written, _ = self._starts.changes()
+        written, _ = self.starts.changes()
         # Whether a tensor that was written to since came in finite is not known. The model wrote to it.
         came_in = [observe(x, label, "input") for label, x in given if id(x) not in written]
         overwritten = [observe(x, label, "input") for label, x in given if id(x) in written]
@@ -298,12 +292,24 @@ class Reports:
         is_overwritten = any(record.is_fault and record.label == finding.label for record in overwritten)
         if is_overwritten and finding.origin == "received" and caller is None:
             finding = replace(finding, origin="produced", remarks=(_WRITTEN.format(finding.label),))
-        if finding.origin == "weight":
-            finding = self.explain_weight(finding)
+        finding = self._explained(finding)
         if self.describe is not None:
             remarks = self.describe(finding, culprit(finding, current)[1])
             finding = replace(finding, remarks=(*finding.remarks, *remarks))
         return self.of(all_frames, finding)
+
+    def _explained(self, finding: Finding) -> Finding:
+        """Return the finding of a weight with the operation of the step that wrote it, if an optimizer did."""
+        path, _, key = f"{finding.module}.{finding.label}".removeprefix(".").rpartition(".")
+        if finding.origin != "weight" or (model := self.model()) is None:
+            return finding
+        owner = find_module(model, path)
+        weight = None if owner is None else owner.module._parameters.get(key)
+        # `keyrefs` is a copy at one moment: another thread may make its first step.
+        for optimizer in [x for reference in self.steppers.keyrefs() if (x := reference()) is not None]:
+            if weight is not None and any(x is weight for x in parameters_of(optimizer)):
+                return take_apart(finding, optimizer, weight)
+        return finding
 
     # The calls under way
 
@@ -393,7 +399,7 @@ class Reports:
 
         A model adds to objects: a bad value in a key-value cache may come from the batch itself.
         """
-        (_, added), given = self._starts.changes(), list[Leaf]()
+        (_, added), given = self.starts.changes(), list[Leaf]()
         likeness = None if fault is None or fault.role != "input" else _likeness(fault)
         for label, value in call_leaves(args, kwargs, objects=False):
             inside = leaves(value, label, num_before=len(given))  # the value alone, unless it is an object
@@ -408,4 +414,10 @@ def _recorded_names(model: nn.Module) -> dict[int, str]:
 
 
 def _likeness(record: Record) -> tuple[Any, ...]:
-    return record.shape, (x := record.health) and (x.num_nan, x.num_posinf, x.num_neginf)
+    health = record.health
+    return record.shape, None if health is None else (health.num_nan, health.num_posinf, health.num_neginf)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters in all groups of an optimizer."""
+    return [x for group in optimizer.param_groups for x in group["params"]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from ..audit.audit import UpdateAudit
 from ..blackbox.process import open_box
 from ..diagnosis.incident import write_spike
-from ..history.forecast import Forecast
 from ..history.monitor import Monitor
 from ..history.spikes import SpikeWatch
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
@@ -27,13 +25,12 @@ from ..report.events import ReplicaDifference, SkippedStep, UpdateFinding
 from ..report.report import Report
 from ..report.spike import SpikeReport
 from ..scan.guard import CheckpointGuard
-from ..sinks.sink import Sink, SinkStream, Warnings
+from ..sinks.sink import SinkStream, Warnings
 from ..sinks.trackers import sink_for
-from ..trace.tracer import Tracer, ring_size, start_tracer
-from ..util.visible import is_due
+from ..trace.tracer import ring_size, start_tracer
 from .failure_handler import FailureHandler
 from .options import Options
-from .reports import Reports, Starts, model_ref
+from .reports import Reports
 
 # hook(watch, model), called when a watch begins.
 watch_starts = GlobalHooks()
@@ -63,7 +60,6 @@ class Watch:
 
     def __init__(self, model: nn.Module, options: Options, *, events: EventDispatch | None = None) -> None:
         self._options, self._model = options, weakref.ref(model)
-        # The recorder, whose events the EventDispatch hands to the parts below
         # Frames of chosen batches come one by one. All others are fetched from a recorder that holds enough.
         fetches = options.trace is not None and not options.trace_batches
         ring = max(options.max_frames, ring_size(model)) if fetches else options.max_frames
@@ -72,47 +68,44 @@ class Watch:
         events.watch = self
         self._recorder = recorder = make_recorder(options.recorder_settings(ring), events)
         # Trace and sinks
-        self._tracer: Tracer | None = None
+        self._tracer = tracer = None
         if options.trace is not None:
             path, size = Path(options.trace.path), ring if fetches else 0
-            self._tracer = start_tracer(path, recorder, size, options.every)
-        notes = [] if self._tracer is None else [TraceNotes(self._tracer, options.trace_batches)]
+            self._tracer = tracer = start_tracer(path, recorder, size, options.every)
+
+        def note(frame: Frame) -> None:
+            if tracer is not None and (fetches or frame.batch in options.trace_batches):
+                tracer.note(frame)
+
         targets = [sink_for(target) for target in options.sinks]
-        self._sinks = sinks = SinkStream(recorder, targets, [*notes, Warnings()], every=options.every)
+        self._sinks = sinks = SinkStream(recorder, targets, Warnings(note), every=options.every)
         # Failures
         self._monitor = Monitor(recorder, model, every=options.every, forecasts=options.forecast)
-        reference = model_ref(model)
-        starts = Starts(reference, recorder, options)
-        self._reports = Reports(starts, reference, recorder, options, self._monitor.suspicion)
-        self._failures = FailureHandler(model, self._reports, starts, self._monitor, sinks)
+        self._reports = reports = Reports(model, recorder, options, self._monitor.suspicion)
+        self._failures = FailureHandler(model, reports, self._monitor, sinks)
         self._steps = self._failures.steps
         self._batch_ends = recorder.subscribe(Event.BATCH_END)
         self._batch_ends.active = sinks.takes_batches or self._tracer is not None or options.spikes
         # Detectors of other faults
         if options.spikes:
-            write: Callable[[SpikeReport], SpikeReport] | None = None
-            if (folder := options.output_dir) is not None:
-                write = lambda x: write_spike(x, starts.of_ended(x.batch), reference(), folder)  # noqa: E731
-            spikes = SpikeWatch(recorder, self._steps, is_due, starts.keep, write, sinks.on_spike)
+            folder, of_ended = options.output_dir, reports.starts.of_ended
+            write = (lambda x: write_spike(x, of_ended(x.batch), reports.model(), folder)) if folder else None
+            spikes = SpikeWatch(recorder, self._steps, reports.starts.keep, write, sinks.on_spike)
             self._monitor.follow(spikes.take)
             self._steps.spikes = spikes
-        self._replicas: ReplicaWatch | None = None
-        self._audit: UpdateAudit | None = None
-        self._attention: AttentionWatch | None = None
-        self._checkpoints: CheckpointGuard | None = None
         timeout = options.peer_timeout or 30.0
+        self._replicas: ReplicaWatch | None = None
         if options.replicas:
             recorder.subscribe(Event.BATCH_START)
             self._replicas = ReplicaWatch(model, options.replicas, timeout, sinks.on_replica_difference)
+        self._audit: UpdateAudit | None = None
         if options.audit is not None:
             every, ranks = options.audit.every, StepRanks(model, timeout)
             self._audit = UpdateAudit(model, recorder, every, sinks.on_update, options.is_frozen, ranks)
-        if options.attention:
-            self._attention = AttentionWatch(recorder, options.attention)
+        self._attention = AttentionWatch(recorder, options.attention) if options.attention else None
+        self._checkpoints = CheckpointGuard(reports, self._failures) if options.guard_checkpoints else None
         self._attachment: Attachment | None = None
         if options.enabled:
-            if options.guard_checkpoints:
-                self._checkpoints = CheckpointGuard(self._reports, self._failures)
             self._attachment = Attachment(model, recorder, options.observes, options.excuses)
             watch_starts.call(self, model)
 
@@ -132,7 +125,10 @@ class Watch:
         try:
             if error is None:
                 self._look()
-            self._failures.run_ended(error)
+                self._failures.ranks.check()
+            else:
+                self._failures.settle()
+                self._failures.ranks.explain(error)
         finally:
             self._leave()
 
@@ -247,10 +243,8 @@ class Watch:
         consequence.
         """
         self._failures.settle()
-        if (failure := self._failures.failure) is not None:
-            return failure
-        last_step = self._steps.look()
-        return last_step.report if last_step else self._reports.latest()
+        incident = self._failures.latest()
+        return self._reports.latest() if incident is None else incident.report
 
 
 class EventDispatch:
@@ -265,11 +259,15 @@ class EventDispatch:
     def on_batch_start(
         self, batch: int, traced: bool, module: nn.Module | None, args: tuple[Any, ...], kwargs: Any
     ) -> object:
-        """Return what a re-run needs beside the recorder's part."""
+        """Return what a re-run needs beside the recorder's part of the batch's start.
+
+        Raises PeerNonFiniteError when another rank has failed, unless the run goes on after a failure.
+        """
         for part in (self.watch._replicas, self.watch._audit):
             if part is not None:
                 part.batch_started(batch, module, args or tuple((kwargs or {}).values()))
-        return self.watch._failures.batch_started(batch, module)
+        self.watch._failures.ranks.batch_started(batch)
+        return self.watch._reports.starts.batch_started(module)
 
     def on_frame(self, frame: Frame) -> None:
         """Hand the frame to the sinks, and to the trace if its batch was asked for."""
@@ -303,22 +301,3 @@ class EventDispatch:
     def on_backward_end(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
         """Defer the failure until a step is about to take it, unless the forward's failure caused it."""
         self.watch._steps.backward_ended(calls, arrivals)
-
-
-class TraceNotes(Sink):
-    """Sink that adds forecasts and spikes to a trace, which fetches its frames itself, as far as a batch is traced."""
-
-    def __init__(self, tracer: Tracer, chosen: Collection[int]) -> None:
-        self._tracer, self._chosen = tracer, chosen
-
-    def on_forecast(self, batch: int, forecast: Forecast) -> None:
-        """Add it to the batch that it was made in."""
-        self._add(forecast.rows(batch))
-
-    def on_spike(self, report: SpikeReport) -> None:
-        """Add it to the latest batch before the step."""
-        self._add(report.rows())
-
-    def _add(self, frame: Frame) -> None:
-        if not self._chosen or frame.batch in self._chosen:
-            self._tracer.note(frame)

@@ -116,9 +116,15 @@ EVENTS = tuple(name for name in vars(Sink) if name.startswith("on_"))
 
 
 class Warnings(Sink):
-    """Sink that warns of forecasts, spikes and the first finding about steps. A user's filter may raise the warning."""
+    """Sink that warns of forecasts, spikes and the first finding about steps. A user's filter may raise the warning.
+
+    `note` takes the frame of a forecast or a spike, for the trace.
+    """
 
     _has_update = False
+
+    def __init__(self, note: Callable[[Frame], object]) -> None:
+        self._note = note
 
     def on_update(self, finding: UpdateFinding) -> None:
         """Warn of the first one."""
@@ -127,26 +133,29 @@ class Warnings(Sink):
             warn_user(f"the optimizer's {finding} Watch.updates has all findings")
 
     def on_spike(self, report: SpikeReport) -> None:
-        """Warn of it, and say where its report is."""
+        """Note it, warn of it, and say where its report is."""
+        self._note(report.rows())
         where = f"{report.files[0]} and Watch.spikes have" if report.files else "Watch.spikes has"
         warn_user(f"{report.summary}; {where} the report")
 
-    def _warn(self, *args: Any, **_: Any) -> None:
-        warn_user(str(args[-1]))
+    def on_forecast(self, batch: int, forecast: Forecast) -> None:
+        """Note it in the batch that it was made in, and warn of it."""
+        self._note(forecast.rows(batch))
+        warn_user(str(forecast))
 
-    on_forecast = on_replica_difference = _warn
+    def on_replica_difference(self, difference: ReplicaDifference) -> None:
+        """Warn of it."""
+        warn_user(str(difference))
 
 
 class SinkStream:
     """The events of one Watch, each handed to the sinks that take it.
 
-    `sinks` are the user's. `internal` are nanwatch's, which come last and may raise. The smallest `every` of the user's
+    `sinks` are the user's. `internal` is nanwatch's, which comes last and may raise. The smallest `every` of the user's
     sinks counts for all.
     """
 
-    def __init__(
-        self, recorder: Recorder, sinks: Sequence[Sink], internal: Sequence[Sink], every: int
-    ) -> None:
+    def __init__(self, recorder: Recorder, sinks: Sequence[Sink], internal: Sink, every: int) -> None:
         # Each sink with the events that it takes: none once it has raised.
         self._receivers = [
             (sink, {event for event in EVENTS if getattr(type(sink), event) is not getattr(Sink, event)})
@@ -187,8 +196,7 @@ class SinkStream:
                     " goes on and is watched",
                     may_raise=False,
                 )
-        for sink in self._internal:
-            getattr(sink, event)(*args)
+        getattr(self._internal, event)(*args)
 
     def on_frame(self, frame: Frame) -> None:
         """Take a frame of the recorder, which reports those of traced batches to everybody."""
