@@ -22,8 +22,7 @@ def test_the_order_is_that_of_pytorch() -> None:
     ]
     assert [id(x) for x in each_parameter(model)] == [id(x) for x in model.parameters()]
     for path, module in each_module(model):  # as another thread may
-        module.register_module(f"late{path.count('late')}", None if "late" in path else nn.Identity())
-        module.register_parameter("late", None)
+        module.register_module("late", None if path.endswith("late") else nn.Identity())
 
 
 def test_values_of_a_frame_are_its_locals() -> None:
@@ -43,7 +42,5 @@ def test_names_are_those_of_the_code_and_of_functions_inside() -> None:
 
 
 def test_which_files_are_the_programs() -> None:
-    """Python, torch and installed packages are not."""
-    installed = [f"/somewhere/{folder}-packages/pack/age.py" for folder in ("site", "dist")]
-    assert all(map(is_library, [json.__file__, nn.__file__, "<frozen runpy>", *installed]))
-    assert not any(map(is_library, ["/home/user/train.py", "/home/user/my-packages/train.py", __file__]))
+    files = (json.__file__, "/a/site-packages/b.py", "/a/dist-packages/b.py", "/a/b.py", __file__)
+    assert [*map(is_library, files)] == [True, True, True, False, False]
