@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import io
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -40,13 +43,21 @@ def traced(value: torch.Tensor, capsys: pytest.CaptureFixture[str]) -> list[str]
     return lines[start + 1 : start + 3]
 
 
-def raises(model: nn.Module, value: float | torch.Tensor) -> bool:
-    """Return whether the call raises for a value that is not finite."""
-    try:
-        model(value if isinstance(value, torch.Tensor) else torch.full((1,), value))
-    except ValueError as error:
-        return "nan" in str(error) or "inf" in str(error)
-    return False
+def of_both(
+    make: Callable[[], nn.Module], *values: float | torch.Tensor, **options: Any
+) -> Iterator[tuple[list[bool], str]]:
+    """Yield for the oracle's class and the drop-in which calls raise for a value that is not finite, and the text."""
+    for kind in (oracle.DebugUnderflowOverflow, DebugUnderflowOverflow):
+        model, raised = make(), []
+        kind(model, **options)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            for value in values:
+                try:
+                    model(torch.as_tensor(value).reshape(-1))
+                    raised.append(False)
+                except ValueError as error:
+                    raised.append("nan" in str(error) or "inf" in str(error))
+        yield raised, out.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -89,22 +100,16 @@ def test_the_most_negative_integer_has_its_magnitude(capsys: pytest.CaptureFixtu
     assert traced(x, capsys)[0] == "1.00e+00 1.28e+02 input[0]"
 
 
-def of_both(run: Callable[[Any], Any]) -> list[Any]:
-    """Return the outcome of the oracle's class and that of the drop-in."""
-    return [run(kind) for kind in (oracle.DebugUnderflowOverflow, DebugUnderflowOverflow)]
-
-
 def test_frames_stay_bounded_after_a_trace() -> None:
     """After a traced batch the buffer still keeps max_frames_to_save frames, where the oracle's keeps all."""
-
-    def length(kind: Any) -> int:
+    lengths = []
+    for kind in (oracle.DebugUnderflowOverflow, DebugUnderflowOverflow):
         model = Feed(nn.Identity(), nn.Identity())
         watcher = kind(model, max_frames_to_save=2, trace_batch_nums=[0])
         for _ in range(10):
             model(torch.ones(1))
-        return len(watcher.frames)
-
-    assert of_both(length) == [27, 2]
+        lengths.append(len(watcher.frames))
+    assert lengths == [27, 2]
 
 
 @pytest.mark.parametrize(
@@ -116,62 +121,46 @@ def test_an_overflow_does_not_spoil_the_next_batch(
     traced_batches: list[int], outcomes: list[list[bool]]
 ) -> None:
     """After an overflow that the caller caught, or in a traced batch, a clean batch runs; the oracle raises in it."""
-
-    def outcome(kind: Any) -> list[bool]:
-        kind(model := Feed(), trace_batch_nums=traced_batches)
-        return [raises(model, value) for value in (INF, 1, INF)]
-
-    assert of_both(outcome) == outcomes
+    both = of_both(Feed, INF, 1.0, INF, trace_batch_nums=traced_batches)
+    assert [raised for raised, _ in both] == outcomes
 
 
-def test_the_root_is_reported_with_its_own_batch(capsys: pytest.CaptureFixture[str]) -> None:
+def overflows_in_its_own_code() -> nn.Module:
+    model = nn.Sequential(nn.Identity())
+    model.forward = lambda x: model[0](x) * 1e30
+    return model
+
+
+def test_the_root_is_reported_with_its_own_batch() -> None:
     """A value first seen in the root's frame belongs to the batch that made it, where the oracle says the next."""
-
-    def number(kind: Any) -> int:
-        kind(model := nn.Sequential(nn.Identity()))
-        model.forward = lambda x: model[0](x) * 1e30  # overflows in the root's own code
-        assert not raises(model, 1)
-        assert raises(model, 1e30)
-        return int(capsys.readouterr().out.split("batch_number=")[1].split()[0])
-
-    assert of_both(number) == [2, 1]
+    both = [*of_both(overflows_in_its_own_code, 1.0, 1e30)]
+    assert [raised for raised, _ in both] == [[False, True]] * 2
+    assert [text.split("batch_number=")[1].split()[0] for _, text in both] == ["2", "1"]
 
 
 def test_an_additive_mask_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
     """Zeros and -inf in a positional input are a mask: they have a line, and nothing is raised."""
-    mask = torch.tensor([[0.0, -INF], [0.0, 0.0]])
+    mask = torch.tensor([0.0, -INF])
     assert traced(mask, capsys)[0] == "0.00e+00      inf input[0]"
-
-    def outcome(kind: Any) -> bool:
-        kind(model := Feed(nn.Softmax(-1)))
-        return raises(model, mask)
-
-    assert of_both(outcome) == [True, False]
+    assert [raised for raised, _ in of_both(lambda: Feed(nn.Softmax(-1)), mask)] == [[True], [False]]
 
 
-def test_a_complex_number_has_the_kind_of_its_modulus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_complex_number_has_the_kind_of_its_modulus() -> None:
     """In a frame (inf, nan) has infs, where the oracle also prints nans; `detect_overflow` prints both."""
     x = torch.complex(torch.tensor([INF]), torch.tensor([float("nan")]))
-
-    def printed(kind: Any) -> list[str]:
-        kind(model := Feed())
-        assert raises(model, x)
-        return [line for line in capsys.readouterr().out.splitlines() if "input[0] has" in line]
-
-    assert of_both(printed) == [["input[0] has nans", "input[0] has infs"], ["input[0] has infs"]]
+    printed = [re.findall(r"input\[0\] has \w+", text) for _, text in of_both(Feed, x)]
+    assert printed == [["input[0] has nans", "input[0] has infs"], ["input[0] has infs"]]
 
 
-def test_a_shared_module_gives_one_frame_a_call(capsys: pytest.CaptureFixture[str]) -> None:
+def shared_by_two_parents() -> nn.Module:
+    shared = nn.Identity()
+    return nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
+
+
+def test_a_shared_module_gives_one_frame_a_call() -> None:
     """A module under two parents has one hook, where the oracle registers one for each parent."""
-
-    def count(kind: Any) -> int:
-        shared = nn.Identity()
-        model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
-        kind(model, trace_batch_nums=[0])
-        model(torch.ones(1))
-        return capsys.readouterr().out.count("Identity")
-
-    assert of_both(count) == [4, 2]
+    both = of_both(shared_by_two_parents, 1.0, trace_batch_nums=[0])
+    assert [text.count("Identity") for _, text in both] == [4, 2]
 
 
 def test_stop_removes_the_hooks() -> None:
@@ -202,7 +191,7 @@ def test_bad_arguments_are_named(
     if isinstance(model, nn.Module):
         assert not model._forward_hooks
     for batches in ([1], (1, 3), {1: "one"}, range(1, 10**18), None):
-        of_both(lambda kind, batches=batches: kind(nn.ReLU(), None, batches, np.int64(3)))
+        DebugUnderflowOverflow(nn.ReLU(), None, batches, np.int64(3))
 
 
 def test_characters_that_drive_a_terminal_are_spelt(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,57 +21,32 @@ from support.architectures import ARCHITECTURES, built, inputs_of
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = list(ARCHITECTURES)
 BATCHES = 3
+INF, NAN = float("inf"), float("nan")
+KINDS = oracle.DebugUnderflowOverflow, debug.DebugUnderflowOverflow
 
 
 def transcript(
-    make: Callable[[nn.Module], Any], model: nn.Module, name: str, autocast: torch.dtype | None
+    kind: Any, name: str, where: str = "none", dtype: str = "fp32", *, training: bool = False, **options: Any
 ) -> tuple[str, bool]:
-    """Return the text that three batches print while `make(model)` watches, and whether a ValueError ended them."""
-    out = io.StringIO()
-    before = {module: set(module._forward_hooks) for module in model.modules()}
-    raised = False
-    made = make(model)
-    added = [(module, set(module._forward_hooks) - before[module]) for module in before]
-    try:
-        with contextlib.redirect_stdout(out):
+    """Return the text that three batches print while `kind` watches, and whether a ValueError ended them."""
+    model = overflowing(name, where, dtype).train(training)
+    kind(model, **options)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
             for batch in range(BATCHES):
                 inputs = inputs_of(name, seed=batch)
-                with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+                with torch.autocast("cpu", dtype=DTYPES[dtype], enabled=dtype != "fp32"):
                     model(**inputs)
-    except ValueError:
-        raised = True
-    finally:
-        for module, keys in added:
-            for key in keys:
-                module._forward_hooks.pop(key, None)
-        getattr(made, "stop", lambda: None)()
-    return out.getvalue(), raised
+        except ValueError:
+            return out.getvalue(), True
+    return out.getvalue(), False
 
 
-def transcripts(
-    model: nn.Module, name: str, autocast: torch.dtype | None, **options: Any
-) -> list[tuple[str, bool]]:
-    """Return the transcript of the oracle's class with these options, and that of the drop-in."""
-    kinds = oracle.DebugUnderflowOverflow, debug.DebugUnderflowOverflow
-    return [transcript(functools.partial(kind, **options), model, name, autocast) for kind in kinds]
-
-
-@contextlib.contextmanager
-def overflowing(model: nn.Module, where: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Weights of one module grown until a number leaves the format in which it is held or computed."""
-    # Buffers too: running statistics would carry one test's overflow into the next.
-    saved = [(x, x.detach().clone()) for x in (*model.parameters(), *model.buffers())]
-    try:
-        _grow(model, where, dtype)
-        yield
-    finally:
-        for x, value in saved:
-            x.data.copy_(value)
-
-
-def _grow(model: nn.Module, where: str, dtype: torch.dtype | None) -> None:
+def overflowing(name: str, where: str, dtype: str) -> nn.Module:
+    """Return a model with the weights of one module grown until a number leaves the format of its tensor."""
+    model = copy.deepcopy(built(name))
     if where == "none":
-        return
+        return model
     weighted = [module for module in model.modules() if getattr(module, "weight", None) is not None]
     # An embedding's output is normalized before it is multiplied: there only the weight itself can overflow.
     products = [module for module in weighted if isinstance(module, nn.Linear | nn.Conv2d)]
@@ -82,8 +57,9 @@ def _grow(model: nn.Module, where: str, dtype: torch.dtype | None) -> None:
         else:
             # Still finite in fp32, where the sums are not; beyond fp16 as soon as autocast converts it.
             for weight in module.parameters():
-                weight.fill_(1e6 if dtype is torch.float16 else 3e38)
+                weight.fill_(1e6 if dtype == "fp16" else 3e38)
             module.weight[::2] *= -1
+    return model
 
 
 def cases() -> Iterator[Any]:
@@ -107,13 +83,11 @@ def test_stdout_is_the_same(
     """Both classes print the same bytes and end the run alike, detecting and tracing."""
     if name != "gpt2" or dtype != "fp32":  # a re-run takes 0.4 s, and these show that it prints nothing
         monkeypatch.setattr(rerun, "examine", lambda *_, **__: None)
-    model = built(name).train(training)
     # After an overflow in a traced batch the oracle raises in the next untraced one, clean or not: that difference
     # has its own test, so here an overflow meets traced batches only.
     traced = [0, 2] if where == "none" else list(range(BATCHES))
     options = {"trace_batch_nums": traced} if mode == "trace" else {}
-    with overflowing(model, where, DTYPES[dtype]):
-        expected, actual = transcripts(model, name, DTYPES[dtype], **options)
+    expected, actual = (transcript(kind, name, where, dtype, training=training, **options) for kind in KINDS)
     assert actual == expected
     text, raised = expected
     assert raised == (mode == "detect" and where != "none")
@@ -124,16 +98,14 @@ def test_stdout_is_the_same(
 def test_max_frames_to_save_is_the_same(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dump holds as many frames as the oracle's, none and all included."""
     monkeypatch.setattr(rerun, "examine", lambda *_, **__: None)
-    model = built("gpt2").eval()
-    with overflowing(model, "middle", None):
-        expected, actual = transcripts(model, "gpt2", None, max_frames_to_save=limit)
+    expected, actual = (transcript(kind, "gpt2", "middle", max_frames_to_save=limit) for kind in KINDS)
     assert actual == expected
 
 
 def test_abort_after_batch_num_is_the_same() -> None:
     """The run ends with a ValueError after the same batch, with the same text before it."""
-    model = built("bert").eval()
-    expected, actual = transcripts(model, "bert", None, trace_batch_nums=[0, 1, 2], abort_after_batch_num=1)
+    options = {"trace_batch_nums": [0, 1, 2], "abort_after_batch_num": 1}
+    expected, actual = (transcript(kind, "bert", **options) for kind in KINDS)
     assert actual == expected
     assert expected[1]
     assert "batch number=1 " in expected[0]
@@ -144,15 +116,14 @@ def test_the_error_has_the_report_of_watch() -> None:
     """The error of the drop-in has the finding of nanwatch.watch, operation and line included, and its summary."""
     findings = []
     for attach in (debug.DebugUnderflowOverflow, nanwatch.watch):
-        model = built("gpt2").eval()
-        with overflowing(model, "middle", None):
-            watcher: Any = attach(model)
-            with (
-                pytest.raises(nanwatch.NonFiniteError, match="first seen in") as error,
-                contextlib.redirect_stdout(io.StringIO()),
-            ):
-                model(**inputs_of("gpt2", seed=0))
-            watcher.stop()
+        model = overflowing("gpt2", "middle", "fp32").eval()
+        watcher = attach(model)
+        with (
+            pytest.raises(nanwatch.NonFiniteError, match="first seen in") as error,
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            model(**inputs_of("gpt2", seed=0))
+        watcher.stop()
         findings.append(error.value.report.finding)
     assert findings[0] == findings[1]
     assert findings[0].operation == "aten.mm.default"
@@ -163,7 +134,7 @@ def test_the_error_has_the_report_of_watch() -> None:
 def test_stdout_is_the_same_in_compiled_code(capsys: pytest.CaptureFixture[str]) -> None:
     """Under torch.compile every hook breaks the graph, the text is the same, and the values are those of each batch."""
     texts = []
-    for kind in (oracle.DebugUnderflowOverflow, debug.DebugUnderflowOverflow):
+    for kind in KINDS:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         kind(model)
@@ -171,27 +142,20 @@ def test_stdout_is_the_same_in_compiled_code(capsys: pytest.CaptureFixture[str])
         for value in (1.0, 2.0):
             compiled(torch.full((1, 2), value))
         with pytest.raises(ValueError, match=r"nan|inf"):
-            compiled(torch.full((1, 2), float("inf")))
+            compiled(torch.full((1, 2), INF))
         torch._dynamo.reset()
         texts.append(capsys.readouterr().out)
     assert texts[1] == texts[0]
     assert "batch number=2 " in texts[0]
 
 
-VALUES = {
-    "finite": [1.0, -2.0, 0.0],
-    "nan": [1.0, float("nan")],
-    "inf": [float("inf"), 1.0],
-    "-inf": [1.0, float("-inf")],
-    "both": [float("nan"), float("-inf")],
-}
-
-
-@pytest.mark.parametrize("values", VALUES)
-def test_detect_overflow_is_the_same(values: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "values", [[1.0, -2.0, 0.0], [1.0, NAN], [INF, 1.0], [1.0, -INF], [NAN, -INF]], ids=str
+)
+def test_detect_overflow_is_the_same(values: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     """detect_overflow returns and prints what the oracle's does."""
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64):
-        x = torch.tensor(VALUES[values]).to(dtype)
+        x = torch.tensor(values).to(dtype)
         expected = oracle.detect_overflow(x, "ctx"), capsys.readouterr()
         assert (debug.detect_overflow(x, "ctx"), capsys.readouterr()) == expected
 
@@ -216,7 +180,7 @@ def test_odd_values_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     """None, lists, dicts, strings, nested tuples, subnormals and shared parameters print as the oracle's."""
     x = torch.tensor([[2.5e-310, 7e250]], dtype=torch.float64)
     texts = []
-    for kind in (oracle.DebugUnderflowOverflow, debug.DebugUnderflowOverflow):
+    for kind in KINDS:
         model = Odd()
         kind(model, trace_batch_nums=[0])
         model(x, None, 5, torch.arange(3))
