@@ -20,14 +20,12 @@ import nanwatch
 from support.first_fault import LeastHeadroom, first_fault
 
 pytest.importorskip("lightning")
+from nanwatch.integrations.lightning import NanWatchCallback
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-
-
-def callback_of(**options: Any) -> Any:
-    return import_module("nanwatch.integrations.lightning").NanWatchCallback(**options)
 
 
 def module_of(package: str, lr: float) -> Any:
@@ -77,11 +75,9 @@ def trainer_of(package: str, folder: Path, *callbacks: Any, **options: Any) -> A
 def test_an_overflow_is_found_and_named(package, precision, lr, tmp_path):
     """A learning rate that is too high makes the forward leave the format; the module is the one that hooks find."""
     pytest.importorskip(package)
-    plain = module_of(package, lr)
-    expected = first_fault(
-        plain, lambda: trainer_of(package, tmp_path, precision=precision).fit(plain, loader())
-    )
-    module, callback = module_of(package, lr), callback_of()
+    plain, trainer = module_of(package, lr), trainer_of(package, tmp_path, precision=precision)
+    expected = first_fault(plain, lambda: trainer.fit(plain, loader()))
+    module, callback = module_of(package, lr), NanWatchCallback()
     with pytest.raises(nanwatch.NonFiniteError) as error:
         trainer_of(package, tmp_path, callback, precision=precision).fit(module, loader())
     finding = error.value.report.finding
@@ -98,7 +94,7 @@ def test_an_overflow_is_found_and_named(package, precision, lr, tmp_path):
 def test_a_watched_training_ends_bit_equal(tmp_path):
     """Accumulation, validation within fit and the sanity check change nothing, and all their calls are batches."""
     options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1}
-    plain, watched, callback = module_of(PACKAGES[0], 0.1), module_of(PACKAGES[0], 0.1), callback_of()
+    plain, watched, callback = module_of(PACKAGES[0], 0.1), module_of(PACKAGES[0], 0.1), NanWatchCallback()
     trainer_of(PACKAGES[0], tmp_path, **options).fit(plain, loader(), loader())
     trainer_of(PACKAGES[0], tmp_path, callback, **options).fit(watched, loader(), loader())
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
@@ -118,7 +114,7 @@ def test_steps_that_the_scaler_skips_are_counted(tmp_path):
         return scaler.get_scale()
 
     plain, watched = module_of(PACKAGES[0], 0.01), module_of(PACKAGES[0], 0.01)
-    callback = callback_of(gradients=True)
+    callback = NanWatchCallback(gradients=True)
     scale = fit(plain)
     assert fit(watched, callback) == scale
     skipped = round(24 - log2(scale))
@@ -132,7 +128,7 @@ def test_steps_that_the_scaler_skips_are_counted(tmp_path):
 @pytest.mark.parametrize("stage", ["validate", "predict"])
 def test_every_stage_is_watched(stage, tmp_path):
     """A run without training is watched from its start to its end."""
-    module, callback = module_of(PACKAGES[0], 0.1), callback_of()
+    module, callback = module_of(PACKAGES[0], 0.1), NanWatchCallback()
     getattr(trainer_of(PACKAGES[0], tmp_path, callback), stage)(module, loader())
     assert callback.watch.batch == 2 * 4 - 1
     assert all(part._compiled_call_impl is None for part in module.modules())
@@ -153,7 +149,7 @@ def test_the_least_headroom_of_each_interval_is_logged(tmp_path):
                 logged.append(least.take())
 
     logger = import_module("lightning.pytorch.loggers").CSVLogger(tmp_path)
-    callback = callback_of(on_nonfinite="record")
+    callback = NanWatchCallback(on_nonfinite="record")
     trainer_of(PACKAGES[0], tmp_path, callback, Oracle(), logger=logger, max_epochs=2).fit(module, loader())
     with open(Path(logger.log_dir) / "metrics.csv") as file:
         rows = [(int(row["step"]), float(row["nanwatch/headroom_bits"])) for row in csv.DictReader(file)]

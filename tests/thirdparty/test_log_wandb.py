@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import nanwatch
+from support.processes import until
 from support.toys import Scale, mlp
 from support.watching import watch
 
@@ -47,9 +47,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A run that talks to nobody."""
     wandb = pytest.importorskip("wandb", reason="needs W&B: pip install wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    begun = wandb.init(
-        project="nanwatch", mode="offline", dir=str(tmp_path), settings=wandb.Settings(console="off")
-    )
+    settings = wandb.Settings(console="off")
+    begun = wandb.init(project="nanwatch", mode="offline", dir=str(tmp_path), settings=settings)
     yield begun
     begun.finish()
 
@@ -59,22 +58,15 @@ def history(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     from wandb.proto import wandb_internal_pb2
 
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    until = time.monotonic() + 60
-    while True:
-        entries = [wandb_internal_pb2.Record.FromString(data) for data in records(file)]
-        if entries and entries[-1].HasField("exit"):
-            break
-        # W&B's own process writes it, and may not be done when finish() returns.
-        assert time.monotonic() < until, "W&B did not finish its file"
-        time.sleep(0.05)
+    entries = lambda: [wandb_internal_pb2.Record.FromString(data) for data in records(file)]  # noqa: E731
+    # W&B's own process writes it, and may not be done when finish() returns.
+    until(lambda: (entries() or [wandb_internal_pb2.Record()])[-1].HasField("exit"), 60)
     rows = []
-    for record in entries:
+    for record in entries():
         if record.HasField("history"):
-            items = {
-                item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                for item in record.history.item
-            }
-            rows.append((record.history.step.num, items))
+            items = record.history.item
+            values = {x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in items}
+            rows.append((record.history.step.num, values))
     return rows
 
 

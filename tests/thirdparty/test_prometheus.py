@@ -15,14 +15,11 @@ from support.netcheck_ranks import free_port
 from support.toys import Scale
 from support.watching import watch
 
-client: Any = pytest.importorskip(
-    "prometheus_client", reason="needs prometheus_client: pip install prometheus_client"
-)
+client: Any = pytest.importorskip("prometheus_client")
 
 
 @pytest.fixture
 def registry() -> Any:
-    """A registry that no other test adds to."""
     return client.CollectorRegistry()
 
 
@@ -55,7 +52,5 @@ def test_its_name_with_a_port_serves_the_registry_of_the_process() -> None:
             model(torch.ones(2))
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
         assert b'nanwatch_headroom_bits{module="0"}' in page.read()
-    with pytest.raises(
-        ValueError, match="the sink prometheus takes a port, such as prometheus:9400, got 'x'"
-    ):
+    with pytest.raises(ValueError, match="takes a port, such as prometheus:9400, got 'x'"):
         watch(model, sinks="prometheus:x")

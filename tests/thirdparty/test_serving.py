@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from operator import itemgetter
 
 import pytest
 import torch
@@ -70,11 +71,12 @@ def test_the_requests_of_bad_rows_are_named(served: ServedModel, caplog: pytest.
     step(served, net, rows=[2, 5])
     step(served, net, rows=[2, 3])
     answer = json.loads(json.dumps(served.answer()))
-    requests = [
-        (request["request"], request["phase"], request["position"], request["block"])
-        for request in answer["requests"]
+    place = itemgetter("request", "phase", "position", "block")
+    assert [*map(place, answer["requests"])] == [
+        ("a", "prefill", 2, 8),
+        ("c", "decode", 9, None),
+        ("b", "prefill", 4, 5),
     ]
-    assert requests == [("a", "prefill", 2, 8), ("c", "decode", 9, None), ("b", "prefill", 4, 5)]
     assert {request["module"] for request in answer["requests"]} == {"1"}
     assert len(caplog.records) == 3
     assert "request a in prefill, token 2, KV block 8 was not finite: nan first seen" in caplog.text

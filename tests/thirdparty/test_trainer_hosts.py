@@ -1,13 +1,11 @@
 """Trainers under `nanwatch run`, 20 steps each, without a line of code in them.
 
-TRL and DeepSpeed pin versions of their own: `make test-trainers` runs this in an environment of
-its own.
+TRL and DeepSpeed pin versions of their own: `make test-trainers` runs this in an environment of its own.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from support.paths import ROOT, SCRIPTS
+from support.paths import SCRIPTS
+from support.processes import user_environment
 
 SCRIPT = SCRIPTS / "train_in_host.py"
 # The package of each host, and the module that becomes infinite.
@@ -38,16 +37,11 @@ pytestmark = pytest.mark.slow
 
 def run(folder: Path, *command: object, status: int = 0) -> None:
     """Run Python in the folder and expect its exit status."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("NANWATCH")}
-    clean |= {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "DS_ACCELERATOR": "cpu",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
-    clean |= {"PYTHONPATH": str(ROOT / "python")}
+    env = user_environment(
+        OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", DS_ACCELERATOR="cpu", TORCHDYNAMO_DISABLE="1"
+    )
     line = [sys.executable, *map(str, command)]
-    done = subprocess.run(line, cwd=folder, env=clean, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
 
 
@@ -63,7 +57,6 @@ def finding(folder: Path) -> Any:
 
 
 def equal(a: Path, b: Path) -> bool:
-    """Return whether two files hold the same weights, bit for bit."""
     x, y = (torch.load(path, weights_only=True) for path in (a, b))
     return x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,6 @@ from nanwatch.integrations.transformers import HEADROOM, PLACE, NanWatchCallback
 from support.architectures import ARCHITECTURES  # noqa: E402
 from support.first_fault import LeastHeadroom, first_fault  # noqa: E402
 from support.processes import environment, forked  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def _unpatched() -> Iterator[None]:
-    """Each test begins and ends with Trainer's own class."""
-    debug.unpatch_transformers()
-    yield
-    debug.unpatch_transformers()
 
 
 def trainer_of(
@@ -57,19 +48,15 @@ def weights(trainer: Trainer) -> list[torch.Tensor]:
     return [p.detach().clone() for p in trainer.model.parameters()]
 
 
-OVERFLOWS: dict[str, dict[str, Any]] = {
-    "bf16 autocast": {"name": "gpt2", "bf16": True, "learning_rate": 1000.0},
-    "fp16 weights": {"name": "t5", "half": True, "learning_rate": 30.0},
-}
-
-
-@pytest.mark.parametrize("case", OVERFLOWS)
-def test_an_overflow_is_found_and_named(case, tmp_path):
+@pytest.mark.parametrize("half", [False, True], ids=["bf16 autocast", "fp16 weights"])
+def test_an_overflow_is_found_and_named(half, tmp_path):
     """A learning rate that is too high makes the forward leave the format; the module is the one that hooks find."""
-    plain = trainer_of(tmp_path, **OVERFLOWS[case])
+    options: dict[str, Any] = {"name": "t5", "half": True} if half else {"name": "gpt2", "bf16": True}
+    options["learning_rate"] = 30.0 if half else 1000.0
+    plain = trainer_of(tmp_path, **options)
     expected = first_fault(plain.model, plain.train)
     callback = NanWatchCallback()
-    trainer = trainer_of(tmp_path, callbacks=[callback], **OVERFLOWS[case])
+    trainer = trainer_of(tmp_path, callbacks=[callback], **options)
     with pytest.raises(nanwatch.NonFiniteError) as error:
         trainer.train()
     finding = error.value.report.finding
@@ -115,11 +102,8 @@ def test_spike_is_told_with_the_loss_of_the_trainer(is_subclass, tmp_path):
 
     def trained(*callbacks: Any) -> Trainer:
         calls.clear()
-        options = {
-            "max_steps": 52,
-            "learning_rate": 1e-5,
-            "compute_loss_func": None if is_subclass else of_user,
-        }
+        function = None if is_subclass else of_user
+        options = {"compute_loss_func": function, "max_steps": 52, "learning_rate": 1e-5}
         trainer = trainer_of(tmp_path, callbacks=callbacks, **options)
         if is_subclass:
             trainer.__class__ = _Weighted
@@ -185,9 +169,6 @@ def test_the_least_headroom_of_each_interval_is_logged(tmp_path):
     names = {name for name, _ in model.named_modules()}
     assert all(entry[PLACE].split()[0] in names | {"the"} for entry in entries)
     json.loads(json.dumps(trainer.state.log_history))
-
-
-# The name in Trainer's module: swapped, swapped back, and when.
 
 
 def test_patching_twice_and_undoing():

@@ -62,27 +62,22 @@ with open(sys.argv[1], "w") as file:
 """
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What an engine answers unwatched, and watched."""
-    folder = tmp_path_factory.mktemp("vllm")
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "serve.py").write_text(SERVE)
+@pytest.mark.slow
+def test_the_request_of_a_nan_is_named_and_no_token_is_another(tmp_path: Path) -> None:
+    """One of eight, in its prefill, at its sixth token; counted once, though it decodes five more tokens."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "serve.py").write_text(SERVE)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("NANWATCH")}
     clean |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     clean |= {"OMP_NUM_THREADS": "1"}
-    for name, more in (("unwatched", {}), ("watched", {"NANWATCH": "1"})):
-        subprocess.run(
-            [sys.executable, "serve.py", name], cwd=folder, env={**clean, **more}, check=True, timeout=300
-        )
-    return {name: json.loads(Path(folder / name).read_text()) for name in ("unwatched", "watched")}
-
-
-@pytest.mark.slow
-def test_the_request_of_a_nan_is_named(runs: dict[str, Any]) -> None:
-    """One of eight, in its prefill, at its sixth token; counted once, though it decodes five more tokens."""
-    watch = runs["watched"]["watch"]
+    served: dict[str, Any] = {}
+    for name, switch in (("unwatched", ""), ("watched", "1")):
+        line, env = [sys.executable, "serve.py", name], clean | {"NANWATCH": switch}
+        subprocess.run(line, cwd=tmp_path, env=env, check=True, timeout=300)
+        served[name] = json.loads((tmp_path / name).read_text())
+    assert served["watched"]["tokens"] == served["unwatched"]["tokens"]
+    watch = served["watched"]["watch"]
     [bad] = watch["requests"]
     assert bad["request"].split("-")[0] == "3"
     assert (bad["phase"], bad["position"], bad["module"]) == ("prefill", 5, "model.layers.1.mlp.act_fn")
@@ -90,10 +85,4 @@ def test_the_request_of_a_nan_is_named(runs: dict[str, Any]) -> None:
     finding = nanwatch.Report.from_json(watch["report"]).finding
     assert (finding.module, finding.origin) == ("model.layers.1.mlp.act_fn", "produced")
     assert any(bad["request"] in remark for remark in finding.remarks)
-    assert runs["watched"]["count"] == 1
-
-
-@pytest.mark.slow
-def test_the_tokens_are_those_of_an_unwatched_engine(runs: dict[str, Any]) -> None:
-    """Those of the seven other requests, and of the bad one."""
-    assert runs["watched"]["tokens"] == runs["unwatched"]["tokens"]
+    assert served["watched"]["count"] == 1
