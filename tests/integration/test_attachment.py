@@ -45,8 +45,6 @@ class ReducesToItsDict(CopiesItsDict):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "LSTM": lambda: nn.LSTM(3, 4),
     "GRU in a model": lambda: nn.Sequential(nn.Linear(3, 4), nn.GRU(4, 2)),
-    "RNN": lambda: nn.RNN(3, 4),
-    "Linear": lambda: nn.Linear(3, 4),
     "attention": lambda: nn.TransformerEncoderLayer(4, 2),
     "copies its __dict__": CopiesItsDict,
     "reduces to its __dict__": ReducesToItsDict,
@@ -96,9 +94,7 @@ class Net(nn.Module):
 READERS: dict[str, Callable[[nn.Module, Tensor], str]] = {
     "script": lambda model, _: str(torch.jit.script(model).inlined_graph),
     # Without the number that TorchScript gives each class of this name.
-    "trace": lambda model, x: re.sub(
-        r"___torch_mangle_\d+\.", "", str(torch.jit.trace(model, (x,)).inlined_graph)
-    ),
+    "trace": lambda model, x: re.sub(r"___torch_\w+\.", "", str(torch.jit.trace(model, (x,)).inlined_graph)),
     "export": lambda model, x: str(torch.export.export(model, (x,)).graph),
     "strict export": lambda model, x: str(torch.export.export(model, (x,), strict=True).graph),
     "fx": lambda model, _: str(torch.fx.symbolic_trace(model).graph),

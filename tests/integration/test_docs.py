@@ -145,16 +145,10 @@ class Page:
         return out.getvalue()
 
     def _command(self, command: str, shown: str, where: str) -> None:
-        done = subprocess.run(
-            ["bash", "-c", _SHELL + command],
-            cwd=self._folder,
-            env=environment(**_ENVIRONMENT, PYTHON_EXEC=forking_python()),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            timeout=_SECONDS,
-        )
+        env = environment(**_ENVIRONMENT, PYTHON_EXEC=forking_python())
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        line = ["bash", "-c", _SHELL + command]
+        done = subprocess.run(line, cwd=self._folder, env=env, text=True, timeout=_SECONDS, **streams)
         if shown:
             check(shown, done.stdout, where)
         else:
@@ -184,13 +178,9 @@ def _agree(shown: str, printed: str, *, is_abs_min: bool) -> bool:
 def _pattern(part: str) -> str:
     if part in ("[...]", "\n[...]"):
         return r"(?:\n.*?)?" if part.startswith("\n") else r".*?"
-    words = _NUMBER.split(part)
-    return r"([-+]?\d[\d.,]*(?:e[-+]?\d+)?)".join(map(_spaced, words))
-
-
-def _spaced(words: str) -> str:
     # A number that is one character longer moves its neighbours.
-    return re.sub(r"(?:\\ )+", r"\\ +", re.escape(words))
+    words = [re.sub(r"(?:\\ )+", r"\\ +", re.escape(words)) for words in _NUMBER.split(part)]
+    return r"([-+]?\d[\d.,]*(?:e[-+]?\d+)?)".join(words)
 
 
 @pytest.fixture

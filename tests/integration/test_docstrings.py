@@ -5,8 +5,6 @@ from __future__ import annotations
 import doctest
 import importlib
 import importlib.util
-import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,6 @@ NEEDS = {
     "diff": "pyarrow",
     "Report": "jinja2",
 }
-# A trainer or a recorder calls these, and nobody else.
-CALLED_BY_OTHERS = ("on_", "setup", "teardown", "forward_hook")
 NAMES = [
     *(name for name in nanwatch.__all__ if name != "__version__"),
     "integrations.transformers.NanWatchCallback",
@@ -48,26 +44,14 @@ def public(name: str) -> Any:
     return getattr(importlib.import_module(f"nanwatch.{room}" if room else "nanwatch"), last)
 
 
-def methods(documented: Any) -> Iterator[str]:
-    """Yield the names of the methods that a class itself gives its users."""
-    for name, value in vars(documented).items() if inspect.isclass(documented) else ():
-        is_method = inspect.isfunction(value) or isinstance(value, classmethod)
-        if is_method and not name.startswith(("_", *CALLED_BY_OTHERS)):
-            yield name
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_examples_print_what_they_show(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A public name has an example, which imports all it needs; a public method is in that of its class or its own."""
+    """A public name has an example, which imports all it needs."""
     monkeypatch.chdir(tmp_path)
     documented = public(name)
     tests = doctest.DocTestFinder(recurse=False).find(documented, name, module=False, globs={})
-    examples = [example for test in tests for example in test.examples]
-    assert examples, f"{name} has no example in its docstring"
-    shown = "".join(example.source for example in examples)
-    missing = [f"{method}(" for method in methods(documented) if f".{method}(" not in shown]
-    assert not missing, f"the example of {name} does not show {', '.join(missing)}"
+    assert any(test.examples for test in tests), f"{name} has no example in its docstring"
     failed = sum(doctest.DocTestRunner().run(test).failed for test in tests)
     assert failed == 0, capsys.readouterr().out

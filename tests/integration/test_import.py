@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 
-import nanwatch
 from support.processes import environment
 
 NUMERICS = {f"nanwatch.numerics.{name}" for name in ("_extension", "_reference", "formats")}
@@ -44,9 +43,3 @@ def test_importing_it_imports_little_before_its_first_use() -> None:
     assert {name for name in new if name.split(".")[0] == "nanwatch"} <= MODULES
     assert [name for name in new for other in OTHERS if f"{name}.".startswith(f"{other}.")] == []
     assert not touched_cuda
-
-
-def test_public_names_are_there_and_listed() -> None:
-    """`dir` and `import *` see all of them."""
-    assert {name for name in nanwatch.__all__ if getattr(nanwatch, name, None) is None} == set()
-    assert set(nanwatch.__all__) <= set(dir(nanwatch))

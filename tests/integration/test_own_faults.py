@@ -32,25 +32,21 @@ def root(x: Tensor) -> Tensor:
 
 
 def forward() -> Report:
-    """Divide by the sum of a row of zeros."""
     model = nn.Sequential(nn.Linear(3, 3, bias=False), Does(ratio))
     return failed(model, lambda: model(X))
 
 
 def half() -> Report:
-    """Divide by 0 in float16."""
     model = nn.Sequential(nn.Linear(3, 3, bias=False), Does(ratio)).half()
     return failed(model, lambda: model(X.half()))
 
 
 def backward() -> Report:
-    """Take the root of 0, whose gradient is infinite."""
     model = nn.Sequential(nn.Linear(3, 3, bias=False), Does(root))
     return failed(model, lambda: model(X).sum().backward())
 
 
 def loss() -> Report:
-    """Take the root of 0 outside the model."""
     model = nn.Linear(3, 3, bias=False)
     return failed(model, lambda: root(model(X)).sum().backward())
 

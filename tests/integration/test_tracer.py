@@ -25,13 +25,11 @@ from support.written_traces import batches
 
 
 def traced(path: Path) -> list[Frame]:
-    """All frames of a trace, batch by batch."""
     opened = Trace.open(path)
     return [frame for batch in opened.batches for frame in opened.frames(batch)]
 
 
 def with_records(frames: tuple[Frame, ...]) -> list[Frame]:
-    """Return the frames that a trace has: those that show a value."""
     return [frame for frame in frames if frame.records]
 
 
