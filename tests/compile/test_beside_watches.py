@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,15 +14,12 @@ from nanwatch import run_in_fp32, watch
 from nanwatch.blackbox.story import BlackBoxReport
 from nanwatch.blackbox.story import read as read_black_box
 from support.black_boxes import black_box, needs_box
-from support.examined import culprit, exponential, look
 from support.narrow import HALF, both, surroundings
 from support.processes import environment, forked
 from support.toys import Does
 
 
 class CausalAttention(nn.Module):
-    """Projects, and calls attention and a softmax."""
-
     def __init__(self) -> None:
         super().__init__()
         self.project = nn.Linear(8, 8)
@@ -99,21 +95,6 @@ def test_a_compiled_model_takes_it_up_and_lets_it_go() -> None:
     assert compiled(x).isfinite().all()
     handle.remove()
     assert compiled(x).isinf().all()
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_compiled_submodule(whole: bool) -> None:
-    """A compiled module is run eagerly, and its lines are those of the source."""
-    part = Does(exponential)
-    if whole:
-        model: Any = nn.Sequential(torch.compile(part, backend="eager"))
-    else:
-        part.compile(backend="eager")
-        model = nn.Sequential(part)
-    before = dict(part.__dict__)
-    _, seen = look(model, torch.ones(2))
-    assert (seen.step.operation, str(seen.step.place)) == ("aten.exp.default", culprit(exponential))
-    assert part.__dict__ == before
 
 
 _PROGRAM = """

@@ -19,8 +19,6 @@ pytestmark = needs_native
 
 
 class Block(nn.Module):
-    """A layer with parts that have weights and a part that has none."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.act, self.last = nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)
@@ -30,8 +28,6 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Equal layers, one after the other."""
-
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block() for _ in range(depth))
@@ -57,7 +53,6 @@ class Program:
 
 
 def of_stack(depth: int = 3) -> list[str]:
-    """The frames of one batch."""
     inside = [f"layers.{layer}{part}" for layer in range(depth) for part in (".first", ".act", ".last", "")]
     return [*inside, ""]
 
@@ -105,16 +100,6 @@ def dynamic_shapes(program: Program) -> None:
     assert watches == ([of_stack() * count for count in (1, 2, 1)] if program.watches else [[], [], []])
 
 
-def of_two_models_one_is_watched(program: Program) -> None:
-    watched, other = Stack(), Stack()
-    calls = [program.compile(model) for model in (watched, other)]
-    with program.watch(watched) as w:
-        for _ in range(2):
-            for call in calls:
-                call(x())
-    assert seen(w) == (of_stack() * 2 if program.watches else [])
-
-
 def other_options(program: Program) -> None:
     """What a watch reads, and of which modules, is no part of a graph; nor is `stop()`, or a recompilation allowed."""
     model = Stack()
@@ -159,7 +144,7 @@ def a_watch_of_another_model_begins(program: Program) -> None:
 
 
 PROGRAMS = (
-    regional, called_by_a_function, dynamic_shapes, of_two_models_one_is_watched, other_options, a_part_after_the_whole,
+    regional, called_by_a_function, dynamic_shapes, other_options, a_part_after_the_whole,
     a_watch_of_another_model_begins,
 )  # fmt: skip
 

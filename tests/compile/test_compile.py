@@ -16,7 +16,7 @@ from nanwatch.report.report import NonFiniteError
 from nanwatch.session.watch import Watch
 from support.architectures import built, inputs_of
 from support.recorders import needs_native
-from support.toys import Scale, names
+from support.toys import Does, Scale, names
 from support.watching import watch
 
 pytestmark = needs_native
@@ -196,28 +196,16 @@ def test_a_tensor_without_values_to_read_says_so() -> None:
     assert w.frames[0].records[1].note == Note("not_checked", "in compiled code only plain tensors are read")
 
 
-class Log(nn.Module):
-    """Inf where the input has a zero."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.log(x)
-
-
-def _failing() -> nn.Module:
-    return nn.Sequential(Scale(2.0), nn.Sequential(nn.ReLU(), Log()), Scale(3.0))
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("inlined", "check"), [(False, "module"), (True, "batch")])
 def test_a_fault_is_reported_as_in_the_interpreter(backend: str, inlined: bool, check: Any) -> None:
     """NonFiniteError comes out of the compiled call, and its report is that of the interpreter to the letter."""
     texts = []
     for compiled in (False, True):
-        model = _failing()
-        call: Any = model
+        model = nn.Sequential(Scale(2.0), nn.Sequential(nn.ReLU(), Does(torch.log)), Scale(3.0))
+        call: Any = (lambda x, m=model: m(x)) if inlined else model
         if compiled:
-            function = (lambda x, m=model: m(x)) if inlined else model
-            call = torch.compile(function, backend=backend, fullgraph=True)
+            call = torch.compile(call, backend=backend, fullgraph=True)
         with watch(model, act_at=check, rerun=False) as w:
             call(torch.ones(2))
             with pytest.raises(NonFiniteError) as error:
@@ -232,7 +220,7 @@ def test_a_fault_is_reported_as_in_the_interpreter(backend: str, inlined: bool, 
 @pytest.mark.parametrize("inlined", [False, True])
 def test_a_compiled_batch_is_examined_where_its_arguments_are_known(inlined: bool) -> None:
     """The re-run is made operation by operation; a call that lies in the graph says that it was not run again."""
-    model = Log()
+    model = Does(torch.log)
     with watch(model) as w:
         compiled = torch.compile((lambda x: model(x)) if inlined else model, backend="eager", fullgraph=True)
         compiled(torch.ones(2))
