@@ -7,20 +7,10 @@ import re
 from support.paths import ROOT
 
 CSRC = ROOT / "csrc"
-# From the bottom to the top. A folder includes itself and those of lower rank. The recorder of calls and that of
-# gradients are one layer: each holds the other.
-RANKS = {
-    "numerics": 0,
-    "cpu": 1,
-    "cuda": 1,
-    "blackbox": 1,
-    "ops": 2,
-    "device": 3,
-    "recorder": 4,
-    "gradients": 4,
-    "": 5,
-}
-TORCH_FREE = ("numerics", "cpu", "cuda", "blackbox")
+# From the bottom to the top. A folder includes itself and those below it. The recorder of calls and that of gradients
+# are one layer: each holds the other.
+LAYERS = ["numerics"], ["cpu", "cuda", "blackbox"], ["ops"], ["device"], ["recorder", "gradients"], [""]
+RANKS = {folder: rank for rank, folders in enumerate(LAYERS) for folder in folders}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
 FILES = sorted(
     str(path.relative_to(CSRC)) for suffix in ("h", "cpp", "cu") for path in CSRC.rglob(f"*.{suffix}")
@@ -51,5 +41,5 @@ def test_includes_are_written_from_csrc_and_point_down():
 
 def test_the_kernels_include_neither_torch_nor_python():
     foreign = re.compile(r"(torch|ATen|c10|pybind11)/|Python\.h")
-    files = [file for file in FILES if folder_of(file) in TORCH_FREE]
+    files = [file for file in FILES if folder_of(file) in (*LAYERS[0], *LAYERS[1])]
     assert [(file, name) for file in files for name in includes(file)[1] if foreign.match(name)] == []

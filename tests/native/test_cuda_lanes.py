@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from support import cuda_emulation, oracle
+from support.cuda_emulation import dtypes
 
-dtypes = pytest.mark.parametrize(
-    "dtype", cuda_emulation.FORMATS, ids=lambda dtype: str(dtype).removeprefix("torch.")
-)
 RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
