@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-import time
 from datetime import timedelta
 
 import pytest
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from support.netcheck_ranks import HOST, MARGIN, Ranks, field, free_port, rank_environment
-from support.processes import forking_python
+from support.processes import forking_python, until
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
 
@@ -41,14 +40,12 @@ def test_healthy_ranks_under_slurm(ranks: Ranks) -> None:
 
 def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
     """Two of three ranks start. Both name the third, within the time limit."""
-    start = time.monotonic()
     for rank in (0, 2):
         ranks.start(rank, 3, "--timeout", "5")
     for rank in (0, 2):
         status, out = ranks.end_of(rank, 5 + MARGIN)
         assert (status, field("step", out)) == (1, "arrival")
         assert field("why", out).startswith("ranks that have not arrived: 1")
-    assert time.monotonic() - start < 5 + MARGIN
 
 
 @pytest.mark.parametrize(("listens", "reason"), [(False, "Connection refused"), (True, "timed out")])
@@ -81,8 +78,7 @@ def test_a_rank_lost_in_the_middle_is_named_by_the_others(ranks: Ranks, how: sig
         ranks.start(rank, 3, "--timeout", "5")
     store = TCPStore("127.0.0.1", ranks.port, None, False, timeout=timedelta(seconds=60))
     store = PrefixStore("nanwatch/netcheck//0", store)
-    while store.add("linked", 0) < 3:
-        time.sleep(0.1)
+    until(lambda: store.add("linked", 0) == 3, 60)
     lost.send_signal(how)
     outs = [ranks.end_of(rank, 20 + MARGIN) for rank in (0, 2)]
     assert [status for status, _ in outs] == [1, 1]

@@ -61,13 +61,9 @@ def run(
     given.write_text(json.dumps(scenarios))
     options = options or ("--master_port", str(free_port()))
     line = [forking_python(), "-m", "torch.distributed.run", f"--nproc_per_node={world_size}", *options]
-    done = subprocess.run(
-        [*line, str(_SCRIPT), str(given), str(folder)],
-        env=rank_environment(PYTHON_EXEC=forking_python()),
-        capture_output=True,
-        text=True,
-        timeout=60 + 30 * len(scenarios),
-    )
+    line += [str(_SCRIPT), str(given), str(folder)]
+    env, seconds = rank_environment(PYTHON_EXEC=forking_python()), 60 + 30 * len(scenarios)
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == int(bool(scenarios[-1].get("exits"))), done.stderr[-3000:]
     entries = told_by(done)
     assert entries, done.stderr[-3000:]
@@ -75,7 +71,7 @@ def run(
 
 
 def check(played: dict, told: list[dict], world_size: int, folder: Path, attempt: int | None = None) -> None:
-    """All ranks name the guilty one, in time; so do the files that they have left, of this attempt if there are two."""
+    """All ranks name the guilty one; so do the files that they have left, of this attempt if there are two."""
     guilty = 0 if played["kind"] == "all" else played["rank"]
     for rank in range(world_size):
         mine = [entry for entry in told if entry["rank"] == rank]
@@ -92,8 +88,6 @@ def check(played: dict, told: list[dict], world_size: int, folder: Path, attempt
             if entry.get("origin"):
                 assert entry["origin"][0] == guilty
                 assert entry["origin"][4] == (world_size if played["kind"] == "all" else 1)
-                assert entry["seconds"] < 30
-                assert entry.get("destroyed_in", 0) < 30
                 assert entry["is_peer"] is (not (played["kind"] == "all" or rank == guilty)) or (
                     # where it may have come through a collective first
                     played["way"] in ("tp", "fsdp2", "stages") or played["kind"] == "backward"
@@ -112,7 +106,7 @@ def test_data_parallel_and_pipelined_jobs_name_the_guilty_rank(tmp_path):
     told = run(scenarios, world_size, tmp_path)
     for number, played in enumerate(scenarios):
         mine = [entry for entry in told if entry["scenario"] == number]
-        assert sum("destroyed_in" in entry for entry in mine) == world_size
+        assert sum("is_destroyed" in entry for entry in mine) == world_size
         check(played, mine, world_size, tmp_path / str(number))
 
 

@@ -18,11 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
@@ -139,9 +135,10 @@ def fsdp2_written() -> None:
                 for weight in model.parameters():
                     weight.to_local().mul_(2.0)
             else:
-                options = StateDictOptions(full_state_dict=True)
-                whole = {name: 2.0 * w for name, w in get_model_state_dict(model, options=options).items()}
-                set_model_state_dict(model, whole, options=options)
+                options = state_dict.StateDictOptions(full_state_dict=True)
+                whole = state_dict.get_model_state_dict(model, options=options)
+                twofold = {name: 2.0 * weight for name, weight in whole.items()}
+                state_dict.set_model_state_dict(model, twofold, options=options)
             model(x)
         for name in ("blocks.0.up", "head"):
             records = [record for frame in watch.frames if frame.name == name for record in frame.records]

@@ -31,8 +31,6 @@ class Activation(nn.Module):
 
 
 class Net(nn.Module):
-    """A residual network of two layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.act, self.down = nn.Linear(4, 8), Activation(), nn.Linear(8, 4)
@@ -42,7 +40,6 @@ class Net(nn.Module):
 
 
 def llama() -> Any:
-    """A tiny Llama of 32 words."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -55,7 +52,6 @@ def llama() -> Any:
 
 
 def trainer() -> nn.Module:
-    """Trainer of transformers."""
     from transformers import Trainer, TrainingArguments
 
     rows = [{"input_ids": words, "labels": words} for words in torch.randint(4, 32, (16, 12))]
@@ -124,7 +120,6 @@ def zero() -> nn.Module:
 
 
 def lightning() -> nn.Module:
-    """Lightning's Trainer."""
     import lightning as host
 
     class Module(host.LightningModule):
@@ -147,7 +142,6 @@ def lightning() -> nn.Module:
 
 
 def fabric() -> nn.Module:
-    """Lightning Fabric."""
     from lightning.fabric import Fabric
 
     host = Fabric(accelerator="cpu", devices=1)
