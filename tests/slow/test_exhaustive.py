@@ -42,13 +42,8 @@ def test_all_fp32_patterns() -> None:
             return len(range(max(low, magnitude), min(high, magnitude + chunk)))
 
         infs, is_negative = count(_INF, _INF + 1), start >= 1 << 31
-        counts = (
-            count(_INF + 1, 1 << 31),
-            0 if is_negative else infs,
-            infs if is_negative else 0,
-            count(0, 1),
-            count(1, _NORMAL),
-        )
+        signed = (0, infs) if is_negative else (infs, 0)
+        counts = (count(_INF + 1, 1 << 31), *signed, count(0, 1), count(1, _NORMAL))
         for name in names:
             # The reference has no tricks with bits, and takes 1 s a chunk: some chunks, and both ends of each sign.
             if name == "reference" and (start // chunk) % 16 not in (0, 15):

@@ -113,20 +113,19 @@ def with_broken_source(source: Path, folder: Path) -> dict[str, str]:
 
 
 def without_torch(source: Path, folder: Path) -> dict[str, str]:
-    stub = folder / "stub" / "torch"
-    stub.mkdir(parents=True)
-    (stub / "__init__.py").touch()
-    return {"PYTHONPATH": str(stub.parent)}
+    (folder / "stub").mkdir()
+    (folder / "stub" / "torch.py").touch()
+    return {"PYTHONPATH": str(folder / "stub")}
 
 
-FAILURES = [
-    pytest.param(without_compiler, "no working C++ compiler", id="no compiler"),
-    pytest.param(with_broken_source, "could not be built", id="broken source"),
-    pytest.param(without_torch, "has no headers", id="no torch"),
-]
-
-
-@pytest.mark.parametrize(("spoil", "reason"), FAILURES)
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (without_compiler, "no working C++ compiler"),
+        (with_broken_source, "could not be built"),
+        (without_torch, "has no headers"),
+    ],
+)
 def test_a_build_that_cannot_compile_gives_a_pure_wheel_that_works_and_says_why(
     source, tmp_path, spoil, reason
 ):
@@ -175,15 +174,11 @@ def test_a_build_leaves_nothing_of_the_one_before(tiny):
         assert "failure" not in facts(tiny)
 
 
-@pytest.fixture
-def toolkit(tmp_path: Path) -> Path:
-    """A stand-in for CUDA_HOME whose nvcc "compiles" anything to an empty object."""
-    return make_toolkit(
-        tmp_path / "cuda", 'while [ "$1" != -o ]; do shift; done; c++ -c -x c++ /dev/null -o "$2"'
-    )
+EMPTY_OBJECT = 'while [ "$1" != -o ]; do shift; done; c++ -c -x c++ /dev/null -o "$2"'
 
 
 def make_toolkit(home: Path, compile_command: str) -> Path:
+    """Make a stand-in for CUDA_HOME whose nvcc compiles by this command."""
     (home / "bin").mkdir(parents=True)
     (home / "lib64").mkdir()
     subprocess.run(["ar", "rcs", str(home / "lib64" / "libcudart_static.a")], check=True)
@@ -193,18 +188,17 @@ def make_toolkit(home: Path, compile_command: str) -> Path:
     return home
 
 
+ALL_ARCHS = "sm_75 sm_80 sm_90 sm_120 compute_120"
+SOME = ("7.0;8.0 9.0a+PTX", "sm_80 sm_90a compute_90a")  # this nvcc has forgotten the first
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CUDA part is built on Linux only")
-@pytest.mark.parametrize(
-    ("listed", "archs"),
-    [
-        ("", "sm_75 sm_80 sm_90 sm_120 compute_120"),
-        ("7.0;8.0 9.0a+PTX", "sm_80 sm_90a compute_90a"),  # this nvcc has forgotten the first
-    ],
-)
-def test_the_cuda_part_is_built_for_the_architectures_asked_for(tiny, toolkit, listed, archs):
+@pytest.mark.parametrize(("listed", "archs"), [("", ALL_ARCHS), SOME])
+def test_the_cuda_part_is_built_for_the_architectures_asked_for(tiny, tmp_path, listed, archs):
     """TORCH_CUDA_ARCH_LIST decides; without it, every generation this nvcc knows, and PTX for those to come."""
     (tiny / "csrc" / "cuda" / "range_cuda.cu").touch()
-    done = build_in_place(tiny, CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST=listed, FORCE_CUDA="1")
+    home = str(make_toolkit(tmp_path / "cuda", EMPTY_OBJECT))
+    done = build_in_place(tiny, CUDA_HOME=home, TORCH_CUDA_ARCH_LIST=listed, FORCE_CUDA="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert facts(tiny)["cuda_archs"] == archs
     assert "-DNANWATCH_CUDA=1" in (tiny / "build" / "compile.log").read_text()
@@ -222,12 +216,10 @@ def test_a_build_of_several_versions_of_torch_gives_one_wheel_with_a_module_for_
     """No torch is asked for at build time; each module names the libraries of torch, and no OpenMP of its own."""
     for minor in ("2.1", "2.2"):
         fake_torch(tiny / "build" / "torch-headers" / minor / "torch", f"{minor}.3")
-    hidden = tiny / "hidden" / "torch"
-    hidden.mkdir(parents=True)
-    (hidden / "__init__.py").write_text('raise ImportError("torch is hidden")\n')
-    done = pip_wheel(
-        tiny, NANWATCH_TORCH="2.1 2.2", NANWATCH_REQUIRE_EXT="1", PYTHONPATH=str(hidden.parent), CC="false"
-    )
+    (tiny / "hidden").mkdir()
+    (tiny / "hidden" / "torch.py").write_text('raise ImportError("torch is hidden")\n')
+    switches = {"NANWATCH_TORCH": "2.1 2.2", "NANWATCH_REQUIRE_EXT": "1", "CC": "false"}
+    done = pip_wheel(tiny, PYTHONPATH=str(tiny / "hidden"), **switches)
     assert done.returncode == 0, done.stdout + done.stderr
     place, _ = unpack(tiny)
     names = {path.name.partition(".cpython")[0] for path in (place / "nanwatch").glob("*.so")}
