@@ -23,12 +23,10 @@ from support.toys import Does
 
 
 def started(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> BatchSnapshot:
-    """The start of a batch of a module that does this."""
     return snapshot_of(Does(forward), args, kwargs, draws=True)
 
 
 def rerun(start: BatchSnapshot) -> Any:
-    """Return the results of the second call."""
     with start.again() as call:
         return call()
 

@@ -23,7 +23,6 @@ from nanwatch.diagnosis.trials import Float64, Trials, compared
 from nanwatch.report.finding import Finding, working_first
 from programs.case import Setup, follow
 from support.examined import snapshot_of
-from support.spy import Spy
 from support.toys import Does, fault_of
 
 HALF = torch.float16
@@ -53,7 +52,6 @@ def failed(
 
 
 def formats_of(start: BatchSnapshot, finding: Finding, model: nn.Module) -> Any:
-    """Return the cures by other formats, and the remarks on what could not be tried."""
     tried = Trials(start, finding, model)
     try_formats(tried)
     return working_first(tried.cures), tuple(tried.remarks)
@@ -282,26 +280,6 @@ def test_a_trial_that_raises_is_a_remark() -> None:
     assert is_finite(model, x, None, cures[0].what)
     assert remarks
     assert all(remark.endswith("RuntimeError: float16 only") for remark in remarks)
-
-
-def test_ctrl_c_passes_and_leaves_nothing() -> None:
-    """KeyboardInterrupt in a trial goes up, with every change taken back."""
-    calls = Spy()
-    most: int | None = None
-
-    def square(x: Tensor) -> Tensor:
-        calls.add()
-        if most is not None and len(calls.values) > most:
-            raise KeyboardInterrupt
-        return x * x / x
-
-    model = nn.Sequential(linear(1), Does(square)).half()
-    start, finding = failed(model, big(1000.0).half())
-    before, most = dicts_of(model), len(calls.values) + 1
-    with pytest.raises(KeyboardInterrupt):
-        formats_of(start, finding, model)
-    assert before == dicts_of(model)
-    assert all(parameter.dtype is HALF for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -99,10 +99,8 @@ def other_sign(x: Tensor) -> Tensor:
 
 def logarithm_of_counts(x: Tensor) -> Tensor:
     """Zeros and ones choose, other numbers do not."""
-    weights = torch.tensor(
-        [[0.0, 2.0, 1.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
-    ).log()  # culprit aten.log.default
-    return torch.softmax(x + weights, -1)
+    weights = torch.tensor([[0.0, 2.0, 1.0], [0.0, 0.0, 0.0]]).log()  # culprit aten.log.default
+    return torch.softmax(x[:2] + weights, -1)
 
 
 def logarithm_of_zeros(x: Tensor) -> Tensor:
@@ -243,7 +241,6 @@ def test_the_log_knows_who_wrote_each_element_last(writes: list[tuple[int, int, 
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[tuple[str, int, int]]:
-    """Operations on numbered tensors: the name, and the numbers of two operands, modulo how many there are."""
     names = st.sampled_from(
         ["add", "mul", "cat", "half", "view", "add_", "copy_", "row", "clean", "exp", "mm"]
     )

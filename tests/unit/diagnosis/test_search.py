@@ -188,21 +188,6 @@ def test_no_tensor_is_kept() -> None:
     assert memory.values == [1] * 10
 
 
-def test_a_value_that_was_received() -> None:
-    """Code between two calls of submodules: the operation is looked for in the module that called."""
-
-    def forward(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
-        y = first(x)
-        y = y / (y - y)  # culprit
-        return second(y.transpose(0, 1))
-
-    model = nn.Sequential(Does(forward, nn.Identity(), nn.Identity()))
-    finding, seen = look(model, torch.ones(2, 3))
-    assert (finding.origin, finding.source_module, finding.module) == ("received", "0", "0.parts.1")
-    assert (seen.step.operation, str(seen.step.place)) == ("aten.div.Tensor", culprit(forward))
-    assert (seen.extent, seen.transient, seen.call.name) == ("all", False, "0")
-
-
 def test_an_output_that_a_users_hook_refused() -> None:
     """Such a hook raises in the re-run too, before the call returns. The output that it left is looked at."""
 
@@ -249,25 +234,6 @@ def test_the_failure_of_a_run_is_the_first_and_has_the_call_around_it() -> None:
     seen = run(snapshot_of(model, (torch.ones(2),), {}), {model: "root"}, follows=True)
     assert [call.name for call in seen.calls] == ["?", "?", "root"]
     assert (seen.failure.operation, seen.failure.call.name) == ("aten.log.default", "root")
-
-
-def test_an_input_that_the_call_itself_wrote() -> None:
-    """A frame shows it as the call left it: the call was given finite values, and made the bad ones."""
-
-    def overflow(x: Tensor) -> Tensor:
-        x.mul_(1e30)
-        x.mul_(1e30)  # culprit
-        return torch.zeros(2)
-
-    finding, seen = look(Does(lambda part, x: part(x + 1), Does(overflow)), torch.ones(2))
-    assert str(seen.step.place) == culprit(overflow)
-    finding = enrich(finding, seen)
-    assert (finding.module, finding.label, finding.origin) == ("parts.0", "input[0]", "produced")
-    # The re-run is given what the first run left in the batch: the first product is not to blame.
-    model = Does(overflow)
-    with watch(model):
-        finding = fault_of(model, torch.ones(2)).finding
-    assert (finding.origin, str(finding.place)) == ("produced", culprit(overflow))
 
 
 def test_a_nan_among_infinities_that_are_allowed() -> None:

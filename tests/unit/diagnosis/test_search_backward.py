@@ -119,11 +119,8 @@ def test_code_of_the_parent_that_shares_a_tensor_is_not_the_modules() -> None:
     model = nn.Sequential(Does(shares, nn.Linear(2, 2), nn.Linear(2, 1)))
     report = failing_backward(model, torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
     finding = report.finding
-    assert (finding.module, finding.label, finding.operation) == (
-        "0.parts.1",
-        "input[0].grad",
-        "DivBackward0",
-    )
+    assert (finding.module, finding.label) == ("0.parts.1", "input[0].grad")
+    assert finding.operation == "DivBackward0"
     assert (finding.origin, finding.source_module) == ("received", "0")
     assert "it came out of the backward of 0, which" in str(report)
 

@@ -26,7 +26,6 @@ class Gathers(nn.Module):
         self.gathers = gathers
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logarithm."""
         x = x * self.weight
         if self.gathers:
             torch.distributed.all_reduce(x)
@@ -103,7 +102,6 @@ class Root(nn.Module):
         self.norm = nn.BatchNorm1d(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The root of zero."""
         return self.norm(x).mul(0).sum().sqrt()  # type: ignore[no-any-return]
 
 
