@@ -7,8 +7,9 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import FileFinder, SourceFileLoader
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -29,37 +30,22 @@ MARKERS = {
 }
 
 
-class TorchaoFinder:
-    """Finder of torchao alone: the torchvision beside it would keep transformers from being imported."""
-
-    @staticmethod
-    def find_spec(fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return (
-            PathFinder.find_spec(fullname, [str(Path(sys.prefix, "engines"))])
-            if fullname == "torchao"
-            else None
-        )
-
-
-# Only for `make test-torchao`: transformers looks for torchao too, and does not know the version of this one.
+# Only for `make test-torchao`: transformers looks for torchao too, and does not know the version of this one. The
+# torchvision beside it would keep transformers from being imported, so this finds torchao alone.
 if os.environ.get("NANWATCH_TEST_TORCHAO") == "1":
-    sys.meta_path.append(TorchaoFinder)
+    engines = FileFinder(str(Path(sys.prefix, "engines")), (SourceFileLoader, [".py"]))
+    find = lambda name, *_: engines.find_spec(name) if name == "torchao" else None  # noqa: E731
+    sys.meta_path.append(SimpleNamespace(find_spec=find))
 
+# The first call of a kernel pays for its loading, so there is no deadline.
+is_repeatable, no_check = bool(os.environ.get("CI")), [HealthCheck.too_slow]
 settings.register_profile(
-    "nanwatch",
-    deadline=None,  # the first call of a kernel pays for its loading
-    derandomize=bool(os.environ.get("CI")),
-    suppress_health_check=[HealthCheck.too_slow],
+    "nanwatch", deadline=None, derandomize=is_repeatable, suppress_health_check=no_check
 )
 settings.load_profile("nanwatch")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=pytest.mark.cuda) if name == "cuda" else name for name in IMPLEMENTATIONS
-    ],
-)
+@pytest.fixture(scope="module", params=[*IMPLEMENTATIONS[:-1], pytest.param("cuda", marks=pytest.mark.cuda)])
 def implementation(request: pytest.FixtureRequest) -> Iterator[Implementation]:
     """Runs the test once per implementation."""
     if reason := missing(request.param):
@@ -129,9 +115,7 @@ def small_heap() -> None:
 @pytest.fixture
 def one_process_mesh(tmp_path: os.PathLike[str]) -> Iterator[object]:
     """A device mesh of this process alone."""
-    distributed = pytest.importorskip("torch.distributed")
-    if not distributed.is_available() or not distributed.is_gloo_available():
-        pytest.skip("torch was built without gloo")
+    from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh
 
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

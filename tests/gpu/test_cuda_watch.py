@@ -26,8 +26,6 @@ needs_gpu = pytest.mark.skipif(not ON_GPU, reason="says something about a GPU on
 
 
 class Block(nn.Module):
-    """A transformer's block in small."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -41,8 +39,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """An embedding, blocks and a head."""
-
     def __init__(self, width: int = 64, depth: int = 3) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -6,7 +6,6 @@ from nanwatch import __main__ as command
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Run a command, and return its exit status, stdout and stderr."""
     status = command.main(list(arguments))
     shown = capsys.readouterr()
     return status, shown.out, shown.err

@@ -21,6 +21,7 @@ BUILT = ROOT / "build" / "cuda_host"
 # What the CUDA sources read, and its number in the C ABI.
 FORMATS = {dtype: form.number for dtype, form in _reference.FORMATS.items() if form.kind != "complex"}
 
+dtypes = pytest.mark.parametrize("dtype", FORMATS, ids=lambda dtype: str(dtype).removeprefix("torch."))
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 # A misaligned load is a fault on a GPU and nothing on x86: the sanitizer makes it an error here too.
 SANITIZERS = ["-fsanitize=alignment,shift", "-fno-sanitize-recover=all", "-static-libubsan"]
@@ -63,10 +64,8 @@ class Row(ctypes.Structure):
     """NanwatchRow."""
 
     _fields_ = (
-        ("values", ctypes.c_double * 12),
-        ("examined", ctypes.c_double),
-        ("reserved", ctypes.c_uint64 * 2),
-        ("stamp", ctypes.c_uint64),
+        *(("values", ctypes.c_double * 12), ("examined", ctypes.c_double)),
+        *(("reserved", ctypes.c_uint64 * 2), ("stamp", ctypes.c_uint64)),
     )
 
 
@@ -104,11 +103,9 @@ class Host:
         return [(list(row.values), bool(row.examined), int(row.stamp)) for row in rows[: len(xs)]]
 
     def launches(self) -> int:
-        """Kernel launches since the last call of this."""
         return int(self.library.cuda_host_launches())
 
     def blocks(self) -> int:
-        """Blocks launched since the last call of this."""
         return int(self.library.cuda_host_blocks())
 
     def shuffle_blocks(self, seed: int) -> None:
@@ -118,7 +115,6 @@ class Host:
 
 @functools.cache
 def host() -> Host:
-    """The one instance of a process."""
     return Host()
 
 
@@ -129,5 +125,4 @@ def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def reference(xs: list[torch.Tensor]) -> torch.Tensor:
-    """The row of each by plain torch."""
     return torch.stack([_reference.abs_range(x) for x in xs])

@@ -74,15 +74,8 @@ def threads(count: int) -> Iterator[None]:
 def active(name: str) -> Iterator[Implementation]:
     """The implementation, held in force inside the block and put back after it."""
     if name == "reference":
-        with (
-            mock.patch.multiple(
-                _extension,
-                abs_range=_reference.abs_range,
-                abs_ranges=_reference.abs_ranges,
-                health=_reference.health,
-            ),
-            mock.patch.object(_extension, "C", None),
-        ):
+        functions = {name: getattr(_reference, name) for name in ("abs_range", "abs_ranges", "health")}
+        with mock.patch.multiple(_extension, C=None, **functions):
             yield Implementation(name, ranges._abs_range, ranges.abs_ranges, ranges.tensor_health)
         return
     native = _extension.C

@@ -4,8 +4,8 @@ Nothing here asks torch to convert a number: bit patterns are taken apart in num
 """
 
 import math
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,19 +53,11 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Expected(NamedTuple):
-    abs_min: float
-    abs_max: float
-    isfinite: bool
-    finite_abs_min: float
-    finite_abs_max: float
-    num_nan: int
-    num_posinf: int
-    num_neginf: int
-    num_zero: int
-    num_subnormal: int
-    numel: int
-    first_nonfinite: tuple[int, ...] | None
+Expected = namedtuple(
+    "Expected",
+    "abs_min abs_max isfinite finite_abs_min finite_abs_max num_nan num_posinf num_neginf num_zero num_subnormal numel"
+    " first_nonfinite",
+)
 
 
 def decode(dtype: torch.dtype, patterns: np.ndarray) -> np.ndarray:

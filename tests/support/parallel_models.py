@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 
 class Block(nn.Module):
-    """A norm and two layers, and a residual sum."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -24,8 +22,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks and a head."""
-
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(width) for _ in range(2))

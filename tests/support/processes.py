@@ -31,11 +31,8 @@ def environment(**changes: str) -> dict[str, str]:
 
 def user_environment(**changes: str) -> dict[str, str]:
     """Return the environment of a user who has set these variables of nanwatch's alone."""
-    return {
-        name: value
-        for name, value in environment(**changes).items()
-        if name[:8] != "NANWATCH" or name in changes
-    }
+    kept = environment(**changes)
+    return {name: kept[name] for name in kept if name[:8] != "NANWATCH" or name in changes}
 
 
 def forked(
@@ -52,17 +49,9 @@ def forked(
     Python and torch take from the environment when they start, such as PYTHONHASHSEED, is that of the server. With
     `imported=False` the program imports nanwatch itself, from its own PYTHONPATH.
     """
-    return subprocess.run(
-        [forking_python(imported), *arguments],
-        cwd=cwd,
-        env=environment() if env is None else env,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        timeout=timeout,
-    )
+    line, env = [forking_python(imported), *arguments], environment() if env is None else env
+    streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": subprocess.PIPE}
+    return subprocess.run(line, cwd=cwd, env=env, text=True, errors="replace", timeout=timeout, **streams)
 
 
 def until(happened: Callable[[], object], seconds: float = 30) -> None:

@@ -137,7 +137,6 @@ def tree(seed: int, poison: float) -> Branch:
 
 
 def run(model: nn.Module, seed: int) -> None:
-    """Two batches; the same for the same seed."""
     assert isinstance(model, Branch)
     for batch in range(2):
         model.chance.random.seed(seed + batch)

@@ -29,7 +29,6 @@ WITH_DEVICE = [*RECORDERS, pytest.param("device", marks=needs_native)]
 
 
 def watched(model: nn.Module, recorder: str, **options: Any) -> Watch:
-    """A watch with that recorder."""
     if recorder != "python":
         return watch(model, verify_hits=True, **options)
     with mock.patch("nanwatch.session.watch.make_recorder", PythonRecorder):
@@ -37,5 +36,4 @@ def watched(model: nn.Module, recorder: str, **options: Any) -> Watch:
 
 
 def available() -> list[str]:
-    """The recorders that can run here."""
     return ["python"] if needs_native.args[0] else ["native", "python"]

@@ -9,12 +9,10 @@ from nanwatch.report.finding import Origin
 
 
 def serve() -> Any:
-    """A TCPStore on a port that was free."""
     return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
 
 def connect(server: Any) -> Any:
-    """A connection of its own to a TCPStore."""
     return dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
 
 

@@ -39,7 +39,6 @@ class Spy:
 
     @property
     def values(self) -> list[Any]:
-        """All values so far."""
         return [json.loads(line) for line in self._memory[: self._end()].splitlines()]
 
     def _end(self) -> int:

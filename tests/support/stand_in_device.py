@@ -27,23 +27,16 @@ BROKEN = 710
 OLD_DRIVER = 35
 
 
-_OUT = ctypes.POINTER(ctypes.c_void_p)
+_INT, _PLACE, _TENSORS = ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(DescribedTensor)
+_OUT = ctypes.POINTER(_PLACE)
 _KINDS: dict[str, Any] = {
-    "device_of": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
-    "stream": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _OUT, ctypes.POINTER(ctypes.c_int)),
-    "allocate": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_size_t, _OUT, _OUT),
-    "observe": ctypes.CFUNCTYPE(
-        ctypes.c_int,
-        ctypes.POINTER(DescribedTensor),
-        ctypes.c_int64,
-        ctypes.c_void_p,
-        ctypes.c_uint64,
-        ctypes.c_int,
-        ctypes.c_void_p,
-    ),
-    "wait": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
-    "cannot_run": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int),
-    "error": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int),
+    "device_of": ctypes.CFUNCTYPE(_INT, _PLACE),
+    "stream": ctypes.CFUNCTYPE(_INT, _INT, _OUT, ctypes.POINTER(_INT)),
+    "allocate": ctypes.CFUNCTYPE(_INT, _INT, ctypes.c_size_t, _OUT, _OUT),
+    "observe": ctypes.CFUNCTYPE(_INT, _TENSORS, ctypes.c_int64, _PLACE, ctypes.c_uint64, _INT, _PLACE),
+    "wait": ctypes.CFUNCTYPE(_INT, _INT, _PLACE),
+    "cannot_run": ctypes.CFUNCTYPE(_INT, _INT),
+    "error": ctypes.CFUNCTYPE(_PLACE, _INT),
 }
 
 
@@ -68,7 +61,6 @@ class Backend(ctypes.Structure):
 
 
 def tensor_at(described: DescribedTensor) -> Tensor:
-    """A copy of what lies there now."""
     dtype = DTYPES[described.format]
     if described.numel == 0:
         return torch.empty(0, dtype=dtype)
@@ -88,20 +80,14 @@ def may_be_mask(x: Tensor) -> bool:
     """Zeros and -inf alone, or zeros and the lowest number of 16 bits and more."""
     if not x.dtype.is_floating_point:
         return False
-    wide = x.double()
-    is_zero = wide == 0
+    found = set(x.double().unique().tolist())
     lowest = [float("-inf")] + ([torch.finfo(x.dtype).min] if x.dtype.itemsize > 1 else [])
-    return bool(is_zero.any()) and any(
-        bool((is_zero | (wide == low)).all() and (wide == low).any()) for low in lowest
-    )
+    return any(found == {0.0, low} for low in lowest)
 
 
 def write_row(address: int, stamp: int, values: list[float], examined: bool) -> None:
-    """Write the row, the last thing a device does."""
     row = Row.from_address(address)
-    row.values[:] = values
-    row.examined = float(examined)
-    row.stamp = stamp
+    row.values[:], row.examined, row.stamp = values, float(examined), stamp
 
 
 @dataclass
@@ -160,11 +146,8 @@ class StandIn:
         self.launches.append(count)
         assert not self.capturing, "an operation in a capture of the user's"
         for i in range(count):
-            values, examined = values_of(tensor_at(tensors[i]))
-            address = rows + i * ctypes.sizeof(Row)
-            self._enqueue(
-                (device, stream), functools.partial(write_row, address, first + i, values, examined)
-            )
+            address, row = rows + i * ctypes.sizeof(Row), values_of(tensor_at(tensors[i]))
+            self._enqueue((device, stream), functools.partial(write_row, address, first + i, *row))
         return 0
 
     def _enqueue(self, where: tuple[int, int], operation: Callable[[], None]) -> None:
@@ -189,10 +172,8 @@ class StandIn:
         return int(error == OLD_DRIVER)
 
     def _error(self, code: int) -> int:
-        text = self._texts.setdefault(
-            code, ctypes.create_string_buffer(f"error {code} of the stand-in".encode())
-        )
-        return ctypes.addressof(text)
+        text = f"error {code} of the stand-in".encode()
+        return ctypes.addressof(self._texts.setdefault(code, ctypes.create_string_buffer(text)))
 
     def table(self) -> Backend:
         """The functions; they live as long as the table."""

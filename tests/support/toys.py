@@ -80,12 +80,10 @@ def seen(w: Watch, label: str, name: str = "") -> tuple[float | None, float | No
 
 
 def names(w: Watch) -> list[tuple[int, str]]:
-    """Batch and module of each frame."""
     return [(frame.batch, frame.name) for frame in w.frames]
 
 
 def finding_of(error: pytest.ExceptionInfo[NonFiniteError]) -> Finding:
-    """The finding of the error that was raised."""
     return error.value.report.finding
 
 
