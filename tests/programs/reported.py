@@ -119,11 +119,8 @@ def static_loss_scale() -> Setup:
     """Half-precision training with a fixed loss scale (open-mmlab/mmdetection/issues/3690)."""
     model = Regressor().half()
     g = torch.Generator().manual_seed(0)
-    return Setup(
-        model,
-        ((120 * torch.randn(32, 16, generator=g)).half(),),
-        loss=lambda output: output.float().square().sum(1).mean() * LOSS_SCALE,
-    )
+    features = (120 * torch.randn(32, 16, generator=g)).half()
+    return Setup(model, (features,), loss=lambda output: output.float().square().sum(1).mean() * LOSS_SCALE)
 
 
 class StemMask(nn.Module):

@@ -11,8 +11,6 @@ from .case import PRODUCTS, Setup, failure
 
 
 class Standardised(nn.Module):
-    """Standardises its batch, then hands it to a container."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 1))
@@ -30,8 +28,6 @@ def given_to_a_container() -> Setup:
 
 
 class Scores(nn.Module):
-    """Logarithms of counts, handed to a block of blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.block = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2))
@@ -48,8 +44,6 @@ def given_to_a_nested_container() -> Setup:
 
 
 class Gated(nn.Module):
-    """A gate of the parent, met first by a child."""
-
     def __init__(self, gate: float) -> None:
         super().__init__()
         self.gate = nn.Parameter(torch.full((1,), gate))
@@ -66,8 +60,6 @@ def parameter_of_a_parent() -> Setup:
 
 
 class ListedScales(nn.Module):
-    """Scales in a ParameterList."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -93,8 +85,6 @@ def original_of_a_parametrization() -> Setup:
 
 
 class TwoLogarithms(nn.Module):
-    """A loss with an entropy of the same probabilities."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(6, 10)
@@ -114,8 +104,6 @@ def two_logarithms() -> Setup:
 
 
 class Products(nn.Module):
-    """Scores of float16 handed to nn.Softmax."""
-
     def __init__(self) -> None:
         super().__init__()
         self.softmax = nn.Softmax(-1)

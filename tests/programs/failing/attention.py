@@ -10,8 +10,6 @@ from programs.case import PRODUCTS, Setup, failure, sequence
 
 
 class Attention(nn.Module):
-    """One head by hand."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.q = nn.Linear(width, width)
@@ -27,8 +25,6 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Norm, attention, residual."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -49,8 +45,6 @@ def attention_logits() -> Setup:
 
 
 class Encoder(nn.Module):
-    """PyTorch's own attention, with the padding that it is told."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(20, 16)
@@ -70,8 +64,6 @@ def padded_sequence() -> Setup:
 
 
 class AdditiveMask(nn.Module):
-    """Attention with a mask of ones and zeros turned into one of zeros and -inf."""
-
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(16, 48)
@@ -84,8 +76,6 @@ class AdditiveMask(nn.Module):
 
 
 class Scores(nn.Module):
-    """PyTorch's fused attention."""
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
@@ -100,8 +90,6 @@ def mask_times_infinity() -> Setup:
 
 
 class Experts(nn.Module):
-    """A mixture of experts with the mean input of each, for balancing."""
-
     def __init__(self, width: int, count: int) -> None:
         super().__init__()
         self.router = nn.Linear(width, count)

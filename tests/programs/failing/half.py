@@ -9,8 +9,6 @@ from programs.case import PRODUCTS, Setup, failure, sequence
 
 
 class DenseReluDense(nn.Module):
-    """The feed-forward of T5."""
-
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
         self.wi = nn.Linear(width, inner, bias=False)
@@ -24,8 +22,6 @@ class DenseReluDense(nn.Module):
 
 
 class Residual(nn.Module):
-    """x + part(norm(x))."""
-
     def __init__(self, width: int, part: nn.Module) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -46,8 +42,6 @@ def t5_wo() -> Setup:
 
 
 class ScaledEmbedding(nn.Module):
-    """Token embeddings times the root of the width, as Gemma has them."""
-
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
@@ -69,8 +63,6 @@ def embedding_scale() -> Setup:
 
 
 class MomentNorm(nn.Module):
-    """A layer norm by the two moments, E[x²] - E[x]²."""
-
     def forward(self, x: Tensor) -> Tensor:
         mean = x.mean(-1, keepdim=True)
         square = x * x  # culprit: layer_norm_square
@@ -89,8 +81,6 @@ def layer_norm_square() -> Setup:
 
 
 class ResidualStream(nn.Module):
-    """A stack whose residual stream stays in float32 under autocast."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.ones(16))
@@ -110,8 +100,6 @@ def autocast_cast() -> Setup:
 
 
 class FastWeights(nn.Module):
-    """One Adam step of inner-loop weights from a gradient that is given."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.start = nn.Parameter(torch.randn(width))
@@ -134,8 +122,6 @@ def adam_eps() -> Setup:
 
 
 class Rounded(nn.Module):
-    """Binary cross entropy of the negatives, by hand."""
-
     def forward(self, logits: Tensor) -> Tensor:
         p = torch.sigmoid(logits)
         return -torch.log(1 - p).mean()  # culprit: bfloat16_rounding

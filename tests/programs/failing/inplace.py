@@ -9,15 +9,11 @@ from programs.case import Setup, failure
 
 
 class PeakNorm(nn.Module):
-    """Divides each row by its peak, in place to save memory."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x.div_(x.amax(dim=-1, keepdim=True))  # culprit: own_input
 
 
 class Tagger(nn.Module):
-    """Features, normalised, with a residual around."""
-
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Linear(8, 8)
@@ -41,8 +37,6 @@ def own_input() -> Setup:
 
 
 class Spectrogram(nn.Module):
-    """Scales the clips it is given in place, then classifies them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(16, 3)

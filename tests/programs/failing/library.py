@@ -9,8 +9,6 @@ from programs.case import Setup, failure, sequence
 
 
 class FineTuning(nn.Module):
-    """Next-token loss, with the prompt's labels ignored."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(20, 8)
@@ -30,8 +28,6 @@ def ignored_labels() -> Setup:
 
 
 class NoEps(nn.Module):
-    """A layer norm whose eps was configured away."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(8, eps=0.0)
@@ -50,8 +46,6 @@ def eps_of_zero() -> Setup:
 
 
 class SignedSqrt(torch.autograd.Function):
-    """sign(x) sqrt(|x|), as bilinear pooling has it."""
-
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
         root = x.abs().sqrt()
@@ -66,8 +60,6 @@ class SignedSqrt(torch.autograd.Function):
 
 
 class BilinearPool(nn.Module):
-    """Products of features, pooled, then their signed roots."""
-
     def forward(self, h: Tensor) -> Tensor:
         return SignedSqrt.apply(h.square().mean(1))
 

@@ -11,8 +11,6 @@ from support.spy import Spy
 
 
 class Autoencoder(nn.Module):
-    """An encoder with batch norm and a decoder."""
-
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.encoder = nn.Linear(width, 4)
@@ -55,8 +53,6 @@ def poisoned_running_mean() -> Setup:
 
 
 class Tabular(nn.Module):
-    """Numbers and a category, given as a dict."""
-
     def __init__(self) -> None:
         super().__init__()
         self.category = nn.Embedding(5, 4)
@@ -82,8 +78,6 @@ def inf_in_data() -> Setup:
 
 
 class Forecast(nn.Module):
-    """A series, standardised in the model."""
-
     def __init__(self) -> None:
         super().__init__()
         self.rnn = nn.GRU(3, 8, batch_first=True)
@@ -134,8 +128,6 @@ def uninitialised_workspace() -> Setup:
 
 
 class Regressor(nn.Module):
-    """Two layers."""
-
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
         self.hidden = nn.Linear(width, inner)
@@ -146,7 +138,6 @@ class Regressor(nn.Module):
 
 
 def fit(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, steps: int) -> None:
-    """Plain training on one batch."""
     for _ in range(steps):
         optimizer.zero_grad()
         loss = F.mse_loss(model(x).squeeze(-1), y)

@@ -87,8 +87,6 @@ def validate(model: nn.Module, steps: int = 2) -> None:
 
 
 class Layers(nn.Module):
-    """Stem, norm, dropout and head."""
-
     def __init__(self, norm: nn.Module | None = None, drop: float = 0.0) -> None:
         super().__init__()
         self.stem, self.norm = nn.Linear(8, 16), norm or nn.LayerNorm(16)
