@@ -44,27 +44,26 @@ _libc = ctypes.CDLL(None)
 class Stored(NamedTuple):
     """One tensor of a checkpoint.
 
-    `load` returns the tensor, or the blocks of bytes of an `encoding` of GGUF, which stands for `shape` elements.
-    `regions` are the addresses at which the file is mapped.
+    `regions` are the addresses at which its file is mapped. `load` returns the tensor, or the blocks of bytes of an
+    `encoding` of GGUF, which stands for `shape` elements.
     """
 
-    name: str
     file: Path
+    regions: tuple[range, ...]
+    name: str
     load: Callable[[], Tensor]
     encoding: Any = None
     shape: tuple[int, ...] = ()
     block: tuple[int, int] = (1, 1)  # elements and bytes of a block of the encoding
-    regions: tuple[range, ...] = ()
 
     def parts(self, x: Tensor, step: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the parts of the loaded tensor in C order: the number of the first element, and the bytes to `decode`.
 
         A part has `step` elements: a power of two from 2**13 on gives whole blocks of GGUF and of a fingerprint.
         """
-        flat = x.detach().reshape(-1)
+        flat, (elements, width) = x.reshape(-1), self.block
         if flat.dtype is torch.bool:
             flat = flat.view(torch.uint8)  # a file may have any byte there
-        elements, width = self.block
         length, total = step // elements * width, flat.numel()
         for start in range(0, total, length):
             # A slice of all of it takes a tenth of the read of 1 MiB.
@@ -91,6 +90,7 @@ class Stored(NamedTuple):
 
 
 Entries: TypeAlias = Iterator[Stored | Problem]
+_Tensors: TypeAlias = Iterator[tuple[Any, ...] | Problem]  # the fields of Stored from `name` on
 
 
 def open_checkpoint(path: Path) -> Entries:
@@ -104,15 +104,14 @@ def open_checkpoint(path: Path) -> Entries:
     if not path.is_dir():
         yield from _index(path) if path.name.endswith(_INDEX) else _file(path)
     elif (path / _METADATA).is_file():
-        yield from _guarded(_dcp, path)
+        yield from _entries(_dcp, path)
     elif indices := sorted(path.glob(f"*{_INDEX}")):
         yield from _index(indices[0])
     elif files := sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file()):
         for file in files:
             yield from _file(file)
     elif any(path.glob("*.distcp")):
-        why = f"{_METADATA} is missing, which torch.distributed.checkpoint writes last: the save did not end"
-        yield _fault(path, why)
+        yield _fault(path, f"{_METADATA} is missing, which {_DCP} writes last: the save did not end")
     else:
         raise ValueError(f"{path} has no checkpoint: no {_METADATA}, *{_INDEX} or any {', '.join(_SUFFIXES)}")
 
@@ -147,26 +146,26 @@ def _file(path: Path) -> Entries:
     if not head or head.startswith(b"version https://"):
         yield _fault(path, "it is a pointer of Git LFS: run git lfs pull" if head else "it is empty")
     elif head.startswith(b"GGUF"):
-        yield from _guarded(_gguf_file, path)
+        yield from _entries(_gguf_file, path)
     elif head.startswith(b"\x93NUMPY") or (head.startswith(b"PK\x03\x04") and path.suffix == ".npz"):
-        yield from _guarded(_numpy_file, path)
+        yield from _entries(_numpy_file, path)
     elif head[8:9] == b"{":  # before the next: a header of 640 bytes begins as a pickle does
-        yield from _guarded(_safetensors_file, path)
+        yield from _entries(_safetensors_file, path)
     elif head.startswith((b"PK\x03\x04", b"\x80")):
-        yield from _guarded(_torch_file, path)
+        yield from _entries(_torch_file, path)
     elif path.suffix in _SUFFIXES:
         yield _fault(path, "it does not begin as a file of its kind does")
     else:
         raise ValueError(f"{path} is no checkpoint that nanwatch reads, which are {_READS}")
 
 
-def _guarded(reader: Callable[[Path], Entries], path: Path) -> Entries:
+def _entries(reader: Callable[[Path], _Tensors], path: Path) -> Entries:
     """Yield what the reader does. A damaged file makes a library raise any error, which is the problem then."""
     regions = None
     try:
-        for entry in reader(path):
+        for fields in reader(path):
             regions = _regions(path) if regions is None else regions  # the library has mapped the file by now
-            yield entry._replace(regions=regions) if isinstance(entry, Stored) else entry
+            yield fields if isinstance(fields, Problem) else Stored(path, regions, *fields)
     except ImportError:
         raise
     except Exception as error:
@@ -178,15 +177,15 @@ def _regions(path: Path) -> tuple[range, ...]:
     name, maps = os.path.realpath(path), Path("/proc/self/maps")
     lines = maps.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
     rows = [line.split(maxsplit=5) for line in lines]
-    return tuple(range(*map(partial(int, base=16), row[0].split("-"))) for row in rows if row[5:] == [name])
+    return tuple(range(*(int(end, 16) for end in row[0].split("-"))) for row in rows if row[5:] == [name])
 
 
-# The formats.
+# The formats: each reader yields the name of a tensor and what loads it.
 
 
-def _safetensors_file(path: Path) -> Entries:
+def _safetensors_file(path: Path) -> _Tensors:
     opened = needed("safetensors", path.name, "scan").safe_open(path, framework="pt")
-    yield from (Stored(name, path, partial(opened.get_tensor, name)) for name in opened.keys())  # noqa: SIM118 - no dict
+    yield from ((name, partial(opened.get_tensor, name)) for name in opened.keys())  # noqa: SIM118 - no dict
 
 
 # NumPy's arrays and scalars lie in many checkpoints, and making them runs no code of the file.
@@ -199,12 +198,12 @@ _NUMPY: list[Any] = [
 ]  # fmt: skip
 
 
-def _torch_file(path: Path) -> Entries:
-    is_archive = is_zipfile(path)  # the format before PyTorch 1.6 is none and cannot be mapped
+def _torch_file(path: Path) -> _Tensors:
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(_NUMPY):
             warnings.simplefilter("ignore")
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+            # A file of before PyTorch 1.6 is no archive and cannot be mapped.
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except pickle.UnpicklingError as error:
         # The sentences before the reason advise to run what is in the file.
         why = str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0][:200]
@@ -212,14 +211,13 @@ def _torch_file(path: Path) -> Entries:
             why = f"a load would import {imported[1]}"
         yield Problem("not checked", False, f"{path}: it is refused: {why}")
     else:
-        for keys, x in tensors_in(content):
-            yield Stored(".".join(keys) or "tensor", path, x.detach)
+        yield from ((".".join(keys) or "tensor", x.detach) for keys, x in tensors_in(content))
 
 
-def _numpy_file(path: Path) -> Entries:
+def _numpy_file(path: Path) -> _Tensors:
     content: Any = np.load(path, mmap_mode="c", allow_pickle=False)
     arrays = {path.stem: content} if isinstance(content, np.ndarray) else content
-    yield from (Stored(name, path, partial(_numpy_tensor, arrays, name)) for name in arrays)
+    yield from ((name, partial(_numpy_tensor, arrays, name)) for name in arrays)
 
 
 def _numpy_tensor(arrays: Any, name: str) -> Tensor:
@@ -231,16 +229,16 @@ def _gguf() -> Any:
     return needed("gguf", "a GGUF file", "scan")
 
 
-def _gguf_file(path: Path) -> Entries:
+def _gguf_file(path: Path) -> _Tensors:
     for entry in _gguf().GGUFReader(path, "c").tensors:
-        data = torch.from_numpy(entry.data)
-        if entry.tensor_type.name == "BF16":
-            data = data.view(torch.bfloat16)
-        stored = Stored(entry.name, path, data.detach)
-        if data.dtype is torch.uint8:
-            shape, block = tuple(map(int, reversed(entry.shape))), _gguf().GGML_QUANT_SIZES[entry.tensor_type]
-            stored = stored._replace(encoding=entry.tensor_type, shape=shape, block=block)
-        yield stored
+        data, encoding = torch.from_numpy(entry.data), entry.tensor_type
+        if encoding.name == "BF16":
+            yield entry.name, data.view(torch.bfloat16).detach
+        elif data.dtype is not torch.uint8:
+            yield entry.name, data.detach
+        else:
+            shape = tuple(map(int, reversed(entry.shape)))
+            yield entry.name, data.detach, encoding, shape, _gguf().GGML_QUANT_SIZES[encoding]
 
 
 _DCP = "torch.distributed.checkpoint"
@@ -255,18 +253,26 @@ class _Metadata(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return operator.getitem  # Python 3.11.0 to 3.11.3 pickle a member of an enum by its name
         # All modules of DCP's records are imported, and a damaged name imports none.
-        is_known = module in sys.modules and module.partition(".")[0] in ("torch", "pathlib", "collections")
-        if is_known and name.isidentifier():
-            value = super().find_class(module, name)
-            is_record = isinstance(value, type) and value.__module__.startswith(_RECORDS)
-            if is_record or isinstance(value, torch.dtype | torch.layout) or value in _PLAIN:
-                return value
+        value = vars(sys.modules.get(module, _Metadata)).get(name)
+        is_record = isinstance(value, type) and value.__module__.startswith(_RECORDS)
+        if is_record or isinstance(value, torch.dtype | torch.layout) or any(value is x for x in _PLAIN):
+            return value
         raise pickle.UnpicklingError(f"{_METADATA} would import {module[:80]}.{name[:80]}")
 
 
-def _dcp(folder: Path) -> Entries:
+def _dcp(folder: Path) -> _Tensors:
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    def load(name: str, entry: TensorStorageMetadata) -> Tensor:
+        covered, numel = sum(prod(chunk.sizes) for chunk in entry.chunks), prod(entry.size)
+        if covered != numel:
+            raise ValueError(f"its parts hold {covered:,} of {numel:,} elements")
+        x, planner = torch.empty(entry.size, dtype=entry.properties.dtype), DefaultLoadPlanner()
+        planner.set_up_planner({name: x}, metadata, True)
+        reader.read_data(planner.create_local_plan(), planner).wait()
+        return x
 
     with (folder / _METADATA).open("rb") as file:
         metadata = _Metadata(file).load()
@@ -274,21 +280,7 @@ def _dcp(folder: Path) -> Entries:
     reader.set_up_storage_reader(metadata, True)
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            yield Stored(name, folder, partial(_dcp_tensor, reader, metadata, name))
-
-
-def _dcp_tensor(reader: Any, metadata: Any, name: str) -> Tensor:
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-
-    entry = metadata.state_dict_metadata[name]
-    covered, numel = sum(prod(chunk.sizes) for chunk in entry.chunks), prod(entry.size)
-    if covered != numel:
-        raise ValueError(f"its parts hold {covered:,} of {numel:,} elements")
-    x = torch.empty(entry.size, dtype=entry.properties.dtype)
-    planner = DefaultLoadPlanner()
-    planner.set_up_planner({name: x}, metadata, True)
-    reader.read_data(planner.create_local_plan(), planner).wait()
-    return x
+            yield name, partial(load, name, entry)
 
 
 # Tensors inside Python objects.

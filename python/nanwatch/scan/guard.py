@@ -24,8 +24,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.wrapped_names import named_modules, parameter_names
@@ -87,8 +86,8 @@ class CheckpointGuard:
         self._meant: set[str] = set()
         with suppressing("the infinities that a model began with could not be read"), only_our_dispatch():
             tensors = {id(x): (name, x) for name, x in self._model_tensors()}
-            bad = [tensors[id(x)] for x in nonfinite(x for _, x in tensors.values())]
-            self._meant.update(name for name, x in bad if not bool(torch.isnan(x).any()))
+            bad = nonfinite(x for _, x in tensors.values())
+            self._meant = {tensors[id(x)][0] for x in bad if not bool(torch.isnan(x).any())}
         self.remove = weakref.finalize(self, _forget, reference := weakref.ref(self))
         with _changing:
             _guards.append(reference)
@@ -126,26 +125,29 @@ class CheckpointGuard:
         names = first_few([visible(record.label) or "the tensor" for record in records])
         which = "a tensor that is" if len(records) == 1 else f"{len(records):,} tensors that are"
         text = f"{save.seam.called} was given {which} not finite ({names})"
-        result = None
+        result = error = None
         if save.is_joint:
             try:  # the other ranks wait, and only an error of the save itself reaches them
                 save.write(planner=CheckpointRefusedError(text))
-            except BaseException as error:
-                self._act(save, records, f"{text}: no rank writes it")
-                return self.refused(save, error)
-        if save.path is not None:
+            except BaseException as refusal:
+                error = refusal
+            text += ": no rank writes it"
+        elif save.path is not None:
             stem, ending = (save.path.rstrip("/"), "") if save.seam.is_folder else os.path.splitext(save.path)
             beside = f"{stem}{_MARK}{ending}"
             result = save.write(**{save.seam.place: beside})
             self.keeps = True
             text += f": the checkpoint is in {beside}, and {save.path} is untouched"
-        elif self._raises:
-            text += ", and wrote nothing: an open file has no other name"
         else:
-            result = save.write()
-            text += ", and wrote it: an open file has no other name"
-        self._act(save, records, text)
-        return result
+            result = None if self._raises else save.write()
+            text += f", and wrote {'nothing' if self._raises else 'it'}: an open file has no other name"
+        batch = max(self._reports.recorder.latest_batch, 0)
+        frame = Frame(batch, "(checkpoint)", save.seam.called, tuple(records), "save")
+        incident = self._reports.of_frame(frame)
+        incident.remark(text)
+        self._failures.step_follows(incident)
+        warn_user(text)
+        return result if error is None else self.refused(save, error)
 
     def refused(self, save: Save, error: BaseException) -> None:
         """Raise the error of a save, or warn where a rank has refused and the run goes on."""
@@ -154,14 +156,6 @@ class CheckpointGuard:
         if self._raises or not any(isinstance(x, CheckpointRefusedError) for pair in pairs for x in pair):
             raise error
         warn_user(f"{save.seam.called}: a rank refused a checkpoint that is not finite, and no rank wrote it")
-
-    def _act(self, save: Save, records: list[Record], text: str) -> None:
-        batch = max(self._reports.recorder.latest_batch, 0)
-        frame = Frame(batch, "(checkpoint)", save.seam.called, tuple(records), "save")
-        incident = self._reports.of_frame(frame)
-        incident.remark(text)
-        self._failures.step_follows(incident)
-        warn_user(text)
 
     def _model_tensors(self) -> Iterator[_Owned]:
         model = self._reports.model()
@@ -229,11 +223,11 @@ class Save:
     @property
     def is_joint(self) -> bool:
         """Whether several ranks save the same checkpoint, and fail or succeed together."""
-        arguments, distributed = self._bound.arguments, torch.distributed
-        is_alone = arguments.get("no_dist") or not arguments.get("use_collectives", True)
-        if is_alone or not (self.seam.called.startswith(_DCP) and distributed.is_available()):
+        get = self._bound.arguments.get
+        if get("no_dist") or not get("use_collectives", True) or not self.seam.called.startswith(_DCP):
             return False
-        return distributed.is_initialized() and distributed.get_world_size(arguments.get("process_group")) > 1
+        is_distributed = distributed.is_available() and distributed.is_initialized()
+        return is_distributed and distributed.get_world_size(get("process_group")) > 1
 
     def write(self, **changed: Any) -> Any:
         """Save as asked, or with changed arguments, past all guards."""
@@ -276,8 +270,7 @@ def _replace(seam: Seam) -> None:
     try:
         *owners, name = seam.name.split(".")
         owner: Any = functools.reduce(getattr, owners, sys.modules[seam.module])
-        original = vars(owner)[name]
-        function = _guarded(seam, original)
+        function = _guarded(seam, original := vars(owner)[name])
         with _changing:
             if _guards:
                 _undo.append(functools.partial(_swap, owner, function, original))
@@ -302,13 +295,13 @@ def _guarded(seam: Seam, original: Any) -> Any:
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
         guards = [guard for reference in tuple(_guards) if (guard := reference()) is not None]
-        if not seam.called:
-            return None if any(guard.keeps for guard in guards) else original(*args, **kwargs)
-        bound = None
-        if guards and not _is_saving.get():
+        if not seam.called and any(guard.keeps for guard in guards):
+            return None
+        call = None
+        if seam.called and guards and not _is_saving.get():
             with suppress(TypeError):  # the function itself says what is wrong
-                bound = signature.bind(*args, **kwargs)
-        if bound is None or (call := Save(seam, bound, original)).is_left_alone:
+                call = Save(seam, signature.bind(*args, **kwargs), original)
+        if call is None or call.is_left_alone:
             return original(*args, **kwargs)
         for guard in guards:
             if faults := guard.examine(call):

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..history.monitor import apart_from_siblings
 from ..numerics import _extension
 from ..numerics._fingerprint import block_sums, sealed
-from ..numerics.formats import BY_NAME, TensorHealth, limits
+from ..numerics.formats import BY_NAME, limits
 from ..numerics.ranges import health_of_parts, healths, tensor_health
 from ..numerics.readable import dtype_name, is_plain, type_name, unreadable
 from ..util.progress import Tell, silent
@@ -34,7 +34,7 @@ _STEP = 1 << 18  # elements of a comparison: its temporaries stay in the caches
 _MANY_ZEROS, _MANY_ENCODED_ZEROS = 0.1, 0.25  # blocks of 4 bits make up to 17 % of random numbers zero
 _MANY_SUBNORMALS = 0.01
 _SHOWN = 5  # dead rows whose numbers are kept
-_CASTS = {name: BY_NAME[name].ends for name in ("float16", "bfloat16")}
+_CASTS = {dtype: BY_NAME[dtype_name(dtype)].ends for dtype in (torch.float16, torch.bfloat16)}
 _MOST_THREADS = 16  # more are no faster, and each has a part in memory
 # Relative, of a tensor: rounding to float8_e5m2 takes at most this. A cast that makes everything zero takes more.
 _MOST_ROUNDED = 0.125
@@ -86,7 +86,8 @@ def scan(
         changes += (Change(name, name, "not compared", text) for name, text in lost)
         changes += _changes(members, others, tell)
     tensors = tuple(tensor for _, tensor in members)
-    problems = sorted([*problems, *_problems(tensors)], key=lambda problem: not problem.is_fault)
+    problems += (Problem(*remark, (tensor.name,)) for tensor in tensors for remark in _remarks(tensor))
+    problems = sorted([*problems, *_outliers(tensors)], key=lambda problem: not problem.is_fault)
     files = tuple(map(str, paths)), None if against is None else str(against)
     return Scan(*files, tensors, tuple(problems), tuple(changes))
 
@@ -126,45 +127,45 @@ def _compute_alone() -> None:
 
 
 class _Reading:
-    """One tensor while it is read: what is known of it, and its parts."""
+    """One tensor while it is read: the fields of its TensorScan, its parts, and by their first elements their rows."""
 
     def __init__(self, stored: Stored) -> None:
-        self.stored = stored
-        self.facts: dict[str, Any] = {}  # fields of the TensorScan
+        self.stored, self.is_mapped = stored, False
+        self.facts: dict[str, Any] = {}
         self.parts: list[_Part] = []
-        self.rows: dict[int, _Row] = {}  # by the first element of each part
+        self.rows: dict[int, _Row] = {}
         self.x: Tensor | None = None
-        self.is_mapped = False
         try:
             x = stored.load()
             shape = () if x.is_nested else tuple(x.shape)  # some sizes of a nested tensor are no numbers
             self.facts.update(dtype=dtype_name(x.dtype), shape=shape, unread=unreadable(x))
+            if self.facts["unread"]:
+                return
+            if not is_plain(x):
+                self.facts["health"] = tensor_health(x)
+                return
+            step = PART // (4 if stored.encoding else x.element_size())
+            parts = [(self, start, raw) for start, raw in stored.parts(x, step)]
             if stored.encoding is not None:
                 self.facts.update(dtype=stored.encoding.name.lower(), shape=stored.shape)
-            if not is_plain(x) and not self.facts["unread"]:
-                self.facts["health"] = tensor_health(x)
-            elif not self.facts["unread"]:
-                step = PART // (4 if stored.encoding else x.element_size())
-                self.parts = [(self, start, raw) for start, raw in stored.parts(x, step)]
-                for *_, raw in self.parts[:1]:
-                    stored.decode(raw[: stored.block[1]])  # raises where gguf has no decoder
-                    # The parts of a tensor that is not contiguous are a copy.
-                    self.is_mapped = any(raw.data_ptr() in region for region in stored.regions)
-                self.x = x
+                stored.decode(x.reshape(-1)[: stored.block[1]])  # raises where gguf has no decoder
+            address = parts[0][2].data_ptr() if parts else 0  # the parts of a transposed tensor are a copy
+            self.is_mapped = any(address in region for region in stored.regions)
+            self.x, self.parts = x, parts
         except Exception as error:
             # PyTorch does not read the dtype or layout, or a library meets the damage when it loads the tensor.
             kind = "unread" if isinstance(error, TypeError | NotImplementedError) else "lost"
-            self.facts[kind], self.parts = spell(error), []
+            self.facts[kind] = spell(error)
 
     def conclude(self, fingerprints: bool) -> None:
         """Put together what the parts have, and let go of the tensor."""
-        x, facts, self.x, self.parts = self.x, self.facts, None, []
+        x, facts, parts, self.x, self.parts = self.x, self.facts, self.parts, None, []
         if x is None:
             return
-        columns = {start: row for start, (row, _) in self.rows.items()}
+        columns = {start: self.rows[start][0] for _, start, _ in parts}
         facts["nbytes"], facts["health"] = x.nbytes, health_of_parts(columns, facts["shape"])
         if fingerprints:
-            sums = torch.cat([_NO_SUMS, *(sums for _, sums in self.rows.values())])
+            sums = torch.cat([_NO_SUMS, *(self.rows[start][1] for _, start, _ in parts)])
             facts["fingerprint"] = sealed(sums, dtype_name(x.dtype), x.shape)
         has_rows = self.stored.encoding is None and x.is_floating_point() and x.dim() > 1
         # With fewer zeros than a row has elements no row is dead.
@@ -181,23 +182,20 @@ def _read(pool: ThreadPoolExecutor, tell: Tell, fingerprints: bool, readings: Se
         groups[-1].append(part)
         # A part that is to be decoded becomes as large as PART, and is read alone.
         room = 0 if part[0].stored.encoding else room - part[2].nbytes
-    results = pool.map(partial(_read_group, fingerprints=fingerprints), groups)
-    for number, (group, rows) in enumerate(zip(groups, results, strict=True)):
+    for number, _ in enumerate(pool.map(partial(_read_group, fingerprints=fingerprints), groups)):
         tell("reading", number, len(groups), "parts")
-        for (reading, start, _), row in zip(group, rows, strict=True):
-            reading.rows[start] = row
     for reading in readings:
         reading.conclude(fingerprints)
 
 
 @torch.inference_mode()
-def _read_group(group: Sequence[_Part], fingerprints: bool) -> list[_Row]:
+def _read_group(group: Sequence[_Part], fingerprints: bool) -> None:
     """Read the parts by one call, and give their pages back."""
     rows = healths([reading.stored.decode(raw) for reading, _, raw in group])
-    sums = [block_sums(raw) if fingerprints else _NO_SUMS for *_, raw in group]
+    for (reading, start, raw), row in zip(group, rows, strict=True):
+        reading.rows[start] = row, block_sums(raw) if fingerprints else _NO_SUMS
     for stored in {reading.stored.regions: reading.stored for reading, *_ in group}.values():
         stored.release(*(raw for *_, raw in group))
-    return [*zip(rows, sums, strict=True)]
 
 
 def _dead_rows(stored: Stored, x: Tensor, width: int) -> tuple[int, tuple[int, ...]]:
@@ -217,52 +215,45 @@ def _dead_rows(stored: Stored, x: Tensor, width: int) -> tuple[int, tuple[int, .
 # Search for problems in the tensors.
 
 
-def _problems(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
-    for tensor in tensors:
-        names, health = (tensor.name,), tensor.health
-        if tensor.lost:
-            yield Problem("lost", True, tensor.lost, names)
-        if tensor.unread:
-            yield Problem("not checked", False, tensor.unread, names)
-        if health is None:
-            continue
-        # A mask of attention has nothing but zeros and -inf.
-        is_mask = 0 < health.num_neginf == health.numel - health.num_zero
-        if not health.isfinite:
-            counts = {"nan": health.num_nan, "inf": health.num_posinf, "-inf": health.num_neginf}
-            listed = ", ".join(f"{count:,} {value}" for value, count in counts.items() if count)
-            text = f"{listed} of {health.numel:,}, the first at {[*(health.first_nonfinite or ())]}"
-            text += "; all others are 0, as in a mask" if is_mask else ""
-            yield Problem("mask" if is_mask else "non-finite", not is_mask, text, names)
-        if tensor.is_float and not is_mask:
-            yield from (Problem(kind, False, text, names) for kind, text in _remarks(tensor, health))
-    yield from _outliers(tensors)
-
-
-def _remarks(tensor: TensorScan, health: TensorHealth) -> Iterator[tuple[str, str]]:
-    """Yield what is worth a look in the values of a tensor: the kind of the problem and its text."""
-    numel, num_zero, num_subnormal = health.numel, health.num_zero, health.num_subnormal
-    if num_zero == numel:
-        if numel > 1:
-            yield "all zero", f"all {numel:,} elements"
+def _remarks(tensor: TensorScan) -> Iterator[tuple[str, bool, str]]:
+    """Yield what is wrong with a tensor or worth a look: the kind of the Problem, whether it is a fault, its text."""
+    if tensor.lost:
+        yield "lost", True, tensor.lost
+    if tensor.unread:
+        yield "not checked", False, tensor.unread
+    if (health := tensor.health) is None:
+        return
+    numel, num_zero, largest = health.numel, health.num_zero, health.finite_abs_max
+    # A mask of attention has nothing but zeros and -inf.
+    is_mask = 0 < health.num_neginf == numel - num_zero
+    if not health.isfinite:
+        counts = {"nan": health.num_nan, "inf": health.num_posinf, "-inf": health.num_neginf}
+        text = ", ".join(f"{count:,} {value}" for value, count in counts.items() if count)
+        text += f" of {numel:,}, the first at {[*(health.first_nonfinite or ())]}"
+        text += "; all others are 0, as in a mask" if is_mask else ""
+        yield "mask" if is_mask else "non-finite", not is_mask, text
+    if tensor.is_float and num_zero == numel > 1:
+        yield "all zero", False, f"all {numel:,} elements"
+    if is_mask or not tensor.is_float or num_zero == numel:
         return
     if num_zero >= (_MANY_ENCODED_ZEROS if tensor.is_encoded else _MANY_ZEROS) * numel:
-        yield "zeros", f"{num_zero / numel:.1%} of {numel:,}"
+        yield "zeros", False, f"{num_zero / numel:.1%} of {numel:,}"
     if count := tensor.dead_rows:
         listed = ", ".join(map(str, tensor.first_dead_rows)) + (", ..." if count > _SHOWN else "")
-        yield "dead", f"{count:,} rows are all zero: {listed}"
-    if num_subnormal >= _MANY_SUBNORMALS * numel:
-        yield "subnormal", f"{num_subnormal / numel:.1%} of {numel:,} are subnormal in {tensor.dtype}"
-    ends, largest = limits(tensor.dtype), health.finite_abs_max
-    for target, narrow in _CASTS.items():
+        yield "dead", False, f"{count:,} rows are all zero: {listed}"
+    if health.num_subnormal >= _MANY_SUBNORMALS * numel:
+        share = f"{health.num_subnormal / numel:.1%}"
+        yield "subnormal", False, f"{share} of {numel:,} are subnormal in {tensor.dtype}"
+    ends = limits(tensor.dtype)
+    for dtype, narrow in _CASTS.items():
         if ends is None or ends.largest <= narrow.largest or largest == 0:  # nothing but zeros and nan
             continue
-        if largest > narrow.largest and isinf(
-            torch.tensor(largest, dtype=torch.float64).to(getattr(torch, target))
-        ):
-            yield "range", f"abs max {largest:.4g} overflows in {target}"
+        target = dtype_name(dtype)
+        if largest > narrow.largest and isinf(torch.tensor(largest, dtype=torch.float64).to(dtype)):
+            yield "range", False, f"abs max {largest:.4g} overflows in {target}"
         elif largest < narrow.smallest_normal:
-            yield "range", f"abs max {largest:.4g}: every element would be subnormal or zero in {target}"
+            text = f"abs max {largest:.4g}: every element would be subnormal or zero in {target}"
+            yield "range", False, text
 
 
 def _outliers(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
@@ -286,11 +277,11 @@ def _changes(first: Sequence[Member], second: Sequence[Member], tell: Tell) -> I
     """
     by_name = dict(zip(_names(second), second, strict=True))
     matches = [by_name.pop(name, None) for name in _names(first)]
-    by_value = {member[1].fingerprint: name for name, member in by_name.items() if _is_distinct(member[1])}
+    by_value = {_value(tensor): name for name, (_, tensor) in by_name.items()}
     for number, (member, match) in enumerate(zip(first, matches, strict=True)):
         tell("comparing", number, len(first), "tensors")
-        if match is None and _is_distinct(member[1]):
-            match = by_name.pop(by_value.pop(member[1].fingerprint, ("", 0)), None)
+        if match is None and (value := _value(member[1])) is not None:
+            match = by_name.pop(by_value.pop(value, ("", 0)), None)
         yield Change(member[1].name, "", "missing there") if match is None else _change(member, match)
     for _, tensor in by_name.values():
         yield Change("", tensor.name, "only there")
@@ -305,10 +296,10 @@ def _names(members: Sequence[Member]) -> Iterator[tuple[str, int]]:
         counts[name] += 1
 
 
-def _is_distinct(tensor: TensorScan) -> bool:
-    """Return whether the values tell the tensor from others, unlike those of a new norm or bias."""
+def _value(tensor: TensorScan) -> int | None:
+    """Return the fingerprint where it tells the tensor from others, unlike that of a new norm or bias."""
     health = tensor.health
-    return tensor.fingerprint is not None and health is not None and health.abs_min != health.abs_max
+    return None if health is None or health.abs_min == health.abs_max else tensor.fingerprint
 
 
 def _change(first: Member, second: Member) -> Change:
@@ -318,7 +309,7 @@ def _change(first: Member, second: Member) -> Change:
     why = a.lost or a.unread or b.lost or b.unread
     if not why and a.shape != b.shape:
         why = f"{list(a.shape)} is no {list(b.shape)}"
-    elif not why and not (a.is_float and b.is_float) and a.dtype != b.dtype:
+    elif not why and a.dtype != b.dtype and not (a.is_float and b.is_float):
         why = f"{a.dtype} is no {b.dtype}"
     try:
         return Change(a.name, b.name, "not compared", why) if why else _distance(first, second)
@@ -327,15 +318,14 @@ def _change(first: Member, second: Member) -> Change:
 
 
 def _distance(first: Member, second: Member) -> Change:
-    a, b = first[1], second[1]
+    (stored, a), (other, b) = first, second
     noise = square = largest = 0.0
     at, num_lost = -1, 0  # finite elements that are nan or inf in the second
     unrounded = [0, 0]  # elements that are not the nearest in the second's format, and in the first's
-    parts = (stored.parts(stored.load(), _STEP) for stored, _ in (first, second))
+    parts = (member.parts(member.load(), _STEP) for member in (stored, other))
     for (start, raw), (_, other_raw) in zip(*parts, strict=True):
-        x, y = first[0].decode(raw), second[0].decode(other_raw)
-        unrounded[0] += _unrounded(x, y)
-        unrounded[1] += _unrounded(y, x)
+        x, y = stored.decode(raw), other.decode(other_raw)
+        unrounded = [unrounded[0] + _unrounded(x, y), unrounded[1] + _unrounded(y, x)]
         x, y = x.double(), y.double()
         num_lost += int((x.isfinite() & ~y.isfinite()).sum())
         difference = (y - x).masked_fill((x == y) | (x.isnan() & y.isnan()), 0).nan_to_num(inf, inf, -inf)
@@ -344,16 +334,13 @@ def _distance(first: Member, second: Member) -> Change:
         most, place = torch.max(difference.abs(), 0)
         if float(most) > largest:
             largest, at = float(most), start + int(place)
-        first[0].release(raw)
-        second[0].release(other_raw)
+        stored.release(raw)
+        other.release(other_raw)
     relative = sqrt(noise / square) if square else (inf if noise else 0.0)
     remarks = [f"{a.dtype} to {b.dtype}"] if a.dtype != b.dtype else []
     remarks += [f"{num_lost:,} finite elements become nan or inf"] if num_lost else []
-    kind = "changed"
-    if noise == 0 and a.dtype == b.dtype:
-        kind = "equal"
-    elif 0 in unrounded and relative <= _MOST_ROUNDED and not (a.is_encoded or b.is_encoded):
-        kind = "converted"
+    is_rounded = 0 in unrounded and relative <= _MOST_ROUNDED and not (a.is_encoded or b.is_encoded)
+    kind = "equal" if noise == 0 and a.dtype == b.dtype else "converted" if is_rounded else "changed"
     return Change(a.name, b.name, kind, ", ".join(remarks), relative, largest, at)
 
 
