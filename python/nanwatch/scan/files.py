@@ -18,6 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -182,10 +183,27 @@ def _regions(path: Path) -> tuple[range, ...]:
 
 # The formats: each reader yields the name of a tensor and what loads it.
 
+# Dtypes of safetensors of which a view of the mapped file takes 2 us, where the package takes 14 to load a tensor.
+_VIEWED = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I32": torch.int32, "U8": torch.uint8,
+}  # fmt: skip
+
 
 def _safetensors_file(path: Path) -> _Tensors:
-    opened = needed("safetensors", path.name, "scan").safe_open(path, framework="pt")
-    yield from ((name, partial(opened.get_tensor, name)) for name in opened.keys())  # noqa: SIM118 - no dict
+    opened = needed("safetensors", path.name, "scan").safe_open(path, framework="pt")  # refuses a bad header
+    with path.open("rb") as file:
+        mapped = mmap(file.fileno(), 0, access=ACCESS_COPY)
+    start = 8 + int.from_bytes(mapped[:8], "little")
+    header = json.loads(mapped[8:start])
+    for name in opened.keys():  # noqa: SIM118 - no dict
+        shape, dtype = header[name]["shape"], _VIEWED.get(header[name]["dtype"])
+        if dtype is None or 0 in shape:
+            yield name, partial(opened.get_tensor, name)
+        else:
+            offset = start + header[name]["data_offsets"][0]
+            flat = torch.frombuffer(mapped, dtype=dtype, count=prod(shape), offset=offset)
+            yield name, partial(flat.view, shape)
 
 
 # NumPy's arrays and scalars lie in many checkpoints, and making them runs no code of the file.

@@ -89,13 +89,3 @@ def test_names_that_occur_twice_are_matched_in_order(tmp_path):
     assert [(change.name, change.kind) for change in changes] == [("a.b", "equal")] * 2 + [
         ("cpu", "equal")
     ] * 2
-
-
-def test_a_tensor_that_the_index_of_the_other_promises_is_named(tmp_path):
-    original, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    save_file({"x": torch.ones(2)}, original)
-    save_file({"x": torch.ones(2)}, other)
-    index = tmp_path / "b.safetensors.index.json"
-    index.write_text('{"weight_map": {"x": "b.safetensors", "y": "b.safetensors"}}')
-    changes = nanwatch.scan(original, against=index).changes
-    assert [(change.other, change.kind) for change in changes] == [("y", "not compared"), ("x", "equal")]

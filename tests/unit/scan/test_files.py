@@ -5,6 +5,7 @@ import os
 import pickle
 import struct
 from pathlib import Path
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import nanwatch
+from nanwatch.scan import scan as scan_module
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -33,11 +35,8 @@ def write(kind, folder):
     path, expected = folder / f"model.{kind}", TENSORS
     if kind == "safetensors":
         save_file(TENSORS, path)
-    elif kind == "pt":
-        torch.save({"model": TENSORS}, path)
-        expected = {f"model.{name}": x for name, x in TENSORS.items()}
-    elif kind == "bin":
-        torch.save(TENSORS, path, _use_new_zipfile_serialization=False)
+    elif kind in ("pt", "bin"):
+        torch.save(TENSORS, path, _use_new_zipfile_serialization=kind == "pt")
     elif kind == "npz":
         expected = {name: x for name, x in TENSORS.items() if x.dtype != torch.bfloat16}
         np.savez_compressed(path, **{name: x.numpy() for name, x in expected.items()})
@@ -69,14 +68,27 @@ def test_each_format_has_the_tensors_that_were_written(kind, tmp_path):
     path, expected = write(kind, tmp_path)
     result = nanwatch.scan(path, against=path)
     tensors = {tensor.name: tensor for tensor in result.tensors}
-    assert result.is_sound
-    assert result.is_faithful
+    assert (result.is_sound, result.is_faithful) == (True, True)
     assert tensors.keys() == expected.keys()
     for name, x in expected.items():
         assert tensors[name].shape == tuple(x.shape)
         assert tensors[name].health == nanwatch.tensor_health(x)
         if name != "q8":
             assert tensors[name].fingerprint == nanwatch.fingerprint(x)
+
+
+def test_blocks_are_decoded_part_by_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(scan_module, "PART", 1 << 7)  # one block
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    calls = mock.Mock(
+        **{"dequantize.side_effect": gguf.dequantize, "healths.side_effect": scan_module.healths}
+    )
+    monkeypatch.setattr(gguf, "dequantize", calls.dequantize)
+    monkeypatch.setattr(scan_module, "healths", calls.healths)
+    assert nanwatch.scan(write("gguf", tmp_path)[0]).is_sound
+    names = [call[0] for call in calls.mock_calls]
+    assert names.count("dequantize") == 5  # one tells whether gguf can
+    assert "dequantize dequantize" not in " ".join(names)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dcp"])
@@ -149,6 +161,8 @@ def test_an_index_names_missing_files_and_tensors(tmp_path):
     result = nanwatch.scan(tmp_path)
     lost = {problem.tensors for problem in result.problems if problem.kind == "lost"}
     assert lost == {("b",), ("c",), ("d",)}
+    changes = nanwatch.scan(tmp_path / "one.safetensors", against=tmp_path).changes
+    assert [change.kind for change in changes if change.other in names] == ["not compared"] * 3 + ["equal"]
     files = [problem.text for problem in result.problems if problem.kind == "file"]
     assert ["'../x.safetensors'" in files[0], "'two.safetensors'" in files[1]] == [True, True]
 

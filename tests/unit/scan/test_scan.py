@@ -1,6 +1,7 @@
 """`nanwatch.scan` and `nanwatch scan`: what they meet in planted checkpoints, and their forms."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -39,8 +40,7 @@ def test_planted_faults_are_named_with_their_place(layers, tmp_path):
     assert [problem.tensors for problem in result.problems if problem.is_fault] == [("layers.0.w.weight",)]
     assert by_name["layers.0.w.weight"].health.first_nonfinite == (3, 5)
     assert by_name["layers.1.w.weight"].first_dead_rows == (2,)
-    assert names(result, "dead") == ["layers.1.w.weight"]
-    assert names(result, "outlier") == ["layers.2.w.weight"]
+    assert (names(result, "dead"), names(result, "outlier")) == (["layers.1.w.weight"], ["layers.2.w.weight"])
     assert (names(result, "subnormal"), names(result, "mask")) == (["layers.5.w.weight"], ["mask"])
     assert names(result, "all zero") == ["bias\x1b[31m"]
     assert "\x1b" not in result.to_text()
@@ -71,6 +71,17 @@ def test_a_tensor_of_many_parts_is_read_whole(share, tmp_path, monkeypatch):
     assert steps
 
 
+def test_the_work_grows_with_the_number_of_tensors(tmp_path):
+    calls, totals = [], []
+    for count in (500, 1000):
+        save_file({f"x{i}": torch.ones(1) for i in range(count)}, tmp_path / "x.safetensors")
+        sys.setprofile(lambda *event: calls.append(event[1]))
+        nanwatch.scan(tmp_path / "x.safetensors")
+        sys.setprofile(None)
+        totals.append(len(calls))
+    assert totals[1] < 4 * totals[0]
+
+
 def test_the_command_has_its_statuses_and_forms(layers, tmp_path, capsys):
     good, bad = str(tmp_path / "good.safetensors"), str(tmp_path / "bad.safetensors")
     save_file(layers, good)
@@ -84,8 +95,7 @@ def test_the_command_has_its_statuses_and_forms(layers, tmp_path, capsys):
     capsys.readouterr()
     assert main(["scan", bad, "--against", good, "--json"]) == 3
     document = json.loads(capsys.readouterr().out)
-    assert document["schema"] == "nanwatch.scan"
-    assert (document["is_sound"], document["is_faithful"]) == (False, False)
+    assert [document[key] for key in ("schema", "is_sound", "is_faithful")] == ["nanwatch.scan", False, False]
     assert main(["scan", str(tmp_path / "godd.safetensors")]) == 2
     assert "close names: good.safetensors" in capsys.readouterr().err
     (tmp_path / "x.txt").write_text("text")
