@@ -231,6 +231,7 @@ def test_hooks_keep_nothing_alive_and_do_nothing_after_the_end(recorder: str) ->
     model = mlp()
     w = watched(model, recorder, gradients=True)
     x = torch.ones(1, 3, requires_grad=True)
+    leaves = x, *model.parameters()
     hidden = model[0](x)
     weak = weakref.ref(hidden)
     loss = model[2](model[1](hidden)).sum()
@@ -240,12 +241,12 @@ def test_hooks_keep_nothing_alive_and_do_nothing_after_the_end(recorder: str) ->
     gc.collect()
     assert weak() is None
     loss = model(x).sum()
+    assert sum(len(leaf._backward_hooks or ()) for leaf in leaves) <= 6  # of this graph alone
     w.stop()
     frames = w.frames
-    loss.backward()
-    model(x).sum().backward()
+    (loss + model(x).sum()).backward()
     assert w.frames == frames
-    assert not any(leaf._backward_hooks for leaf in (x, *model.parameters()))
+    assert not any(leaf._backward_hooks for leaf in leaves)
     gone = weakref.ref(w)
     del w
     gc.collect()

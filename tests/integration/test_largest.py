@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics.formats import limits
-from nanwatch.recording import calls
+from nanwatch.recording import recorder
 from nanwatch.recording.events import PeakName
 from nanwatch.records.record import Frame, Note, Record
 from nanwatch.session.api import watch
@@ -143,8 +143,8 @@ def test_gradients_of_several_backwards() -> None:
 
 def test_names_that_are_new_in_each_batch_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that they do not fill the memory of the Python recorder."""
-    monkeypatch.setattr(calls, "_MAX_PEAKS", 5)
-    peaks = calls.Peaks()
+    monkeypatch.setattr(recorder, "_MAX_PEAKS", 5)
+    peaks = recorder.Peaks()
     for batch, labels in enumerate(("ab", "cd", "ef", "ga")):
         records = tuple(Record(label, "output", (1,), "float32", 1.0, 1.0, True, None) for label in labels)
         peaks.add(Frame(batch, "m", "Linear", records))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.search import Diagnosis, find_operation
 from nanwatch.instrumentation.execution_context import RngState
-from nanwatch.recording.calls import start_of
+from nanwatch.recording.events import Start
 from nanwatch.report.finding import Finding
 from nanwatch.session.api import watch
 
@@ -22,7 +22,7 @@ def snapshot_of(
 ) -> BatchSnapshot:
     """The start of a batch, as a recorder keeps it, with the states of random and numpy.random for `draws`."""
     others = RngState.capture(others=True).others if draws else ()
-    return BatchSnapshot.of(start_of(0, module, args, kwargs, (buffers, others)))
+    return BatchSnapshot.of(Start.of(0, module, args, kwargs, (buffers, others)))
 
 
 def look(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Finding, Diagnosis]:

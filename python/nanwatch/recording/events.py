@@ -114,6 +114,27 @@ class Start(NamedTuple):
     elapsed: float
     extra: Any
 
+    @classmethod
+    def of(
+        cls,
+        batch: int,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        extra: object,
+    ) -> Start:
+        """Return the start of a batch that begins now, as csrc/recorder/batch_start.h makes it."""
+        autocast = tuple(
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in ("cpu", "cuda")
+        )
+        modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        # CUDA's generators refuse while a graph is captured.
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        cuda = tuple(x.get_state() for x in (() if is_captured else torch.cuda.default_generators))
+        state = (torch.get_rng_state(), cuda, autocast, *modes, versions_of(args, kwargs))
+        return cls(batch, module, args, kwargs, *state, 0.0, extra)
+
 
 def versions_of(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> list[tuple[Tensor, int]]:
     """Return the tensors among the arguments, and in their lists, tuples and dicts, with their versions."""

@@ -6,37 +6,74 @@ calls inside torch.compile. PythonRecorder reads every tensor of every call. Tes
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
+import time
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ..numerics import _extension
-from ..records.record import PLAIN_MASK, Frame, Note, Record
-from .calls import Backward, Batch, Call, GradientHook, GradientUser, Node, Peaks, leaf_hook, place_of
-from .events import Event, PeakName, Recorder, RecorderEvents, Settings, Start
+from ..numerics.readable import unreadable
+from ..records.record import PLAIN_MASK, Frame, Note, Record, Role
+from .events import Arrival, BackwardCall, Event, PeakName, Recorder, RecorderEvents, Settings, Start
 from .masks import Excuses
 from .observe import call_values, completed_record, observe
 from .walk import is_container, leaves, spell_key
 
 # More than one batch is under way where several threads call the model.
 _COUNTED_BATCHES = 16
+# A model that names its outputs anew in every batch must not fill the memory: no peak is added beyond this many.
+_MAX_PEAKS = 1 << 16
 # The record of a call near the end of its thread's stack.
 _FULL_STACK = Note("not_checked", "the stack is nearly full (sys.getrecursionlimit)")
 
 
+@dataclass
+class _Node:
+    name: str
+    class_name: str
+    observed: bool
+    allow_inf: bool | Excuses
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call under way, and then one that gradients may come for: hooks in the graph keep it and the calls around it.
+
+    An outermost call begins a batch. It has `given`, its arguments until it ends, and with `keeps_starts` a `start`,
+    with the time when it began and a weak reference to the module, as a model may keep its own output.
+    """
+
+    node: _Node
+    caller: _Call | None
+    frame: Frame
+    given: tuple[Any, Any] = ((), None)
+    start: Any = None
+    added: list[tuple[Role, str, Any]] = field(default_factory=list)  # outputs that `add_output` gave it
+    number: int = 0
+    backward: int = -1  # the one that last brought a gradient of its outputs
+
+
+def _start_of(call: _Call) -> Start | None:
+    elapsed = 0.0 if call.start is None else time.monotonic() - call.start.elapsed
+    return call.start and call.start._replace(module=call.start.module(), elapsed=elapsed)  # type: ignore[no-any-return]
+
+
 class _Thread(threading.local):
+    root: _Call | None = None  # of the batch under way
+    recording = False  # what is read or called back may call other modules: they are not recorded
+
     def __init__(self) -> None:
-        self.calls: list[Call] = []  # under way, outermost first
-        self.recording = False  # a callback may call other modules: they are not recorded
+        self.calls: list[_Call] = []  # under way, outermost first
 
 
 @dataclass
@@ -46,6 +83,12 @@ class _Subscription:
 
     def remove(self) -> None:
         self.active = False
+
+
+# A gradient that came to a call: of which part, whether one of the call's outputs came before, and its record.
+_Gradient: TypeAlias = tuple[_Call, Any, bool, Record]
+# All of a backward, by place in the graph, with the tensor there and its version.
+_Gradients: TypeAlias = dict[object, list[_Gradient]]
 
 
 class PythonRecorder:
@@ -58,37 +101,35 @@ class PythonRecorder:
     `paused`, set by pause(), resume() and stop() of a Watch: nothing is recorded.
     """
 
+    keeps_starts = gathers_inputs = gathers_gradient_peaks = gathers_weights = False
+    gathers_from, latest_batch = sys.maxsize, -1
+
     def __init__(self, settings: Settings, events: RecorderEvents) -> None:
-        self.keeps_starts = self.gathers_inputs = self.gathers_gradient_peaks = self.gathers_weights = False
-        self.gathers_from = sys.maxsize
-        self.latest_batch = -1
-        self.counters = dict.fromkeys(
-            ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits"), 0
-        )
+        names = ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits")
+        self.counters = dict.fromkeys(names, 0)
         # Nobody calls back or reads a tensor while holding the lock. Reentrant, as a signal's handler may ask for a
         # report at any moment.
         self._lock = threading.RLock()
-        self._settings, self._events = settings, events
+        self._settings, self._events, self._follows = settings, events, settings.gradients
         self._is_paused, self._num_suspended = False, 0
         self._subscriptions: list[_Subscription] = []
-        self._nodes: list[Node] = []
+        self._nodes: list[_Node] = []
+        self._called = set[str]()
         self._frames: deque[Frame] = deque(maxlen=settings.max_frames)
         self._num_frames: dict[int, int] = {}  # by batch, of the latest ones
         self._peaks, self._gradient_peaks = Peaks(), Peaks()
-        self._thread = _Thread()
-        self._batches: dict[int, Batch] = {}  # under way, by thread
-        self._ended: weakref.WeakSet[Batch] = weakref.WeakSet()
-        self._follows = settings.gradients
-        self._hooks: weakref.WeakSet[GradientHook] = weakref.WeakSet()
-        self._call_numbers = itertools.count()
-        self._backwards: dict[int, Backward] = {}
+        self._thread, self._num_inside = _Thread(), 0
+        self._ended: weakref.WeakSet[_Call] = weakref.WeakSet()  # outermost calls
+        self._hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # their handles
+        # By the engine's run. The callback at its end is gone if an exception has ended it.
+        self._backwards: dict[int, tuple[weakref.ref[Any], _Gradients]] = {}
 
     # Settings, which a Watch makes
 
     def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | Excuses) -> int:
         """Return a number for a module, for its WatchedCall; or for an optimizer."""
         with self._lock:
-            self._nodes.append(Node(name, type(module).__name__, observed, allow_inf))
+            self._nodes.append(_Node(name, type(module).__name__, observed, allow_inf))
             return len(self._nodes) - 1
 
     def set_allow_inf(self, node: int, allow_inf: bool | Excuses, /) -> None:
@@ -123,8 +164,8 @@ class PythonRecorder:
     @property
     def num_other_threads(self) -> int:
         """Return how many other threads are inside a batch."""
-        batches = list(self._batches.items())
-        return sum(thread != threading.get_ident() and not batch.recomputed for thread, batch in batches)
+        root = self._thread.root
+        return self._num_inside - (root is not None and not root.frame.recomputed)
 
     @property
     def frames_kept(self) -> int:
@@ -149,17 +190,16 @@ class PythonRecorder:
 
     def called(self) -> set[str]:
         """Return the names of the modules that were called and have weights."""
-        return {node.name for node in self._nodes if node.has_frames}
+        return self._called.copy()
 
     def start(self) -> Start | None:
         """Return the start of the batch under way in this thread."""
-        batch = self._batches.get(threading.get_ident())
-        return None if batch is None else batch.start()
+        return None if self._thread.root is None else _start_of(self._thread.root)
 
     def ended_starts(self) -> list[Start]:
         """Return the starts of ended batches of which a gradient may still come: of the latest with its call."""
         with self._lock:
-            starts = [start for batch in self._ended if (start := batch.start()) is not None]
+            starts = filter(None, [_start_of(call) for call in self._ended])
         return sorted(starts, key=lambda start: start.batch)
 
     def forget_starts(self) -> None:
@@ -169,8 +209,9 @@ class PythonRecorder:
 
     def _forget_calls(self) -> None:
         with self._lock:
-            for batch in self._ended:
-                batch.forget_call()
+            for call in self._ended:
+                nothing = {"module": lambda: None, "args": (), "kwargs": None, "versions": [], "extra": None}
+                call.start = call.start._replace(**nothing)
 
     def call_under_way(self) -> tuple[int, str, str] | None:
         """Return the batch, and name and class of the module, of this thread's innermost call if it is recorded."""
@@ -196,21 +237,23 @@ class PythonRecorder:
 
     # Calls. The wrapper of a module makes the call itself: through here it would take a level of recursion more.
 
-    def enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Call | None:
+    def enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> _Call | None:
         """Begin a call of a module. Return None where it is not recorded."""
-        thread = self._thread
-        caller = thread.calls[-1] if thread.calls else None
-        if thread.recording or (caller is None and self.paused):
+        thread, node = self._thread, self._nodes[number]
+        if thread.recording or (not thread.calls and self.paused):
             return None
-        batch = self._begin_batch(module, args, kwargs) if caller is None else caller.batch
-        node = self._nodes[number]
-        frame = Frame(batch.number, node.name, type(module).__name__, (), "forward", batch.recomputed)
-        thread.calls.append(Call(node, batch, caller, frame))
+        if thread.calls:
+            frame = thread.calls[-1].frame._replace(name=node.name, class_name=type(module).__name__)
+            call = _Call(node, thread.calls[-1], frame)
+        else:
+            call = thread.root = self._begin_batch(node, module, args, kwargs)
         with self._lock:
             self.counters["calls"] += 1
-        return thread.calls[-1]
+            self._num_inside += call.caller is None and not call.frame.recomputed
+        thread.calls.append(call)
+        return call
 
-    def leave(self, call: Call, module: nn.Module, args: Any, kwargs: Any, outputs: tuple[Any, ...]) -> None:
+    def leave(self, call: _Call, module: nn.Module, args: Any, kwargs: Any, outputs: tuple[Any, ...]) -> None:
         """Record a call that has returned `outputs[0]`, or raised the exception being handled."""
         thread = self._thread
         thread.calls.pop()
@@ -223,7 +266,7 @@ class PythonRecorder:
         finally:
             try:
                 if call.caller is None:
-                    self._end_batch(call.batch, completed)
+                    self._end_batch(call, completed)
             finally:
                 thread.recording = False
 
@@ -235,19 +278,17 @@ class PythonRecorder:
 
     def add_frame(self, batch: int, node: int, records: list[Record]) -> None:
         """Keep a frame of an optimizer's step."""
-        name, class_name = self._nodes[node].name, self._nodes[node].class_name
-        self._keep(Frame(batch, name, class_name, tuple(records), "step"))
+        known = self._nodes[node]
+        self._keep(Frame(batch, known.name, known.class_name, tuple(records), "step"))
 
-    def _records(self, call: Call) -> bool:
-        return not self.paused and call.batch.number % self._settings.every == 0
+    def _records(self, call: _Call) -> bool:
+        return not self.paused and call.frame.batch % self._settings.every == 0
 
-    def _reports(self, event: Event, batch: int = -1) -> bool:
-        """Return whether an event is reported, as somebody has subscribed to it or the batch is traced."""
-        is_wanted = any(known.active and known.events & event for known in self._subscriptions)
-        return is_wanted or batch in self._settings.traced
+    def _reports(self, event: Event) -> bool:
+        return any(known.active and known.events & event for known in self._subscriptions)
 
-    def _record(self, call: Call, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        number, settings = call.batch.number, self._settings
+    def _record(self, call: _Call, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        number, settings = call.frame.batch, self._settings
         try:
             values = call_values(settings, module, args, kwargs, output) + call.added
             call.added.clear()
@@ -259,20 +300,22 @@ class PythonRecorder:
             # The call itself was made: it needed less of the stack than its observation.
             records = [Record("output", "output", None, "", None, None, None, None, _FULL_STACK)]
         frame = call.frame._replace(records=tuple(records))
-        with self._lock:
-            self._keep(frame, sum(record.isfinite is not None for record in records))
-            call.node.has_frames = True
-            if number >= self.gathers_from and not frame.recomputed:
-                self._peaks.add(frame, self.gathers_inputs)  # an input counts at the module that made it
-        if self._reports(Event.FRAME, number):
+        self._keep(frame, sum(record.isfinite is not None for record in records))
+        if self._reports(Event.FRAME) or number in settings.traced:
             self._events.on_frame(frame)
         if any(record.is_fault for record in records):
-            caller = None if call.caller is None else call.caller.node.name
-            self._events.on_nonfinite(frame, caller, *call.batch.given, False)
+            root, caller = self._thread.root or call, call.caller.frame.name if call.caller else None
+            self._events.on_nonfinite(frame, caller, *root.given, False)
 
     def _keep(self, frame: Frame, num_read: int = 0) -> None:
         with self._lock:
             self._frames.append(frame)
+            if frame.phase == "forward":
+                self._called |= {frame.name for record in frame.records if record.role == "weight"}
+                if frame.batch >= self.gathers_from and not frame.recomputed:
+                    self._peaks.add(frame, self.gathers_inputs)  # an input counts at the module that made it
+            elif frame.phase == "backward" and self.gathers_gradient_peaks:
+                self._gradient_peaks.add(frame)
             self.counters["frames"] += 1
             self.counters["tensors"] += num_read
             self.counters["tensors_read"] += num_read
@@ -280,129 +323,133 @@ class PythonRecorder:
             if len(self._num_frames) > _COUNTED_BATCHES:
                 del self._num_frames[min(self._num_frames)]
 
-    def _begin_batch(self, module: nn.Module, args: Any, kwargs: Any) -> Batch:
+    def _begin_batch(self, node: _Node, module: nn.Module, args: Any, kwargs: Any) -> _Call:
         self.settle()
         # Called from a backward: activation checkpointing runs the forward again. That is no new batch.
         recomputed = torch._C._current_graph_task_id() != -1
         with self._lock:
             self.latest_batch += not recomputed
-            batch = Batch(self.latest_batch, recomputed, args, kwargs)
+            frame = Frame(self.latest_batch, node.name, type(module).__name__, (), "forward", recomputed)
+        call = _Call(node, None, frame, (args, kwargs or None))
         if not recomputed:
             # Also of a batch that is not recorded: its thread is inside the model.
-            is_traced = batch.number in self._settings.traced
-            extra = self._events.on_batch_start(batch.number, is_traced, module, *batch.given)
+            is_traced = frame.batch in self._settings.traced
+            extra = self._events.on_batch_start(frame.batch, is_traced, module, *call.given)
             if self.keeps_starts:
-                batch.keep_start(module, extra)
+                start: Any = Start.of(frame.batch, module, *call.given, extra)
+                call.start = start._replace(module=weakref.ref(module), elapsed=time.monotonic())
                 if not hasattr(type(module), "is_watched_function"):
                     self._forget_calls()
-        self._batches[threading.get_ident()] = batch
-        return batch
+        return call
 
-    def _end_batch(self, batch: Batch, completed: bool) -> None:
-        is_reported = self._reports(Event.BATCH_END) or batch.number >= self.gathers_from
+    def _end_batch(self, call: _Call, completed: bool) -> None:
+        batch, recomputed = call.frame.batch, call.frame.recomputed
+        is_reported = not completed or self._reports(Event.BATCH_END) or batch >= self.gathers_from
         error = None if completed else sys.exc_info()[1]
         try:
-            if not batch.recomputed and (is_reported or not completed):
-                self._events.on_batch_end(batch.number, completed)
+            if is_reported and not recomputed:
+                self._events.on_batch_end(batch, completed)
         except BaseException as raised:
             # KeyboardInterrupt and SystemExit end the program, whatever came first.
             if error is None or raised.__cause__ is error or not isinstance(raised, Exception):
                 raise
         finally:
-            del self._batches[threading.get_ident()]
-            batch.given = (), None
-            if (start := batch.start()) is not None and start.grad:
-                with self._lock:
-                    self._ended.add(batch)
+            self._thread.root, call.given = None, ((), None)
+            with self._lock:
+                self._num_inside -= not recomputed
+                if call.start is not None and call.start.grad:
+                    self._ended.add(call)
 
     # Gradients. A recorded call leaves a hook at each of its tensors; csrc/gradients/gradient_recorder.h says how.
 
-    def _follow(self, call: Call, values: Iterable[tuple[Any, str, Any]]) -> None:
+    def _follow(self, call: _Call, values: Iterable[tuple[Any, str, Any]]) -> None:
         with torch._C.DisableTorchFunction():
-            places = [(part, label, x, place_of(x)) for part, label, x in values if part != "buffer"]
+            places = [(part, label, x, _place_of(x)) for part, label, x in values if part != "buffer"]
             outputs = {place for part, _, x, place in places if part == "output" and place and not x.is_leaf}
             if not outputs or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
                 return
-            call.number = next(self._call_numbers)
+            call.number = self.frames_kept
             for part, label, x, place in places:
                 # An output that is a leaf is handed through. An input that the module writes into is its output.
                 if place is None or (part == "output" if x.is_leaf else part == "input" and place in outputs):
                     continue
+                # A leaf outlives graphs: its hook keeps no call, and goes with it.
+                call_of = weakref.ref(call) if x.is_leaf else lambda: call
+                hook = partial(self._take, weakref.ref(self), call_of, part, f"{label}.grad", place)
+                hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save() warns of others
                 with self._lock:
-                    hook = (leaf_hook(x, self) if x.is_leaf else None) or GradientHook(self, place, x)
-                    self._hooks.add(hook)
-                    alive = [user for user in hook.users if user[0]() is not None]
-                    call_of = weakref.ref(call) if x.is_leaf else lambda: call
-                    hook.users = [*alive, (call_of, part, f"{label}.grad")]
+                    handle = x.register_hook(hook)
+                    self._hooks.add(handle)
+                weakref.finalize(call, handle.remove).atexit = False
 
     def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
         """Remove all hooks, and look at no gradient any more."""
         self._follows = False
         with self._lock:
-            for hook in [*self._hooks]:
-                hook.handle.remove()
+            for handle in [*self._hooks]:
+                handle.remove()
 
-    def take_gradient(self, gradient: Tensor, place: object, users: list[GradientUser]) -> None:
-        """Take a gradient that came at a place of the graph, of a tensor that these calls have used."""
-        task = torch._C._current_graph_task_id()
-        # An argument or a weight may get its gradient from elsewhere, too: a call whose outputs had none has no part in
-        # this backward. A weight that is used past its module alone is the latest call's.
-        weights = [user for user in users if user[1] == "weight"]
-        users = [user for user in users if user[1] == "output" or user[0].backward == task] or weights[-1:]
-        if not self._follows or task == -1 or not users:
+    @staticmethod
+    def _take(recorder_of: Any, call_of: Any, part: str, label: str, place: Any, gradient: Any) -> None:
+        # Autograd gives None for a result that nobody used, as a part of unbind, and for a Function whose backward
+        # returns none. Compiled autograd would follow this hook into code that it cannot compile.
+        if gradient is None or is_compiling():
             return
-        # The gradient of a weight is the sum over all calls of its module. It belongs to the first, which the backward
-        # reaches last.
-        first = dict[object, GradientUser]()
-        for call, part, label in users:
-            first.setdefault((id(call.node), label) if part == "weight" else len(first), (call, part, label))
-        backward = self._backwards.get(task) or self._open(task)
-        record = observe(gradient, "", "gradient", batch=users[0][0].batch.number, wanted=self._settings)
-        with self._lock, torch._C.DisableTorchFunction():
-            version = None if gradient.is_inference() else gradient._version
-            backward.add((place, id(gradient), version), [*first.values()], record)
-            for call, part, _ in users:
-                call.backward = task if part == "output" else call.backward
+        recorder, call, task = recorder_of(), call_of(), torch._C._current_graph_task_id()
+        if recorder is None or call is None or not recorder._follows or task == -1:
+            return
+        if part == "output":
+            call.backward = task
+        # An argument or a weight may get its gradient from elsewhere, too: a call whose outputs had none has no part in
+        # this backward. Of weights, `_backward_frames` decides.
+        is_reached = call.backward == task
+        if part == "input" and not is_reached:
+            return
+        with torch._C.DisableTorchFunction():
+            key = place, id(gradient), None if gradient.is_inference() else gradient._version
+        group = recorder._gradients_of(task).setdefault(key, [])
+        if group and place[0] == "leaf":  # one that is used in a loop has thousands of hooks
+            record = group[0][-1]._replace(label=label)
+        else:
+            record = observe(gradient, label, "gradient", batch=call.frame.batch, wanted=recorder._settings)
+        group.append((call, part, is_reached, record))
 
-    def _open(self, task: int) -> Backward:
+    def _gradients_of(self, task: int) -> _Gradients:
         end = partial(self._finish, task)
         with self._lock:
-            if task in self._backwards:  # another device's thread was faster
-                return self._backwards[task]
-            # The engine drops the callback when an exception ends the run.
-            backward = self._backwards[task] = Backward(end)
+            if task in self._backwards:
+                return self._backwards[task][1]
+            _, gradients = self._backwards[task] = weakref.ref(end), {}
         torch.autograd.Variable._execution_engine.queue_callback(end)
         if self._reports(Event.BACKWARD_START):
             self._events.on_backward_start()
-        return backward
+        return gradients
 
     def settle(self) -> None:
         """Make frames of the backwards that an exception ended without a sign."""
-        for task, backward in list(self._backwards.items()):
-            if backward.end() is None:
+        for task, (end, _) in list(self._backwards.items()):
+            if end() is None:
                 self._finish(task)
 
     def finish_nonfinite_backward(self) -> None:
         """Make frames of this thread's backward, as far as it has come, if a gradient in it is not finite."""
-        backward = self._backwards.get(task := torch._C._current_graph_task_id())
-        if backward is not None and backward.has_fault:
+        task = torch._C._current_graph_task_id()
+        groups = list(self._backwards[task][1].values()) if task in self._backwards else []
+        if any(record.is_fault for group in groups for *_, record in group):
             self._finish(task)
 
     def _finish(self, task: int) -> None:
-        backward = self._backwards.pop(task, None)
-        if backward is None or self.paused or not self._follows:
+        _, gradients = self._backwards.pop(task, (None, None))
+        if gradients is None or self.paused or not self._follows:
             return
-        ended, arrivals = backward.frames()
-        frames = [call.frame for call in ended]
-        with self._lock:
-            for frame in frames if self.gathers_gradient_peaks else ():
-                self._gradient_peaks.add(frame)
+        calls, arrivals = _backward_frames(list(gradients.values()))
+        frames = [call.frame for call in calls]
         try:
             for frame in frames:
                 if frame.batch in self._settings.traced:
                     self._events.on_frame(frame)
-            if backward.has_fault:
-                self._events.on_backward_end(ended, arrivals)
+            if any(frame.fault is not None for frame in frames):
+                self._events.on_backward_end(calls, arrivals)
         finally:
             for frame in frames:
                 self._keep(frame, len(frame.records))
@@ -414,6 +461,75 @@ class PythonRecorder:
                 if frame.phase == "backward" and frame.batch in batches:
                     records = [x._replace(note=note) if x.isfinite is False else x for x in frame.records]
                     self._frames[position] = frame._replace(records=tuple(records))
+
+
+def _place_of(x: Any) -> tuple[Any, ...] | None:
+    """Return the place of a tensor in the graph: an output of a node, or a leaf's own; None where hooks see nothing."""
+    is_followed = issubclass(type(x), Tensor) and x.requires_grad and not x.is_meta
+    if not is_followed or unreadable(x).startswith("inside a functorch transform"):
+        return None
+    try:
+        return ("leaf", id(x)) if x.grad_fn is None else (x.grad_fn._sequence_nr(), x.output_nr)
+    except RuntimeError:
+        # One of several views, as unbind gives them, after their base was written into: it has no graph any more, and
+        # autograd refuses each use of it.
+        return None
+
+
+def _backward_frames(groups: Iterable[list[_Gradient]]) -> tuple[list[BackwardCall], list[Arrival]]:
+    """Return the calls with their frames, a parent after its children as in the forward, and the arrivals."""
+    received: list[tuple[int, _Call, Any, Record]] = []
+    for when, group in enumerate(groups, start=1):
+        users = set[tuple[int, str]]()
+        # A weight that is used past its module alone is the latest call's.
+        for call, part, _, record in [gradient for gradient in group if gradient[2]] or group[-1:]:
+            # The gradient of a weight is the sum over all calls of its module. It belongs to the first, which the
+            # backward reaches last.
+            if part != "weight" or (id(call.node), record.label) not in users:
+                received.append((when, call, part, record))
+            users.add((id(call.node), record.label))
+    records: dict[_Call | None, list[Record]] = {call: [] for _, call, *_ in received}
+    done: dict[_Call, None] = {}
+    for _, call, *_ in received:
+        # A call is done when it and all calls in it had their last gradient.
+        around: _Call | None = call
+        while around is not None and around in records:
+            done.pop(around, None)
+            done[around], around = None, around.caller
+    positions: dict[_Call | None, int] = {call: position for position, call in enumerate(done)}
+    arrivals = []
+    for when, call, part, record in received:
+        arrivals.append(Arrival(positions[call], len(records[call]), part, when))
+        records[call].append(record)
+    frames = [call.frame._replace(records=tuple(records[call]), phase="backward") for call in done]
+    callers = [positions.get(call.caller) for call in done]
+    return list(map(BackwardCall, frames, callers, [call.number for call in done])), arrivals
+
+
+class Peaks(dict[PeakName, float]):
+    """The largest magnitude of each tensor of a batch, or of each gradient of several backwards."""
+
+    batch = -1
+    num_taken = 0  # names, in the order in which they came
+
+    def add(self, frame: Frame, with_inputs: bool = True) -> None:
+        """Take the finite records of a frame: reports have the others. The forward of another batch begins anew."""
+        if frame.phase == "forward" and frame.batch != self.batch:
+            self.update(dict.fromkeys(self, 0.0))
+        self.batch = max(self.batch, frame.batch) if frame.phase == "backward" else frame.batch
+        for record in frame.records:
+            name = (frame.name, record.label, record.dtype)
+            is_known = name in self or (len(self) < _MAX_PEAKS and record.ends is not None)
+            is_meant = record.is_excused or (record.role == "input" and not with_inputs)
+            if record.isfinite and is_known and not is_meant:
+                self[name] = max(self.get(name, 0.0), record.abs_max or 0.0)
+
+    def take(self) -> tuple[int, list[PeakName], bytes]:
+        """Return `(batch, new, values)`, and forget the peaks; see PythonRecorder.take_peaks."""
+        batch, new, values = self.batch, list(self)[self.num_taken :], array("d", self.values())
+        self.batch, self.num_taken = -1, len(self)
+        self.update(dict.fromkeys(self, 0.0))
+        return batch, new, values.tobytes()
 
 
 if _extension.C is not None:
