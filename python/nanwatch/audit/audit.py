@@ -86,7 +86,7 @@ def gathered(
             missing = sum(size for key, size in inside.items() if key not in hits)
             # A module of one weight is named with it.
             if len(inside) > 1 and missing <= _MISSING.get(suspect.kind, 0.0) * sum(inside.values()):
-                module, label, count = above, None, len(inside)
+                module, label, count = above, None, len(inside.keys() & hits)
         if (module, label) not in named:
             named.add((module, label))
             yield Suspect(suspect.kind, module, label, suspect.numbers), count

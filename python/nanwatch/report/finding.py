@@ -376,7 +376,7 @@ class Origin:
 
 _KINDS: dict[OriginKind, str] = {
     "produced": "which produced it",
-    "received": "from code of its caller that is no module",
+    "received": "made between the calls of watched modules",
     "weight": "already in the weight",
     "buffer": "already in the buffer",
     "data": "already in the data of the batch",

@@ -223,6 +223,9 @@ class InNotebook:
         """Return the result as one page."""
         raise NotImplementedError
 
+    def __str__(self) -> str:
+        return self.to_text()
+
     def _repr_html_(self) -> str:
         """Return the page in a frame of its own: its style does not reach the notebook."""
         try:

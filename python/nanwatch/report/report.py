@@ -100,9 +100,6 @@ class Report(InNotebook):
         lines = [(style, visible(line)) for style, line in _styled_lines(self, whole=whole)]
         return "\n".join(f"\x1b[{_COLORS[style]}m{line}\x1b[0m" if color else line for style, line in lines)
 
-    def __str__(self) -> str:
-        return self.to_text()
-
     def print(self, file: TextIO | None = None) -> None:
         """Write the text to `file` (sys.stdout), in colour where that is a terminal and `rich` is installed."""
         out = sys.stdout if file is None else file

@@ -130,9 +130,6 @@ class SpikeReport(InNotebook):
         """Return the report as text."""
         return "\n".join(visible(str(line)) for line in (self.headline, *self.facts()))
 
-    def __str__(self) -> str:
-        return self.to_text()
-
     def to_json(self) -> str:
         """Return one strict JSON document; nan and the infinities are strings, as in `Report.to_json`."""
         document: dict[str, Any] = {"schema": SCHEMA, "version": VERSION, **reading.plain(self)}

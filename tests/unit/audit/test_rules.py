@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.audit.rules import update_of
+from nanwatch.audit.audit import gathered
+from nanwatch.audit.rules import Suspect, update_of
 from nanwatch.audit.window import Step, Window
 
 
@@ -49,6 +50,12 @@ def test_the_update_of_a_bfloat16_weight_is_that_of_float64(kind: Any, options: 
     assert [weight.gradient is None for weight in audited.weights.values()] == [True, False]
 
 
+def test_a_fault_of_a_module_counts_the_weights_that_have_it() -> None:
+    weights = {("0", "weight"): 90, ("0", "bias"): 5, ("2", "weight"): 90, ("2", "bias"): 5}
+    faults = gathered([Suspect("zero-gradient", *key) for key in [*weights][:3]], weights)
+    assert [(*suspect[1:3], count) for suspect, count in faults] == [("", None, 3)]
+
+
 def test_a_backward_inside_a_backward_is_no_arrival_of_its_own() -> None:
     """Only the first of a scaled loss has a sample of its gradient."""
     model = nn.Linear(2, 2)
@@ -56,8 +63,7 @@ def test_a_backward_inside_a_backward_is_no_arrival_of_its_own() -> None:
     window = Window(recorder, model, lambda *_: None)
     window.renew(torch.optim.SGD(model.parameters(), lr=0.1))
     for factor in (3.0, 0.25):
-        x = torch.ones(1, 2, requires_grad=True)
-        loss = checkpoint(model, x, use_reentrant=True).sum()
+        loss = checkpoint(model, torch.ones(1, 2, requires_grad=True), use_reentrant=True).sum()
         (loss * factor if factor > 1 else loss / 4).backward()
     window.taps.remove()
     seen = [(x.factors, x.was_full, x.gradient is None) for x in window.arrivals[id(model.weight)]]

@@ -281,7 +281,7 @@ def test_a_call_of_a_shared_module_that_one_side_lacks_moves_no_other() -> None:
     """The third call of the norm is matched with the second of the other side, by the layers around it."""
     result = nanwatch.compare(Shared(skips=False), Shared(skips=True), torch.randn(2, 8))
     assert result.equal, result.to_text()
-    assert "A made 7 calls, B 6" in result.compared
+    assert "A made 7 calls, B 6" in str(result)
     assert [place.error for place in result.modules if place.module_a == "norm"] == [0, 0]
     a, b = with_step(torch.tanh), with_step(torch.tanh)
     b.forward = lambda x: b[2](3 * b[0](x))  # the code of a module around which A has another
