@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..numerics.ranges import tensor_health
-from ..numerics.readable import is_plain, only_our_dispatch
+from ..numerics.readable import is_plain, local_shard, only_our_dispatch
 from ..recording.events import Settings
 from ..recording.observe import observe
 from ..recording.walk import call_leaves
 from ..report.finding import Cure, Finding
 from ..util.visible import suppressed
 from .batch_snapshot import BatchSnapshot
-from .operation import Operation, addressable
 
 # The least and the largest operand of each operation. A guard is right if rounding took the operand past them, and
 # hides a mistake otherwise, such as vectors that are not normalised.
@@ -66,15 +65,15 @@ def came_in(name: str, x: Tensor) -> str:
 
 
 def causes(
-    operation: Operation,
+    base: str,
     named: Mapping[str, Any],
     operands: Sequence[Tensor],
     strangers: Sequence[int],
     calls: Sequence[BatchSnapshot],
 ) -> Iterator[str]:
-    """Yield sentences on what the operation was given, by name, and on the arguments and weights of the open calls.
+    """Yield sentences on what an operation was given, by name, and on the arguments and weights of the open calls.
 
-    `strangers` are the numbers of the operands that were non-finite before.
+    `base` is its name in the dispatcher, and `strangers` are the numbers of the operands that were non-finite before.
     """
     arguments = [named_arguments(call.module, call.args, call.kwargs).values() for call in calls]
     # The program has written to these tensors, so they no longer hold what it was given.
@@ -94,21 +93,27 @@ def causes(
         batches = ((name, y) for name, y in (arguments[0] if calls else ()) if not y.numel())
         words = (f"the batch is empty: `{name}` has shape {list(y.shape)}" for name, y in batches)
         yield next(words, unknown)
-    if operation.base.startswith("nll_loss"):
+    if base.startswith("nll_loss"):
         labels, ignored = named.get("target"), named.get("ignore_index", -100)
         if isinstance(labels, Tensor) and labels.numel() and bool((labels == ignored).all()):
             yield f"all {labels.numel():,} labels are ignore_index ({ignored}): the mean is that of nothing"
-    yield from _masked_rows(operation, named)
-    yield from _outside_domain(operation, named)
+    yield from _masked_rows(base, named)
+    yield from _outside_domain(base, named)
+
+
+def addressable(x: Tensor) -> Tensor:
+    """Return the tensor; of a DTensor its shard."""
+    shard = local_shard(x)
+    return x if shard is None else shard
 
 
 def _memory(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata) if is_plain(x) else id(x)
 
 
-def _masked_rows(operation: Operation, named: Mapping[str, Any]) -> Iterator[str]:
+def _masked_rows(base: str, named: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence if a softmax had rows that are masked throughout."""
-    if operation.base in ("_softmax", "_log_softmax"):
+    if base in ("_softmax", "_log_softmax"):
         x, dim, what = named["self"], named["dim"], "its operand"
     else:
         x, dim, what = named.get("attn_mask", named.get("attn_bias")), -1, "its mask"
@@ -123,12 +128,12 @@ def _masked_rows(operation: Operation, named: Mapping[str, Any]) -> Iterator[str
         )
 
 
-def _outside_domain(operation: Operation, named: Mapping[str, Any]) -> Iterator[str]:
+def _outside_domain(base: str, named: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence if an operation was given values for which it is not defined."""
     x = named.get("self")
-    if operation.base not in DOMAINS or not isinstance(x, Tensor) or not is_plain(x) or x.is_complex():
+    if base not in DOMAINS or not isinstance(x, Tensor) or not is_plain(x) or x.is_complex():
         return
-    least, largest = DOMAINS[operation.base]
+    least, largest = DOMAINS[base]
     ends = ("below", "least", least, x[x < least]), ("above", "largest", largest, x[x > largest])
     for side, extreme, end, outside in ends:
         if outside.numel():

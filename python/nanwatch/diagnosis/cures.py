@@ -21,12 +21,11 @@ from ..recording.walk import call_leaves
 from ..records.headroom import least_bits
 from ..records.record import Record
 from ..report.finding import Cure
-from .experiment import Experiment, MakeCall, make_call
-from .operation import Step
+from .experiment import LEAST_ROOM, Experiment, Hold, MakeCall, Trials, loaded, make_call
 from .patching.rounds import Rounds
 from .patching.source import TargetFinder, find_target
 from .patching.table import OPTIONS
-from .trials import LEAST_ROOM, Hold, Trials, loaded
+from .provenance import Step
 
 # The guilty module and those around it, the whole model apart, that are tried in float32.
 _MOST_MODULES = 3
@@ -206,13 +205,13 @@ class _Formats:
                 yield watched
 
 
-def _under_bfloat16(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _under_bfloat16(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Make a call with bfloat16 where autocast has float16: here, as a model may enter autocast in its own forward."""
     with ExitStack() as modes:
         for kind in autocast_kinds():
             if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
                 modes.enter_context(torch.autocast(kind, torch.bfloat16, cache_enabled=False))
-        return make_call(module, args, kwargs)
+        return make_call(module, *args, **kwargs)
 
 
 def _clamping(chosen: nn.Module, side: str, limit: float) -> MakeCall:
@@ -221,10 +220,10 @@ def _clamping(chosen: nn.Module, side: str, limit: float) -> MakeCall:
     def clamped(value: Any) -> Any:
         return replaced(value, lambda x: x.clamp(-limit, limit) if x.dtype.is_floating_point else None)
 
-    def make(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def make(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module is chosen and side == "input":
             args, kwargs = clamped((args, kwargs))
-        output = make_call(module, args, kwargs)
+        output = make_call(module, *args, **kwargs)
         return clamped(output) if module is chosen and side == "output" else output
 
     return make

@@ -1,36 +1,45 @@
 """The re-run of a failed batch: find the operation, try cures, find the samples at fault, write it all down.
 
-Each step may be missing a package, run out of memory or meet a model that cannot be run twice: then a remark says so,
-and the report is what it was before.
+ProvenanceMode reads each operation of one run, forward and backward. The search looks at the tensor that the finding
+speaks of, an output or an input of a module or a gradient, and asks which operation began its values. Each step may be
+missing a package, run out of memory or meet a model that cannot be run twice: then a remark says so, and the report is
+what it was before.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..instrumentation.functions import find_called
+from ..instrumentation.wrapped_names import module_names
+from ..numerics import _reference
+from ..numerics.readable import inner_tensors, is_plain, only_our_dispatch, unreadable
 from ..precision.casting import replaced
+from ..recording.observe import observe, state_of
 from ..recording.walk import call_leaves
-from ..records.record import Phase
-from ..report.finding import with_earlier, working_first
+from ..records.record import Frame, Phase
+from ..report.finding import Finding, finding_of, with_earlier, working_first
+from ..util.modules import is_in
 from ..util.visible import spell
 from . import isolation
 from .batch_snapshot import BatchSnapshot, no_second_run
+from .causes import addressable, came_in, named_arguments
 from .cures import try_formats, try_patches
-from .experiment import Allows, nothing_allowed
+from .experiment import Allows, Experiment, Trials, nothing_allowed, run
 from .incident import Incident, attempt, write_failure
 from .loss_statements import LossStatements, ProgramCall, Refused
 from .patching.source import find_target
-from .search import Diagnosis, enrich, find_operation
-from .trials import Trials
+from .provenance import Step, values_of
 
 _ADVICE = "put the loss into a function below `@nanwatch.watched`: a report then has its line and operands"
 _NOT_KEPT = (
@@ -39,6 +48,8 @@ _NOT_KEPT = (
 _AGAIN = "found by running {} again"
 # Runs of a part of the batch. One of 64 samples takes 9.
 _MOST_RUNS = 24
+# Beyond this a bool for every element asks too much of a device that is full.
+_MAX_ELEMENTS = 1 << 31
 
 
 def examine(
@@ -59,19 +70,19 @@ def examine(
     program's: the backward or the step that failed. `loss_scale` is None where it is not known.
     `allows` tells which infinities are meant.
     """
-    run = _Rerun(incident, model, allows, loss_scale)
+    rerun = _Rerun(incident, model, allows, loss_scale)
     try:
         if examines and (reason or (snapshot is None and call is None)):
             incident.remark(f"no re-run was made: {reason or _NOT_KEPT}")
         elif examines and incident.finding.phase in ("backward", "step"):
-            run.examine_backward(snapshot, call)
+            rerun.examine_backward(snapshot, call)
         elif examines and snapshot is not None:
-            run.examine_batch(snapshot)
+            rerun.examine_batch(snapshot)
     except isolation.RerunEndedError as ended:
         incident.remark(f"the re-run of the batch ended: {ended}")
     if output_dir is not None:
-        run.send()
-        write_failure(incident, run.call, output_dir)
+        rerun.send()
+        write_failure(incident, rerun.call, output_dir)
 
 
 class _Rerun:
@@ -80,7 +91,8 @@ class _Rerun:
     call: BatchSnapshot | None = None
 
     def __init__(self, incident: Incident, model: nn.Module, allows: Allows, scale: float | None) -> None:
-        self._incident, self._model, self._allows = incident, model, allows
+        self._incident, self._model = incident, model
+        self._find = partial(find_operation, model=model, allows=allows)
         self._trials = partial(Trials, model=model, allows=allows, loss_scale=scale)
 
     def send(self) -> None:
@@ -89,42 +101,43 @@ class _Rerun:
 
     def examine_batch(self, snapshot: BatchSnapshot) -> None:
         """Run the forward of the batch again to find the operation, cures and samples."""
-        incident, finding = self._incident, self._incident.finding
-        diagnosis = find_operation(snapshot, finding, model=self._model, allows=self._allows)
-        self.call = diagnosis.call
-        self._learn(diagnosis)
-        if diagnosis.holder is not None:
-            frames = with_earlier(incident.report.frames, diagnosis.holder)
-            incident.report = replace(incident.report, frames=tuple(frames))
-        was_there = finding.origin in ("data", "buffer") and diagnosis.step is not None
-        if diagnosis.transient is False or was_there:
+        incident, was_there = self._incident, self._incident.finding.origin in ("data", "buffer")
+        incident.finding, step, self.call, holder = self._find(snapshot, incident.finding)
+        self.send()
+        if holder is not None:
+            incident.report = replace(
+                incident.report, frames=tuple(with_earlier(incident.report.frames, holder))
+            )
+        if incident.finding.transient is False or (was_there and step is not None):
             if doubts := snapshot.doubts():
                 incident.remark(f"no cure was tried, as {doubts[0]}")
             else:
-                self._cure(snapshot, diagnosis, "forward")
-        if diagnosis.step is not None or incident.finding.origin == "data":
-            self._find_samples(snapshot, diagnosis, batch_size(snapshot))
+                self._cure(snapshot, step, "forward")
+        if step is not None or incident.finding.origin == "data":
+            self._find_samples(snapshot, batch_size(snapshot))
 
     def examine_backward(self, snapshot: BatchSnapshot | None, call: ProgramCall | None) -> None:
         """Run the batch again with its backward to find the operation, cures and samples."""
         incident, remarks = self._incident, [call.between] if call is not None and call.between else []
+        finding = incident.finding
         best: tuple[Diagnosis, BatchSnapshot] | None = None
         for start in self._starts(snapshot, call, remarks):
-            diagnosis = find_operation(start, incident.finding, model=self._model, allows=self._allows)
+            diagnosis = self._find(start, replace(finding, remarks=()))
             if diagnosis.step is not None:
                 best = diagnosis, start
                 # Else the loss reads a bad value with a graph that these statements did not make.
                 if all(x.grad_fn is None for x in diagnosis.step.strangers):
                     break
-            elif diagnosis.remarks:
-                remarks.append("; ".join(diagnosis.remarks))
+            else:
+                remarks.append("; ".join(diagnosis.finding.remarks))
         if best is None:
-            advice = "" if incident.finding.phase == "step" else f"; {_ADVICE}"
+            advice = "" if finding.phase == "step" else f"; {_ADVICE}"
             incident.remark(*dict.fromkeys(f"{remark}{advice}" for remark in remarks))
             return
-        diagnosis, start = best
-        self._learn(diagnosis)
-        self._cure(start, diagnosis, "forward" if call is not None and call.is_bad else "backward")
+        (completed, step, *_), start = best
+        incident.finding = replace(completed, remarks=(*finding.remarks, *completed.remarks))
+        self.send()
+        self._cure(start, step, "forward" if call is not None and call.is_bad else "backward")
         size = batch_size(start if snapshot is None else snapshot)
         is_part = isinstance(module := start.module, LossStatements)
         incident.remark(_AGAIN.format(module.where if is_part else "the batch without its loss"))
@@ -133,12 +146,8 @@ class _Rerun:
             with suppress(Refused):
                 for module in islice(call.statements(self._model, keeps_outputs=True), 1):
                     start = replace(start, module=module, kwargs=module.inputs, draws=[])
-        if incident.finding.phase == "backward":
-            self._find_samples(start, diagnosis, size)
-
-    def _learn(self, diagnosis: Diagnosis) -> None:
-        self._incident.finding = enrich(self._incident.finding, diagnosis)
-        self.send()
+        if finding.phase == "backward":
+            self._find_samples(start, size)
 
     def _starts(
         self, snapshot: BatchSnapshot | None, call: ProgramCall | None, remarks: list[str]
@@ -170,12 +179,12 @@ class _Rerun:
         if snapshot is not None and phase == "backward" and not is_of_loss:
             yield snapshot
 
-    def _cure(self, start: BatchSnapshot, diagnosis: Diagnosis, phase: Phase) -> None:
+    def _cure(self, start: BatchSnapshot, step: Step | None, phase: Phase) -> None:
         """Try changes of the source first, as they are the smallest, then other formats. `phase` is the source's."""
         incident, finding, statements = self._incident, self._incident.finding, start.module
         trials = self._trials(start, replace(finding, phase=phase))
         at = statements.target if isinstance(statements, LossStatements) else find_target
-        patches = partial(try_patches, trials, diagnosis.step, at)
+        patches = partial(try_patches, trials, step, at)
         try:
             attempt("the search for a change of the source", patches, trials.remarks.append)
             if not (finding.is_of_loss or finding.phase == "step"):
@@ -187,9 +196,9 @@ class _Rerun:
             incident.remark(*trials.remarks)
             self.send()
 
-    def _find_samples(self, start: BatchSnapshot, diagnosis: Diagnosis, size: int) -> None:
+    def _find_samples(self, start: BatchSnapshot, size: int) -> None:
         """Look for the samples that carry the failure, unless a second run says little."""
-        if not (diagnosis.transient or no_second_run(start.module) or start.doubts()):
+        if not (self._incident.finding.transient or no_second_run(start.module) or start.doubts()):
             search = partial(find_samples, self._trials(start, self._incident.finding), size)
             if samples := attempt("the search for samples", search, self._incident.remark):
                 self._incident.learn(samples=samples)
@@ -236,3 +245,257 @@ def batch_size(snapshot: BatchSnapshot) -> int:
     tensors = [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]
     sizes = {x.shape[0] if x.layout is torch.strided and not x.is_nested else 0 for x in tensors if x.ndim}
     return sizes.pop() if len(sizes) == 1 else 0
+
+
+# The operation that made the value
+
+
+class Diagnosis(NamedTuple):
+    """A finding as a re-run of its batch completed it, and what was seen beside it.
+
+    `step` is the operation that made the value, None when none was seen. `call` is the call in which the value was
+    made; it holds the call's tensors, so drop it when done. `holder` is a frame with the weight or buffer that the
+    operation was given non-finite, whose finding it then is.
+    """
+
+    finding: Finding
+    step: Step | None = None
+    call: BatchSnapshot | None = None
+    holder: Frame | None = None
+
+
+def find_operation(
+    snapshot: BatchSnapshot, finding: Finding, *, model: nn.Module, allows: Allows = nothing_allowed
+) -> Diagnosis:
+    """Run the batch of `finding` again and find the operation that made the non-finite value.
+
+    `model` is the watched root, in which the names of the finding are names. `allows` tells which infinities are meant.
+    A value that was in a weight is only described. For one that was in a buffer or the data, the operation that spreads
+    it is found. Raises nothing of its own: what could not be done is a remark. The finding is `transient` when the
+    re-run did not make the value again, not when it did, and None when that says nothing.
+    """
+    try:
+        called, reason = find_called(model, finding.module), no_second_run(snapshot.module)
+        module = None if called is None else called.module
+        if finding.origin in ("weight", "buffer", "data"):
+            there = _of_data(finding, snapshot) if finding.origin == "data" else _of_state(finding, module)
+            if reason or finding.origin == "weight":
+                return Diagnosis(there)
+            # The model itself may fill what it was given, as it does a key-value cache, and then does so again.
+            if "][" in finding.label and module is not None:
+                made = _of_forward(snapshot, replace(finding, origin="produced"), module, model, allows)
+                if (step := made.step) is not None and step.call is not None and not step.strangers:
+                    return made._replace(finding=_made_in(made.finding, step.call.name), call=step.call)
+            return _of_spread(there, snapshot)
+        if reason:
+            return Diagnosis(_completed(finding, remarks=[f"no re-run was made: {reason}"]))
+        if finding.phase in ("backward", "step"):
+            return _of_backward(snapshot, finding, model, allows)
+        if module is None:
+            return Diagnosis(
+                _completed(finding, remarks=[f"the model has no module {finding.module!r} any more"])
+            )
+        return _of_forward(snapshot, finding, module, model, allows)
+    except Exception as error:
+        return Diagnosis(_completed(finding, remarks=[f"the finding could not be examined: {spell(error)}"]))
+
+
+def _completed(
+    finding: Finding,
+    x: Tensor | None = None,
+    step: Step | None = None,
+    remarks: Sequence[str] = (),
+    transient: bool | None = None,
+) -> Finding:
+    """Return the finding with where in `x` its values are, the operation of the step, and more remarks."""
+    if x is not None:
+        health = observe(x, "", "output").health
+        index = None if health is None else health.first_nonfinite
+        finding = replace(
+            finding, extent=describe(x), index=index if finding.index is None else finding.index
+        )
+    if step is not None:
+        place = finding.place if step.place is None else step.place.at
+        operation, operands = step.operation, step.operands
+        finding = replace(finding, operation=operation, place=place, operands=operands, made=step.made)
+    return replace(finding, transient=transient, remarks=(*finding.remarks, *remarks))
+
+
+def _made_in(finding: Finding, module: str) -> Finding:
+    """Return the finding of a value that the code of another module than its origin made, or its own."""
+    is_own = module == finding.module
+    return replace(
+        finding, origin="produced" if is_own else "received", source_module=None if is_own else module
+    )
+
+
+# A value that was there before
+
+
+def _of_state(finding: Finding, module: nn.Module | None) -> Finding:
+    state = () if module is None else _tensors_of(module)
+    return _completed(finding, next((x for _, label, x in state if label == finding.label), None))
+
+
+def _of_data(finding: Finding, snapshot: BatchSnapshot) -> Finding:
+    arguments = named_arguments(snapshot.module, snapshot.args, snapshot.kwargs)
+    bad = [pair for label, pair in arguments.items() if observe(pair[1], label, "input").is_fault]
+    remarks = [": ".join(filter(None, (came_in(name, x), describe(x)))) for name, x in bad]
+    return _completed(finding, arguments.get(finding.label, ("", None))[1], remarks=remarks)
+
+
+def _of_spread(finding: Finding, snapshot: BatchSnapshot) -> Diagnosis:
+    """Return the finding of a value that was there before, with the operation that makes the most of it.
+
+    It is the first to turn inf into nan, else the first product, which should have masked it, else the first operation
+    that passed it on.
+    """
+    provenance = run(replace(snapshot, grad=False), {}, follows=True).provenance
+    steps = [] if provenance is None else [step for step in provenance.steps if step.place is not None]
+    turned = [x for x in steps if "nan" in x.values and all("nan" not in values_of(y) for y in x.operands)]
+    products = [step for step in steps if step.operation.startswith("aten.mul.")]
+    step = next(iter([*turned, *products, *steps]), None)
+    return Diagnosis(_completed(finding, step=step), step)
+
+
+# A value that the re-run makes again
+
+
+def _of_forward(
+    snapshot: BatchSnapshot, finding: Finding, suspect: nn.Module, model: nn.Module, allows: Allows
+) -> Diagnosis:
+    """Find what made the value of the finding in a call of the suspect, whose output or input it is."""
+    names = {suspect: finding.module, **module_names(model)}
+    # An infinity counts where the batch had a nan: with fewer threads a product adds up in another order.
+    sought = suspect, finding.label
+    # Without a graph it needs less memory. Where that raises, the forward may ask for one, as for a tensor's hook.
+    for grad in sorted({False, snapshot.grad}):
+        experiment = run(replace(snapshot, grad=grad), names, allows=allows, follows=True, sought=sought)
+        if experiment.fault is not None:
+            return _of_fault(finding, names, experiment, *experiment.fault)
+        if experiment.error is None:
+            break
+    remarks, doubts = list[str](), snapshot.doubts()
+    if (error := experiment.error) is not None:
+        remarks.append(f"the re-run of the batch ended: it raised {spell(error)}")
+    else:
+        if all(call.name != finding.module for call in experiment.calls):
+            remarks.append(f"the re-run did not call {finding.module or 'the root module'}")
+        if doubts:
+            remarks.append("the re-run of the batch did not make the value again, which says little here")
+    remarks += doubts
+    return Diagnosis(_completed(finding, remarks=remarks, transient=None if remarks else True))
+
+
+def _of_fault(
+    finding: Finding,
+    names: Mapping[nn.Module, str],
+    experiment: Experiment,
+    x: Tensor,
+    call: BatchSnapshot,
+    caller: BatchSnapshot,
+) -> Diagnosis:
+    """Find what made the tensor that is the fault of the run, in this call or in its caller."""
+    step, provenance = experiment.failure, experiment.provenance
+    assert provenance is not None
+    is_producer = finding.origin == "produced"
+    guilty, completed = call if is_producer else caller, finding
+    if is_producer and finding.label.startswith("input") and step is not None:
+        # The re-run began with what the first run wrote there.
+        was_there = any(x.data_ptr() == y.data_ptr() for y in step.strangers)
+        step = (provenance.last_write(x) if was_there else None) or step
+    maker = None if step is None else step.call
+    is_inside = maker is not None and is_producer and is_in(maker.name, finding.module)
+    if maker is not None and maker is not guilty and not is_inside:
+        guilty, completed = maker, _made_in(finding, maker.name)
+    remarks = list[str]()
+    if step is None:
+        remarks.append("no operation that goes through PyTorch's dispatcher was seen to make the value")
+    elif step.meant and x.numel() > 1:  # a single number is a loss, and no mask
+        excuse = f"inf:{finding.module or '(root)'}"
+        advice = f"if that is meant, as in a mask, watch with allow={excuse!r}"
+        remarks.append(f"{step.operation} put {step.spelt} there; {advice}")
+    remarks += [] if provenance.trouble is None else [provenance.trouble]
+    remarks += () if step is None else step.remarks
+    remarks += (
+        f"the call wrote to its {label}, in place: what it was given is no longer there"
+        for label in guilty.written()
+        if label != finding.label
+    )
+    strangers = () if step is None else step.strangers
+    memory = {y.untyped_storage()._cdata for y in strangers if is_plain(y)}
+    for module, name in names.items() if memory else ():
+        for role, label, y in _tensors_of(module):
+            is_held = is_plain(y) and y.untyped_storage()._cdata in memory
+            if is_held and (record := observe(y, label, role)).is_fault:
+                holder = Frame(finding.batch, name, type(module).__name__, (record,))
+                state = finding_of(holder, record, role, None, finding.rank, finding.sequence)
+                state = replace(state, remarks=finding.remarks)
+                return Diagnosis(_completed(state, y, step, remarks), step, None, holder)
+    # No change is a cure of a nan that was there: it would hide that.
+    was_nan = any("nan" in values_of(observe(y, "", "input")) for y in strangers)
+    return Diagnosis(_completed(completed, x, step, remarks, None if was_nan else False), step, guilty)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
+    """Yield weights and buffers; of a quantized weight or another subclass the tensors that it is made of."""
+    for role, name, tensor in state_of(module):
+        for label, x in inner_tensors(tensor, name):
+            yield role, label, x
+
+
+def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, allows: Allows) -> Diagnosis:
+    guilty = finding.module if finding.origin == "produced" else finding.source_module
+    taken = [x.grad for x in model.parameters() if x.grad is not None]
+    experiment = run(replace(snapshot, grad=True), module_names(model), allows=allows, follows=True)
+    # A loss that overflows too is not what made a gradient inside the model.
+    step = experiment.failure if guilty is None else experiment.bad_gradient
+    if step is None:
+        error = experiment.error
+        nothing = "in a re-run of the batch no operation made a bad gradient"
+        remark = nothing if error is None else f"the backward could not be examined: {spell(error)}"
+        return Diagnosis(_completed(finding, remarks=[remark, *snapshot.doubts()]))
+    if finding.phase == "step":
+        x, y = (nn.utils.parameters_to_vector(tensors).abs() for tensors in (taken, experiment.results))
+        if len(x) != len(y) or torch.isclose(x, y, equal_nan=True)[~x.isfinite()].float().mean() < 0.5:
+            remark = "the gradients of the latest backward alone fail in another way"
+            return Diagnosis(_completed(finding, remarks=[remark]))
+    remarks = [*step.remarks]
+    if guilty is None and step.module is not None and not step.in_backward:
+        # The loss read this auxiliary loss from an attribute, and the module has no bad gradient yet.
+        remarks.append(f"it was made in the forward of {f'`{step.module}`' if step.module else 'the model'}")
+    elif step.module is not None and not (guilty is not None and is_in(step.module, guilty)):
+        finding = _made_in(finding, step.module)
+    return Diagnosis(_completed(finding, step=step, remarks=remarks), step)
+
+
+# Where in a tensor its bad elements are
+
+
+def describe(x: Tensor) -> str:
+    """Return where the nan and inf of `x` are; "" when it cannot be told.
+
+    One of "none", "all", "one element", "1 of 4096 rows, row 7" or "7 of 4096 rows" (whole rows: all positions of the
+    last dimension), "column 5" or "3 of 8 columns" (whole columns of a matrix), "scattered over 5 of 4096 rows" (parts
+    of 5 rows), "scattered". Reads any dtype and strides; of a DTensor the local shard. Returns "" for tensors of more
+    than 2**31 elements, without values, and of other layouts than strided.
+    """
+    with only_our_dispatch(), torch.no_grad():
+        x = addressable(x)
+        if unreadable(x) or not is_plain(x) or x.numel() > _MAX_ELEMENTS:
+            return ""
+        bad = ~torch.isfinite(_reference._to_arithmetic(x.detach()))
+        count = int(bad.sum())
+        if count in (0, bad.numel()):
+            return "all" if count else "none"
+        if count == 1 or bad.ndim < 2:
+            return "one element" if count == 1 else "scattered"
+        rows, num_columns = bad.any(dim=-1).flatten().nonzero().flatten().tolist(), bad.shape[-1]
+        num_rows = bad.numel() // num_columns
+        if count == len(rows) * num_columns:
+            which = f", row {rows[0]}" if len(rows) == 1 and bad.ndim == 2 else ""
+            return f"{len(rows)} of {num_rows} rows{which}"
+        columns = bad.any(dim=0).nonzero().flatten().tolist() if bad.ndim == 2 else []
+        if columns and count == len(columns) * num_rows:
+            return f"column {columns[0]}" if len(columns) == 1 else f"{len(columns)} of {num_columns} columns"
+        return f"scattered over {len(rows)} of {num_rows} rows" if len(rows) < num_rows else "scattered"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nanwatch.diagnosis.cures import try_formats
-from nanwatch.diagnosis.trials import Trials
+from nanwatch.diagnosis.experiment import Trials
 from support.examined import snapshot_of
 from support.gradient_models import Length, dead, failing_backward
 

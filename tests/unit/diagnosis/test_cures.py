@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import nanwatch
-from nanwatch.diagnosis import trials
+from nanwatch.diagnosis import experiment
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.cures import code_of, try_formats
-from nanwatch.diagnosis.experiment import Draws
-from nanwatch.diagnosis.trials import Float64, Trials, compared
+from nanwatch.diagnosis.experiment import Draws, Float64, Trials, compared
 from nanwatch.report.finding import Finding, working_first
 from programs.case import Setup, follow
 from support.examined import snapshot_of
@@ -107,7 +106,7 @@ def test_the_cures_are_true(
     torch.manual_seed(0)
     model = build()
     start, finding = failed(model, x, autocast=autocast)
-    with mock.patch.object(trials, "run", wraps=trials.run) as runs:
+    with mock.patch.object(experiment, "run", wraps=experiment.run) as runs:
         cures, remarks = formats_of(start, finding, model)
     assert runs.call_count <= 7
     assert not remarks
@@ -171,7 +170,7 @@ def test_no_float32_for_what_is_float32() -> None:
     """Where no narrow format takes part there is no cure, and but one run."""
     model = nn.Sequential(linear(1), Does(torch.exp))
     start, finding = failed(model, big(1000.0))
-    with mock.patch.object(trials, "run", wraps=trials.run) as runs:
+    with mock.patch.object(experiment, "run", wraps=experiment.run) as runs:
         assert formats_of(start, finding, model) == ((), ())
     assert runs.call_count == 1
 
@@ -353,4 +352,4 @@ def test_results_are_compared_where_float64_is_finite(
     wide = [torch.tensor(x, dtype=torch.float64) for x in exact]
     result, effect = compared([torch.tensor(x) for x in values], wide)
     assert (result, effect.startswith(words)) == (is_close, True), effect
-    assert trials._moved([torch.ones(2)], [torch.ones(3)]) == (0.0, "")
+    assert experiment._moved([torch.ones(2)], [torch.ones(3)]) == (0.0, "")

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from nanwatch.diagnosis.operation import WriteLog
-from nanwatch.diagnosis.search import enrich
+from nanwatch.diagnosis.provenance import WriteLog
 from support.examined import comment_of, culprit, exponential, look
 from support.toys import Does
 
@@ -147,9 +146,9 @@ PROGRAMS = (
 def test_a_known_culprit(function: Callable[[Tensor], Tensor]) -> None:
     """The operation that its author marked is found, with its line."""
     finding, seen = look(Does(function), torch.ones(3, 3))
-    assert comment_of(enrich(finding, seen)) == f"culprit {seen.step.operation}"
-    assert (seen.transient, finding.origin) == (False, "produced")
-    assert not any("allow=" in remark for remark in seen.remarks)
+    assert comment_of(seen.finding) == f"culprit {seen.step.operation}"
+    assert (seen.finding.transient, finding.origin) == (False, "produced")
+    assert not any("allow=" in remark for remark in seen.finding.remarks)
     is_masked = function in (masked_row, behind_a_mask, to_the_sign_of_a_mask, other_sign)
     assert is_masked or all(record.isfinite for record in seen.step.operands)
 
@@ -157,12 +156,12 @@ def test_a_known_culprit(function: Callable[[Tensor], Tensor]) -> None:
 def test_what_is_said_of_a_mask_and_of_memory() -> None:
     """Which row is masked throughout, who put the infinities there, and that nobody wrote the memory."""
     _, seen = look(Does(masked_row), torch.ones(3, 3))
-    assert seen.extent == "1 of 3 rows, row 1"
-    remarks = "\n".join(seen.remarks)
+    assert seen.finding.extent == "1 of 3 rows, row 1"
+    remarks = "\n".join(seen.finding.remarks)
     assert "-inf everywhere along dimension 1 in 1 of 3 rows, the first at [1]" in remarks
     assert "holds -inf that aten.masked_fill.Scalar" in remarks
     _, seen = look(Does(unwritten), torch.ones(3, 3))
-    assert "allocated and not written" in seen.remarks[0]
+    assert "allocated and not written" in seen.finding.remarks[0]
 
 
 LOWEST = torch.finfo(torch.float32).min
@@ -182,7 +181,7 @@ def test_ways_to_mask(kind: str) -> None:
     """The softmax over nothing but a mask is the culprit; an overflow beside it is not hidden."""
     _, seen = look(Does(lambda x: torch.softmax(MASKS[kind](x), -1)), torch.zeros(3, 3))
     assert seen.step.operation == "aten._softmax.default"
-    assert seen.remarks
+    assert seen.finding.remarks
     _, seen = look(Does(lambda x: torch.softmax(MASKS[kind](x @ x), -1)), torch.full((3, 3), 1e30))
     assert seen.step.operation == "aten.mm.default"
 
@@ -196,7 +195,7 @@ def test_infinities_in_the_result_that_are_meant() -> None:
 
     _, seen = look(Does(forward), torch.zeros(3, 3))
     assert (seen.step.operation, str(seen.step.place)) == ("aten.masked_fill.Scalar", culprit(forward))
-    assert any("allow='inf:" in remark for remark in seen.remarks)
+    assert any("allow='inf:" in remark for remark in seen.finding.remarks)
 
 
 @pytest.mark.parametrize("is_first", [True, False])

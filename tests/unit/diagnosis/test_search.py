@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanwatch.diagnosis.experiment import run
-from nanwatch.diagnosis.search import Diagnosis, describe, enrich, find_operation
+from nanwatch.diagnosis.rerun import describe, find_operation
 from nanwatch.instrumentation.wrapped_names import module_names
 from nanwatch.report.report import Report
 from nanwatch.session.api import watch
@@ -30,21 +30,22 @@ def test_operands_are_what_the_operation_was_given() -> None:
     (given,) = seen.step.operands
     assert (given.label, given.role, given.shape, given.dtype) == ("operand[0]", "input", (1, 3), "float32")
     assert given.abs_max == pytest.approx(3e20)
-    assert "aten.mul_.Tensor was given the number other = 1e+20" in seen.remarks
-    finding, seen = look(Does(lambda x: x / torch.tensor([0.0, 0.0, 1.0, 1e-39])), torch.ones(4))
+    assert "aten.mul_.Tensor was given the number other = 1e+20" in seen.finding.remarks
+    _, seen = look(Does(lambda x: x / torch.tensor([0.0, 0.0, 1.0, 1e-39])), torch.ones(4))
     counts = [(x.health.num_zero, x.health.num_subnormal) for x in seen.step.operands if x.health]
     assert counts == [(0, 0), (2, 1)]
-    assert "2 zero, 1 subnormal)" in Report((), enrich(finding, seen), 0).to_text()
+    assert "2 zero, 1 subnormal)" in Report((), seen.finding, 0).to_text()
 
 
 def test_an_operation_of_torch_alone_has_no_place_and_the_index_is_of_the_first_run() -> None:
     linear = nn.Linear(1, 1, bias=False)
     nn.init.constant_(linear.weight, 1e30)
     with torch.inference_mode():  # whose tensors have no version
-        finding, seen = look(linear, torch.tensor([[1.0], [1e30]]))
+        finding, seen = look(linear, x := torch.tensor([[1.0], [1e30]]))
     assert (seen.step.operation, seen.step.place) == ("aten.linear.default", None)
-    assert finding.index == seen.index == (1, 0)
-    assert enrich(finding, replace(seen, index=(0, 0))).index == (1, 0)
+    assert finding.index == seen.finding.index == (1, 0)
+    start = snapshot_of(linear, (x,), {})
+    assert find_operation(start, replace(finding, index=(0, 0)), model=linear).finding.index == (0, 0)
 
 
 def test_an_operand_that_was_nan_before_has_no_cure() -> None:
@@ -69,17 +70,21 @@ def test_a_weight_a_buffer_and_data() -> None:
     with torch.no_grad():
         model[1].weight[2] = NAN
     _, seen = look(model, torch.ones(2, 3))
-    assert (seen.extent, seen.index, seen.transient) == ("1 of 4 rows, row 2", (2, 0), None)
+    assert (seen.finding.extent, seen.finding.index, seen.finding.transient) == (
+        "1 of 4 rows, row 2",
+        (2, 0),
+        None,
+    )
     model = nn.Sequential(nn.BatchNorm1d(3).eval())
     model[0].running_var[1] = INF
     finding, seen = look(model, torch.ones(2, 3))
-    assert (finding.origin, seen.extent) == ("buffer", "one element")
+    assert (finding.origin, seen.finding.extent) == ("buffer", "one element")
     model = nn.Sequential(nn.Linear(3, 4))
     x = torch.ones(2, 3)
     x[:, 1] = NAN
     finding, seen = look(model, x)
-    assert (finding.origin, seen.extent) == ("data", "column 1")
-    assert (seen.remarks, len(calls)) == (("`input` came in with 2 nan: column 1",), 1)
+    assert (finding.origin, seen.finding.extent) == ("data", "column 1")
+    assert (seen.finding.remarks, len(calls)) == (("`input` came in with 2 nan: column 1",), 1)
     assert describe(x[:1, :1].expand(1 << 50, 3)) == ""  # a bool for each would need 3 PiB
 
 
@@ -104,8 +109,8 @@ def test_a_module_that_the_re_run_does_not_call() -> None:
         return part(x) if len(calls) == 1 else x
 
     _, seen = look(Does(forward, Does(exponential)), torch.ones(2))
-    assert seen.transient is None
-    assert "the re-run did not call parts.0" in seen.remarks
+    assert seen.finding.transient is None
+    assert "the re-run did not call parts.0" in seen.finding.remarks
 
 
 def turned(x: Tensor) -> Tensor:
@@ -155,7 +160,7 @@ def test_the_weight_of_a_module_that_is_not_called_is_named() -> None:
         unused.weight[0, 0] = part.weight[1, 0] = NAN
     finding, seen = look(Does(lambda _, part, x: x @ part.weight.t(), unused, part), torch.ones(2))
     assert (finding.module, finding.origin) == ("", "produced")
-    finding = enrich(finding, seen)
+    finding = seen.finding
     assert (finding.module, finding.label, finding.origin) == ("parts.1", "weight", "weight")
 
 
@@ -201,7 +206,7 @@ def test_an_output_that_a_users_hook_refused() -> None:
     with watch(model, on_nonfinite="record") as w, pytest.raises(FloatingPointError):
         model(torch.ones(2))
     seen = find_operation(start, w.report().finding, model=model)
-    assert (str(seen.step.place), seen.transient) == (culprit(exponential), False)
+    assert (str(seen.step.place), seen.finding.transient) == (culprit(exponential), False)
     calls = [[record.label for record in call.records] for call in run(start, module_names(model)).calls]
     assert calls == [["input[0]", "output"], ["input[0]"]]
 
@@ -222,10 +227,10 @@ def test_a_cache_that_the_model_fills_and_a_forward_that_needs_a_graph() -> None
     """The call has made the bad value in what it was given. Without a graph no tensor takes a hook."""
     fills = lambda x, cache: cache[0].copy_(torch.log(-x))  # noqa: E731
     finding, seen = look(Does(fills), torch.ones(2), [torch.zeros(2)])
-    assert (finding.origin, enrich(finding, seen).origin) == ("data", "produced")
+    assert (finding.origin, seen.finding.origin) == ("data", "produced")
     hooked = lambda linear, x: (linear(x).register_hook(torch.neg), x / 0)[1]  # noqa: E731
     _, seen = look(Does(hooked, nn.Linear(2, 2)), torch.ones(2))
-    assert (seen.step.operation, seen.transient) == ("aten.div.Tensor", False)
+    assert (seen.step.operation, seen.finding.transient) == ("aten.div.Tensor", False)
 
 
 def test_the_failure_of_a_run_is_the_first_and_has_the_call_around_it() -> None:
@@ -264,26 +269,26 @@ def test_a_nested_input_that_was_changed_in_place() -> None:
     x = torch.ones(2)
     _, seen = look(Does(forward), {"x": x})
     assert x.tolist() == [0, 0]
-    assert seen.transient is None
-    assert any("] was written to, in place" in one for one in seen.remarks)
+    assert seen.finding.transient is None
+    assert any("] was written to, in place" in one for one in seen.finding.remarks)
 
 
 def test_a_call_that_writes_to_what_it_is_given() -> None:
     """The arguments of the guilty call are no longer what they were, and that is said."""
     _, seen = look(Does(lambda part, x: part(x * 2), Does(lambda x: x.add_(1) / 0)), torch.ones(2))
-    assert any(one.startswith("the call wrote to its input[0]") for one in seen.remarks)
+    assert any(one.startswith("the call wrote to its input[0]") for one in seen.finding.remarks)
 
 
 def test_a_failure_that_does_not_come_again_or_whose_second_run_raises() -> None:
     """A value that the re-run does not make was transient. An error is told, and the place of the calls given back."""
     times = iter([NAN, 1.0])
-    _, seen = look(Does(lambda part, x: part(x), Does(lambda x: x * next(times))), torch.ones(2))
-    assert seen == Diagnosis(transient=True)
+    finding, seen = look(Does(lambda part, x: part(x), Does(lambda x: x * next(times))), torch.ones(2))
+    assert seen == (replace(finding, transient=True), None, None, None)
     times = iter([1.0])
     model = Does(lambda x: x / 0 * next(times))
     _, seen = look(model, torch.ones(2))
-    assert (seen.transient, seen.step) == (None, None)
-    assert any("StopIteration" in one for one in seen.remarks)
+    assert (seen.finding.transient, seen.step) == (None, None)
+    assert any("StopIteration" in one for one in seen.finding.remarks)
     assert model._compiled_call_impl is None
 
 

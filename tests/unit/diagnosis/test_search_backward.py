@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.diagnosis.search import find_operation
+from nanwatch.diagnosis.rerun import find_operation
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
 from support.examined import comment_of, snapshot_of
@@ -136,7 +136,7 @@ def test_a_gradient_that_another_user_of_the_weight_made() -> None:
     assert (finding.module, finding.label, finding.origin) == ("parts.0", "weight.grad", "produced")
     for module, made_in in ("parts.0", "parts.1"), ("parts.1", None):
         seen = find_operation(start, replace(finding, module=module), model=model)
-        assert (seen.step.operation, seen.made_in) == ("DivBackward0", made_in)
+        assert (seen.step.operation, seen.finding.source_module) == ("DivBackward0", made_in)
 
 
 class PlainNorm(torch.autograd.Function):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
-from nanwatch.diagnosis.search import find_operation
+from nanwatch.diagnosis.rerun import find_operation
 from nanwatch.report.finding import Finding
 from support.examined import snapshot_of
 from support.toys import fault_of
@@ -56,7 +56,7 @@ def test_a_replica_runs_again_alone(four_ranks: None) -> None:
     model = nn.parallel.DistributedDataParallel(Gathers(False))
     start, finding = failed_once(model, torch.zeros(2))
     seen = find_operation(start, finding, model=model)
-    assert (seen.step.operation, seen.transient) == ("aten.log.default", False)
+    assert (seen.step.operation, seen.finding.transient) == ("aten.log.default", False)
 
 
 def test_the_backward_of_a_replica_runs_again_alone(four_ranks: None) -> None:
@@ -125,11 +125,11 @@ def test_a_collective_is_not_waited_for(four_ranks: None) -> None:
     start, finding = failed_once(Gathers(True), torch.zeros(2))
     seen = find_operation(start, finding, model=start.module)
     assert seen.step is None
-    assert any("would wait for the other ranks" in one for one in seen.remarks)
+    assert any("would wait for the other ranks" in one for one in seen.finding.remarks)
     sharded = type("Sharded", (Gathers,), {"__module__": "deepspeed.runtime"})(False)
     start, finding = failed_once(sharded, torch.zeros(2))
     seen = find_operation(start, finding, model=sharded)
-    assert ["4 processes" in remark for remark in seen.remarks] == [True]
+    assert ["4 processes" in remark for remark in seen.finding.remarks] == [True]
     start, finding = failed_once(sharded, torch.full((2,), torch.nan))
     seen = find_operation(start, finding, model=sharded)
-    assert (finding.origin, seen.step, seen.extent) == ("data", None, "all")
+    assert (finding.origin, seen.step, seen.finding.extent) == ("data", None, "all")

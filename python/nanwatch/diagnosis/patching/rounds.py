@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ...report.finding import Cure
 from ..causes import DOMAINS
-from ..operation import Expression, Step
-from ..trials import MOST_BY_GUARD, Trials
+from ..experiment import MOST_BY_GUARD, Trials
+from ..provenance import Expression, Step
 from .matching import Binding, Site, match, operation_of, placed, written
 from .source import Edit, Probe, SourceFile, Span, Target, TargetFinder, exchanged, first_line, moved
 from .table import GUARDS, POLES, STABLE, names_that_run, numbers_of, operation_name

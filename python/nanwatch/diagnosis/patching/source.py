@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ...instrumentation.slot import is_of_thread
 from ...numerics._extension import instances_of
-from ..operation import Expression, tensors_in
+from ..provenance import Expression, tensors_in
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 # Larger ones are generated, and parsing them takes seconds.

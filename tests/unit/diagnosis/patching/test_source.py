@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from nanwatch.diagnosis.operation import Expression
 from nanwatch.diagnosis.patching.source import (
     Edit,
     Probe,
@@ -24,6 +23,7 @@ from nanwatch.diagnosis.patching.source import (
     find_target,
     moved,
 )
+from nanwatch.diagnosis.provenance import Expression
 
 SOURCE = '''\
 import functools

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanwatch.diagnosis.operation import Expression, Step
 from nanwatch.diagnosis.patching.matching import Site, match, written
 from nanwatch.diagnosis.patching.rounds import Proposer
 from nanwatch.diagnosis.patching.source import find_target
 from nanwatch.diagnosis.patching.table import GUARDS, STABLE, numbers_of
+from nanwatch.diagnosis.provenance import Expression, Step
 from nanwatch.recording.observe import observe
 
 # Where the functions of a pattern lie, if not in torch.
