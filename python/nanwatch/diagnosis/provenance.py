@@ -210,7 +210,7 @@ class WriteLog:
 
     By storage it has the writes, the oldest first, and for each byte the number of its latest write, from 1 (0: one of
     finite values), unless the last stands for all. A sparse or nested tensor is a place of its own. The shard of a
-    DTensor stands for it.
+    DTensor takes its place.
     """
 
     def __init__(self) -> None:

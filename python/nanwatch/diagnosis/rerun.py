@@ -368,7 +368,7 @@ def _of_forward(
     names = {suspect: finding.module, **module_names(model)}
     # An infinity counts where the batch had a nan: with fewer threads a product adds up in another order.
     sought = suspect, finding.label
-    # Without a graph it needs less memory. Where that raises, the forward may ask for one, as for a tensor's hook.
+    # Without a graph it needs less memory. Where that raises, the forward may need a graph, as for a tensor's hook.
     for grad in sorted({False, snapshot.grad}):
         experiment = run(replace(snapshot, grad=grad), names, allows=allows, follows=True, sought=sought)
         if experiment.fault is not None:

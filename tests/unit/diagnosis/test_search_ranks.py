@@ -129,7 +129,7 @@ def test_a_collective_is_not_waited_for(four_ranks: None) -> None:
     sharded = type("Sharded", (Gathers,), {"__module__": "deepspeed.runtime"})(False)
     start, finding = failed_once(sharded, torch.zeros(2))
     seen = find_operation(start, finding, model=sharded)
-    assert ["4 processes" in remark for remark in seen.finding.remarks] == [True]
+    assert ["4 processes" in remark for remark in seen.finding.remarks[len(finding.remarks) :]] == [True]
     start, finding = failed_once(sharded, torch.full((2,), torch.nan))
     seen = find_operation(start, finding, model=sharded)
     assert (finding.origin, seen.step, seen.finding.extent) == ("data", None, "all")
