@@ -44,8 +44,8 @@ def test_an_operation_of_torch_alone_has_no_place_and_the_index_is_of_the_first_
         finding, seen = look(linear, x := torch.tensor([[1.0], [1e30]]))
     assert (seen.step.operation, seen.step.place) == ("aten.linear.default", None)
     assert finding.index == seen.finding.index == (1, 0)
-    start = snapshot_of(linear, (x,), {})
-    assert find_operation(start, replace(finding, index=(0, 0)), model=linear).finding.index == (0, 0)
+    seen = find_operation(snapshot_of(linear, (x,), {}), replace(finding, index=(0, 0)), model=linear)
+    assert seen.finding.index == (0, 0)
 
 
 def test_an_operand_that_was_nan_before_has_no_cure() -> None:
@@ -69,12 +69,8 @@ def test_a_weight_a_buffer_and_data() -> None:
     model.register_forward_pre_hook(lambda *_: calls.append(1))
     with torch.no_grad():
         model[1].weight[2] = NAN
-    _, seen = look(model, torch.ones(2, 3))
-    assert (seen.finding.extent, seen.finding.index, seen.finding.transient) == (
-        "1 of 4 rows, row 2",
-        (2, 0),
-        None,
-    )
+    finding = look(model, torch.ones(2, 3))[1].finding
+    assert (finding.extent, finding.index, finding.transient) == ("1 of 4 rows, row 2", (2, 0), None)
     model = nn.Sequential(nn.BatchNorm1d(3).eval())
     model[0].running_var[1] = INF
     finding, seen = look(model, torch.ones(2, 3))
