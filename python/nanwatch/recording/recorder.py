@@ -87,7 +87,7 @@ class _Subscription:
 
 # A gradient that came to a call: of which part, whether one of the call's outputs came before, and its record.
 _Gradient: TypeAlias = tuple[_Call, Any, bool, Record]
-# All of a backward, by place in the graph, with the tensor there and its version.
+# All of a backward, by place in the graph; past a leaf, with the tensor there and its version.
 _Gradients: TypeAlias = dict[object, list[_Gradient]]
 
 
@@ -405,10 +405,12 @@ class PythonRecorder:
         is_reached = call.backward == task
         if part == "input" and not is_reached:
             return
+        is_leaf = place[0] == "leaf"  # which gets one gradient, and may have thousands of hooks
         with torch._C.DisableTorchFunction():
-            key = place, id(gradient), None if gradient.is_inference() else gradient._version
+            version = None if is_leaf or gradient.is_inference() else gradient._version
+        key = place if is_leaf else (place, id(gradient), version)
         group = recorder._gradients_of(task).setdefault(key, [])
-        if group and place[0] == "leaf":  # one that is used in a loop has thousands of hooks
+        if is_leaf and group:
             record = group[0][-1]._replace(label=label)
         else:
             record = observe(gradient, label, "gradient", batch=call.frame.batch, wanted=recorder._settings)
