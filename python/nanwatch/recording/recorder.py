@@ -49,23 +49,17 @@ class _Node:
 class _Call:
     """A call under way, and then one that gradients may come for: hooks in the graph keep it and the calls around it.
 
-    An outermost call begins a batch. It has `given`, its arguments until it ends, and with `keeps_starts` a `start`,
-    with the time when it began and a weak reference to the module, as a model may keep its own output.
+    An outermost call begins a batch. It has `given`, its arguments until it ends, and with `keeps_starts` a `start`.
     """
 
     node: _Node
     caller: _Call | None
     frame: Frame
     given: tuple[Any, Any] = ((), None)
-    start: Any = None
+    start: Callable[[], Start | None] = lambda: None
     added: list[tuple[Role, str, Any]] = field(default_factory=list)  # outputs that `add_output` gave it
     number: int = 0
     backward: int = -1  # the one that last brought a gradient of its outputs
-
-
-def _start_of(call: _Call) -> Start | None:
-    elapsed = 0.0 if call.start is None else time.monotonic() - call.start.elapsed
-    return call.start and call.start._replace(module=call.start.module(), elapsed=elapsed)  # type: ignore[no-any-return]
 
 
 class _Thread(threading.local):
@@ -194,12 +188,12 @@ class PythonRecorder:
 
     def start(self) -> Start | None:
         """Return the start of the batch under way in this thread."""
-        return None if self._thread.root is None else _start_of(self._thread.root)
+        return None if self._thread.root is None else self._thread.root.start()
 
     def ended_starts(self) -> list[Start]:
         """Return the starts of ended batches of which a gradient may still come: of the latest with its call."""
         with self._lock:
-            starts = filter(None, [_start_of(call) for call in self._ended])
+            starts = filter(None, [call.start() for call in self._ended])
         return sorted(starts, key=lambda start: start.batch)
 
     def forget_starts(self) -> None:
@@ -210,8 +204,9 @@ class PythonRecorder:
     def _forget_calls(self) -> None:
         with self._lock:
             for call in self._ended:
-                nothing = {"module": lambda: None, "args": (), "kwargs": None, "versions": [], "extra": None}
-                call.start = call.start._replace(**nothing)
+                if (start := call.start()) is not None:
+                    forgotten = start._replace(module=None, args=(), kwargs=None, versions=[], extra=None)
+                    call.start = partial(Start, *forgotten)
 
     def call_under_way(self) -> tuple[int, str, str] | None:
         """Return the batch, and name and class of the module, of this thread's innermost call if it is recorded."""
@@ -336,8 +331,9 @@ class PythonRecorder:
             is_traced = frame.batch in self._settings.traced
             extra = self._events.on_batch_start(frame.batch, is_traced, module, *call.given)
             if self.keeps_starts:
-                start: Any = Start.of(frame.batch, module, *call.given, extra)
-                call.start = start._replace(module=weakref.ref(module), elapsed=time.monotonic())
+                start = Start.of(frame.batch, module, *call.given, extra)._replace(module=None)
+                module_of, began = weakref.ref(module), time.monotonic()  # a model may keep its own output
+                call.start = lambda: start._replace(module=module_of(), elapsed=time.monotonic() - began)
                 if not hasattr(type(module), "is_watched_function"):
                     self._forget_calls()
         return call
@@ -357,7 +353,7 @@ class PythonRecorder:
             self._thread.root, call.given = None, ((), None)
             with self._lock:
                 self._num_inside -= not recomputed
-                if call.start is not None and call.start.grad:
+                if (start := call.start()) is not None and start.grad:
                     self._ended.add(call)
 
     # Gradients. A recorded call leaves a hook at each of its tensors; csrc/gradients/gradient_recorder.h says how.
@@ -473,9 +469,7 @@ def _place_of(x: Any) -> tuple[Any, ...] | None:
     try:
         return ("leaf", id(x)) if x.grad_fn is None else (x.grad_fn._sequence_nr(), x.output_nr)
     except RuntimeError:
-        # One of several views, as unbind gives them, after their base was written into: it has no graph any more, and
-        # autograd refuses each use of it.
-        return None
+        return None  # one of several views whose base was written into: autograd refuses each use of it
 
 
 def _backward_frames(groups: Iterable[list[_Gradient]]) -> tuple[list[BackwardCall], list[Arrival]]:
