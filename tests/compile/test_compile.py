@@ -235,30 +235,6 @@ def test_a_compiled_batch_is_examined_where_its_arguments_are_known(inlined: boo
         assert finding.transient is False
 
 
-class Between(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.last, self.factor = nn.Linear(2, 2), nn.Identity(), 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.layer(x) * self.factor)
-
-
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_origins_are_those_of_the_interpreter(is_compiled: bool) -> None:
-    """Data, what the caller computed between two modules, and a weight are told apart in compiled code too."""
-    model = Between()
-    call = torch.compile(lambda x: model(x=x), backend="aot_eager") if is_compiled else lambda x: model(x=x)
-    origins = []
-    for model.factor, weight, value in ((1.0, 1.0, INF), (INF, 1.0, 1.0), (1.0, INF, 1.0)):
-        with torch.no_grad():
-            model.layer.weight[0, 0] = weight
-        with watch(model, rerun=False), pytest.raises(NonFiniteError) as error:
-            call(torch.tensor([1.0, value]))
-        origins.append(error.value.report.finding.origin)
-    assert origins == ["data", "received", "weight"]
-
-
 def test_after_an_error_in_the_graph_the_next_batch_is_whole() -> None:
     """An operator that raises in the middle of a graph ends its batch, for the graph and for the interpreter."""
     model = nn.Sequential(nn.Embedding(4, 2), Scale(2.0))

@@ -253,6 +253,24 @@ def test_hooks_keep_nothing_alive_and_do_nothing_after_the_end(recorder: str) ->
     assert gone() is None
 
 
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_a_backward_that_raises_leaves_what_came_until_then(recorder: str) -> None:
+    """A user's hook raises: its error comes through, and the frames have the gradients before it."""
+    model = mlp()
+
+    def fails(gradient: Tensor) -> None:
+        raise LookupError("mine")
+
+    with watched(model, recorder, gradients=True, max_frames=100) as w:
+        hidden = model[1](model[0](torch.ones(1, 3)))
+        hidden.register_hook(fails)
+        with pytest.raises(LookupError, match="mine"):
+            model[2](hidden).sum().backward()
+        labels = [(f.name, [r.label for r in f.records]) for f in backward_frames(w)]
+    assert ("2", ["output.grad", "bias.grad", "weight.grad", "input[0].grad"][: len(labels[0][1])]) in labels
+    assert all(name != "0" for name, _ in labels)
+
+
 # Findings
 
 

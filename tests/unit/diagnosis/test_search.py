@@ -189,6 +189,14 @@ def test_no_tensor_is_kept() -> None:
     assert memory.values == [1] * 10
 
 
+def test_the_call_of_a_value_that_was_received_is_that_of_the_parent() -> None:
+    """Code between two calls of submodules made it, and a capsule is written of that call."""
+    between = Does(lambda first, second, x: second(first(x) / 0), nn.Identity(), nn.Identity())
+    finding, seen = look(nn.Sequential(between), torch.ones(2, 3))
+    assert (finding.origin, finding.source_module, finding.module) == ("received", "0", "0.parts.1")
+    assert (seen.call.name, seen.finding.extent) == ("0", "all")
+
+
 def test_an_output_that_a_users_hook_refused() -> None:
     """Such a hook raises in the re-run too, before the call returns. The output that it left is looked at."""
 
