@@ -20,7 +20,6 @@ from support.toys import Does, Scale, names
 from support.watching import watch
 
 pytestmark = needs_native
-INF = float("inf")
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 

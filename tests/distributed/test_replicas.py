@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import nanwatch
+from support.parallel_models import shard
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,12 +25,7 @@ RANKS, EVERY, FLIP_AT = 4, 5, 4
 def parallel(form: str, model: nn.Sequential) -> nn.Module:
     if form == "ddp":
         return nn.parallel.DistributedDataParallel(model)
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for child in model:
-        fully_shard(child, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return shard(model, model, dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 def train(rank: int, folder: str, form: str, odd_rank: int) -> None:
@@ -51,10 +47,7 @@ def train(rank: int, folder: str, form: str, odd_rank: int) -> None:
                 weight = next(model.parameters()).detach()
                 weight = weight.to_local() if hasattr(weight, "to_local") else weight
                 weight.data.view(torch.int32).reshape(-1).numpy()[3] ^= 1 << 20
-    seen = [
-        (difference.step, difference.ranks, difference.is_majority)
-        for difference in watch.replica_differences
-    ]
+    seen = [(x.step, x.ranks, x.is_majority) for x in watch.replica_differences]
     Path(folder, str(rank)).write_text(repr(seen))
     dist.barrier()
     dist.destroy_process_group()

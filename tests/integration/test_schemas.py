@@ -56,7 +56,7 @@ def test_the_files_are_what_the_script_writes() -> None:
     [
         ("comparison", lambda: nanwatch.compare(nn.Linear(4, 4), nn.Linear(4, 4), X)),
         ("spike", lambda: SPIKE),
-        ("report", lambda: failed()),
+        ("report", failed),
     ],
 )
 def test_a_result_is_valid(name: str, document: Callable[[], Any]) -> None:

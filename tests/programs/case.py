@@ -33,25 +33,16 @@ def sequence(**modules: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(modules))
 
 
-def summed(output: Tensor) -> Tensor:
-    """Return the loss of programs whose loss does not matter."""
-    return output.float().sum()
-
-
 def loss_by(criterion: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the objective that a criterion makes of the model's output and the rest of the batch."""
     return lambda model, x, *rest: criterion(model(x), *rest)
-
-
-def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
 def train_one_step(
     model: nn.Module, batch: tuple[Any, ...], objective: Callable[..., Tensor], scale: float
 ) -> list[Tensor]:
     """Train a model as a loop of a user's does. Return the loss and the gradients."""
-    optimizer = plain_sgd(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     optimizer.zero_grad()
     loss = objective(model, *batch)
     (loss * scale).backward()
@@ -85,7 +76,7 @@ class Setup:
                 return train_one_step(self.model, batch, self.objective, self.scale)
         if self.loss is None:
             return self._forward()
-        optimizer = plain_sgd(self.model)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         for _ in range(self.steps):
             optimizer.zero_grad()
             output = self._forward()

@@ -68,12 +68,6 @@ def _finding_of(setup: Setup) -> tuple[Finding | None, str]:
     return None, "says nothing"
 
 
-def _judge_cures(case: Case, finding: Finding) -> tuple[bool, list[str]]:
-    """Return whether a cure works and all that are said to work do, and what is wrong with those that do not."""
-    faults = [_fault_of(case, cure) for cure in finding.cures if cure.works]
-    return bool(faults) and not any(faults), [fault for fault in faults if fault]
-
-
 def judge_failure(case: Case) -> Verdict:
     """Judge the finding of a program that fails. Where its module is not known, judge the line and the cures."""
     setup = case.build()
@@ -85,9 +79,10 @@ def judge_failure(case: Case) -> Verdict:
         verdict |= {"module": _has_place(case, finding), "operation": _has_operation(case, finding, setup)}
     if case.operations or case.module is None:
         verdict["line"] = (finding.source or "").endswith(f"{case.file.name}:{case.line}")
-        verdict["cure"], faults = _judge_cures(case, finding)
-        verdict["sound"] = not faults
-        verdict["text"] += "".join(f"\nFAULT of a cure: {fault}" for fault in faults)
+        faults = [_fault_of(case, cure) for cure in finding.cures if cure.works]
+        verdict["sound"] = not any(faults)
+        verdict["cure"] = bool(faults) and verdict["sound"]
+        verdict["text"] += "".join(f"\nFAULT of a cure: {fault}" for fault in faults if fault)
     elif case.origin in ("weight", "buffer") and setup.loop is None:
         verdict["cure"] = not any(cure.works for cure in finding.cures)  # none may hide a bad weight
     return verdict
