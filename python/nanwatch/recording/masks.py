@@ -143,17 +143,19 @@ def masked_labels(module_type: type[nn.Module]) -> frozenset[str]:
 
 
 def excuse(
-    x: Tensor | None, record: Record, health: TensorHealth, allowed: bool | Excuses
+    x: Tensor | None, record: Record, health: TensorHealth, allowed: bool | Excuses, plain_mask: bool
 ) -> NoteKind | None:
     """Return the note of a tensor whose values are meant, and remember the tensor; None for any other.
 
-    A tensor that a device has read is None.
+    A tensor that a device has read is None. `plain_mask` is what `is_mask` says.
     """
     if record.isfinite:
         return None
     if not isinstance(allowed, Excuses) and allowed and not health.num_nan:
         return "allowed"
-    kind = allowed.kind(x, record.role, record.label, health) if isinstance(allowed, Excuses) else None
+    kind: NoteKind | None = "mask" if plain_mask else None
+    if kind is None and isinstance(allowed, Excuses):
+        kind = allowed.kind(x, record.role, record.label, health)
     # A tensor made in inference mode has no version, so that nothing tells when it changes.
     if x is None or x.is_inference():
         return kind
@@ -168,9 +170,8 @@ def excuse(
 
 def may_be_finite_mask(x: Tensor, record: Record) -> bool:
     """Return whether the range is that of an additive mask made with the dtype's minimum in place of -inf."""
-    if record.role not in ("input", "buffer") or not _masks_with_lowest(x.dtype):
-        return False
-    return record.abs_max == torch.finfo(x.dtype).max
+    may_mask = record.role in ("input", "buffer") and _masks_with_lowest(x.dtype)
+    return may_mask and record.abs_max == torch.finfo(x.dtype).max
 
 
 def _masks_with_lowest(dtype: torch.dtype) -> bool:
@@ -195,6 +196,5 @@ def is_mask(x: Tensor, health: TensorHealth) -> bool:
         num_masked = health.num_neginf
         if num_masked == 0 and _masks_with_lowest(x.dtype):
             num_masked = repeats * int((values == torch.finfo(x.dtype).min).sum())
-        if num_masked == 0 or health.num_zero + num_masked != health.numel:
-            return False
-        return bool((values == 0).any(dim=-1).all())
+        are_all = num_masked > 0 and health.num_zero + num_masked == health.numel
+        return are_all and bool((values == 0).any(dim=-1).all())

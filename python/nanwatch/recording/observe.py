@@ -200,7 +200,7 @@ def _examine(x: Tensor, record: Record, allow_inf: bool | Excuses, counts: bool)
 def _with_health(
     x: Tensor | None, record: Record, health: TensorHealth, plain_mask: bool, allow_inf: bool | Excuses
 ) -> Record:
-    kind = None if plain_mask else excuse(x, record, health, allow_inf)
+    kind = excuse(x, record, health, allow_inf, plain_mask)
     note = PLAIN_MASK if plain_mask else record.note if kind is None else Note(kind)
     # A finite mask: its range says nothing about the model, and its counts nothing that the note does not.
     return record._replace(health=None if record.isfinite else health, note=note)

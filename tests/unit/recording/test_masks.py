@@ -58,6 +58,7 @@ MASKED = {
         nn.MultiheadAttention(4, 2, batch_first=True),
         lambda x: {"query": x, "key": x, "value": x, "attn_mask": BIAS},
     ),
+    "a mask that is handed on": Does(lambda last, x: x * last((~CAUSAL).log()).exp(), nn.Identity()),
     "own attention": calls(Attention(), lambda x: {"x": x, "attn_bias": BIAS}),
     "classes of a loss": calls(
         nn.CrossEntropyLoss(),
@@ -120,8 +121,7 @@ class Missing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.known = nn.Identity()
-        self.linear = nn.Linear(8, 1)
+        self.known, self.linear = nn.Identity(), nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.known(x)
