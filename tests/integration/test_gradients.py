@@ -24,11 +24,8 @@ Seen = tuple[str, str, tuple[int, ...], float, float]  # module, label, shape, a
 
 
 def seen(w: Watch) -> list[Seen]:
-    return [
-        (frame.name, record.label, record.shape, record.abs_min, record.abs_max)  # type: ignore[misc]
-        for frame in backward_frames(w)
-        for record in frame.records
-    ]
+    records = [(frame.name, record) for frame in backward_frames(w) for record in frame.records]
+    return [(name, r.label, r.shape, r.abs_min, r.abs_max) for name, r in records]  # type: ignore[misc]
 
 
 # Random graphs

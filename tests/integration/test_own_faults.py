@@ -31,14 +31,13 @@ def root(x: Tensor) -> Tensor:
     return x.square().sum(-1).sqrt()
 
 
-def forward() -> Report:
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), Does(ratio))
-    return failed(model, lambda: model(X))
+def forward(dtype: torch.dtype = torch.float32) -> Report:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), Does(ratio)).to(dtype)
+    return failed(model, lambda: model(X.to(dtype)))
 
 
 def half() -> Report:
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), Does(ratio)).half()
-    return failed(model, lambda: model(X.half()))
+    return forward(torch.float16)
 
 
 def backward() -> Report:

@@ -84,18 +84,6 @@ def test_a_weight_a_buffer_and_data() -> None:
     assert describe(x[:1, :1].expand(1 << 50, 3)) == ""  # a bool for each would need 3 PiB
 
 
-def test_a_bad_weight_that_was_not_read() -> None:
-    """The re-run meets it as an operand, and the finding becomes that of the weight, with its place in it."""
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
-    with torch.no_grad():
-        model[1].weight[2, 1] = NAN
-    with watch(model, read="inputs outputs"):
-        report = fault_of(model, torch.ones(1, 2))
-    finding = report.finding
-    assert (finding.module, finding.label, finding.origin) == ("1", "weight", "weight")
-    assert "1 of 12 elements, the first at [2, 1]" in str(report)
-
-
 def test_a_module_that_the_re_run_does_not_call() -> None:
     """It is no sign of a passing fault: nothing was seen."""
     calls: list[int] = []
@@ -153,11 +141,12 @@ def test_the_weight_of_a_module_that_is_not_called_is_named() -> None:
     """No call of its owner reads it: the re-run finds whose memory the product was given."""
     unused, part = nn.Linear(2, 2), nn.Linear(2, 2)
     with torch.no_grad():
-        unused.weight[0, 0] = part.weight[1, 0] = NAN
+        unused.weight[0, 0] = part.weight[1] = NAN
     finding, seen = look(Does(lambda _, part, x: x @ part.weight.t(), unused, part), torch.ones(2))
     assert (finding.module, finding.origin) == ("", "produced")
     finding = seen.finding
     assert (finding.module, finding.label, finding.origin) == ("parts.1", "weight", "weight")
+    assert (finding.index, finding.extent) == ((1, 0), "1 of 2 rows, row 1")
 
 
 def test_a_higher_order_operator_runs_again() -> None:
