@@ -54,12 +54,8 @@ def test_sample_with_a_bad_target_is_named_with_its_share(tmp_path: Path) -> Non
     assert report.shares[0][1] > 0.99
     folder = tmp_path / f"spike-batch-{AT}"
     assert SpikeReport.from_json((folder / "report.json").read_text()) == report
-    assert [Path(file).name for file in report.files] == [
-        "capsule",
-        "report.html",
-        "report.json",
-        "report.txt",
-    ]
+    names = [Path(file).name for file in report.files]
+    assert names == ["capsule", "report.html", "report.json", "report.txt"]
     assert report.headline in (folder / "report.txt").read_text()
     assert "<table" in (folder / "report.html").read_text()
     # The capsule has the weights from before the step, so its replay gives the output of that batch.
@@ -89,12 +85,15 @@ def test_evaluation_is_no_part_of_the_histories() -> None:
     assert watch.spikes == ()
 
 
-def test_learning_rate_that_jumps_is_named() -> None:
-    net = model()
-    with watching.watch(net, spikes=True) as watch, pytest.warns(RuntimeWarning, match="learning rate"):
+@pytest.mark.parametrize("batches", [(), (0,)])
+def test_learning_rate_that_jumps_is_named(batches: tuple[int, ...], tmp_path: Path) -> None:
+    net, trace = model(), nanwatch.Trace(tmp_path / "run.parquet", batches=batches)
+    with watching.watch(net, spikes=True, trace=trace) as watch, pytest.warns(RuntimeWarning, match="rate"):
         train(net, watch, target=0.0, rate=100.0)
     (report,) = watch.spikes
     assert (report.batch, report.rates) == (AT + 1, (1e-2, 100.0))
+    kinds = nanwatch.Trace.open(watch.trace_path).table(["note"])["note"].to_pylist()
+    assert ("spike" in kinds) == (not batches)
 
 
 def left(*names: str) -> list[Departure]:
