@@ -226,29 +226,25 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 # Matching.
 
-_Calls = Sequence[ModuleCall]
 
-
-def match_calls(a: _Calls, b: _Calls, tokens: Tensor | None) -> list[CallPair]:
-    """Return the pairs of calls that compute the same, in the order of A."""
-    matcher = _Matcher(a, b, tokens)
+def match_calls(runs: Sequence[Run], tokens: Tensor | None) -> list[CallPair]:
+    """Return the pairs of calls of A and B that compute the same, in the order of A."""
+    matcher = _Matcher(runs, tokens)
     matcher.align([lambda call: without_wrappers(call.path)], lambda call: True)
     matcher.match_weights()
     matcher.match_leaves_in_order()
     matcher.match_containers()
-    roots = [call for side in (a, b) for call in side if call.parent is None]
-    if len(roots) == 2:
-        matcher.pairs.append(CallPair(*roots))
-    return sorted(matcher.pairs, key=lambda pair: pair.a.start)
+    roots = CallPair(*(call for run in runs for call in run.values() if call.parent is None))
+    return sorted([*matcher.pairs, roots], key=lambda pair: pair.a.start)
 
 
 class _Matcher:
     """The pairs of the calls below the two models, and the calls that have none yet."""
 
-    def __init__(self, a: _Calls, b: _Calls, tokens: Tensor | None) -> None:
+    def __init__(self, runs: Sequence[Run], tokens: Tensor | None) -> None:
         self.pairs: list[CallPair] = []
         self._tokens = tokens
-        self._sides = [[call for call in side if call.parent is not None] for side in (a, b)]
+        self._sides = [[call for call in run.values() if call.parent is not None] for run in runs]
         self._free = {call for side in self._sides for call in side}
         self._sizes = {call: {rows_of(x, tokens).numel() for x in call.outputs} for call in self._free}
 
@@ -285,10 +281,9 @@ class _Matcher:
                 groups[id(call.inputs[0] if call.inputs else call)].append(call)
             for whole, rows in fused.items():
                 for group in groups.values() if whole in self._free else ():
-                    parts = [call for call in group if call in self._free]
-                    order = _order([apart[call] for call in parts], rows)
-                    if len(order) > 1 or (order and self._fit(parts[order[0]], whole)):
-                        self._add(*[joined([parts[i] for i in order]), whole][::step])
+                    parts = _in_order({call: apart[call] for call in group if call in self._free}, rows)
+                    if len(parts) > 1 or (parts and self._fit(parts[0], whole)):
+                        self._add(*[joined(parts), whole][::step])
                         break
 
     def match_leaves_in_order(self) -> None:
@@ -321,16 +316,14 @@ class _Matcher:
     def match_containers(self) -> None:
         """Match containers that hold the same pairs of leaves."""
         leaves = [pair for pair in self.pairs if pair.is_leaf]
-        inside_a, inside_b = (
-            {call: {i for i, pair in enumerate(leaves) if call.holds(pair[number])} for call in side}
-            for number, side in enumerate(
-                [call for call in side if call in self._free] for side in self._sides
-            )
-        )
-        for call_a, parts in inside_a.items():
-            alike = (call_b for call_b in inside_b if parts == inside_b[call_b] and self._fit(call_a, call_b))
-            if parts and (call_b := next(alike, None)) is not None:
-                self._add(call_a, call_b)
+        free = [[call for call in side if call in self._free] for side in self._sides]
+        inside = dict[ModuleCall, list[CallPair]]()
+        for number in (0, 1):
+            inside |= {call: [pair for pair in leaves if call.holds(pair[number])] for call in free[number]}
+        for a in free[0]:
+            alike = (b for b in free[1] if inside[a] == inside[b] and self._fit(a, b))
+            if inside[a] and (match := next(alike, None)) is not None:
+                self._add(a, match)
 
 
 def _row_marks(call: ModuleCall) -> Tensor | None:
@@ -351,17 +344,16 @@ def _row_marks(call: ModuleCall) -> Tensor | None:
     return rows.to("cpu", torch.float32)
 
 
-def _order(parts: Sequence[Tensor], whole: Tensor) -> list[int]:
-    """Return the order in which the whole weight has the rows of parts, or nothing."""
-    order: list[int] = []
-    at = 0
+def _in_order(marks: dict[ModuleCall, Tensor], whole: Tensor) -> list[ModuleCall]:
+    """Return the calls in the order in which the whole weight has their rows, or nothing."""
+    order, at = list[ModuleCall](), 0
     while at < len(whole):
-        left = (i for i in range(len(parts)) if i not in order)
-        part = next((i for i in left if _are_alike(parts[i], whole[at : at + len(parts[i])])), None)
+        alike = (call for call, rows in marks.items() if _are_alike(rows, whole[at : at + len(rows)]))
+        part = next((call for call in alike if call not in order), None)
         if part is None:
             return []
         order.append(part)
-        at += len(parts[part])
+        at += len(marks[part])
     return order
 
 

@@ -10,7 +10,7 @@ from math import hypot, isfinite, prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..numerics.readable import dtype_name
 from ..trace.result import Comparison, Place, plural
@@ -81,7 +81,7 @@ class Comparer:
     by the kind of values and the keys of the calls.
     """
 
-    calls: Sequence[Sequence[ModuleCall]]
+    runs: Sequence[Run]
     pairs: list[CallPair]
     tokens: Tensor | None
     factor: float
@@ -109,8 +109,8 @@ class Comparer:
         facts += [*(("Looks like", words) for words in verdict.likely), ("Noise", self.noise.words)]
         facts = [(head, words) for head, words in facts if words]
         places = tuple(place for pair in self.pairs if (place := self.place(pair)).error is not None)
-        calls_a, calls_b = (len(calls) for calls in self.calls)
-        compared = f"{plural(len(places), 'pair')} of module calls (A made {calls_a:,} calls, B {calls_b:,})"
+        made = f"A made {len(self.runs[0]):,} calls, B {len(self.runs[1]):,}"
+        compared = f"{plural(len(places), 'pair')} of module calls ({made})"
         remarks = (*verdict.remarks, *[*dict.fromkeys(self.remarks)][:_MOST_REMARKS])
         return Comparison(verdict.equal, headline, first, tuple(facts), compared, remarks, places)
 
@@ -123,17 +123,19 @@ class Comparer:
         """Return the errors of a pair, which need not be one of those that were matched."""
         a, b = pair
         before, out = (self._events.get((kind, pair)) or self._compare(kind, pair) for kind in _KINDS)
-        sizes = (out.total, self.factor * out.floor, out.cosine, out.largest_difference) if out else ()
-        names = a.path, b.path, a.class_name, b.class_name
-        return Place(*names, "", None, "", before and before.total, *sizes)
+        place = Place(a.path, b.path, a.class_name, b.class_name, input_error=before and before.total)
+        if out is None:
+            return place
+        place = place._replace(cosine=out.cosine, largest_difference=out.largest_difference)
+        return place._replace(error=out.total, limit=self.factor * out.floor)
 
     # The search.
 
     def compare(self) -> Verdict:
         """Go through the events in the order of A until one differs."""
-        root = next((pair for pair in self.pairs if pair.a.parent is None), None)
-        result = None if root is None else self._events["outputs", root]
-        if root is None or result is None:
+        root = next(pair for pair in self.pairs if pair.a.parent is None)
+        result = self._events["outputs", root]
+        if result is None:
             return Verdict(self, None, "the outputs of the two models have shapes that do not go together")
         if self.differs(("inputs", root)):
             words = "; ".join(self._looks_like(("inputs", root), root))
@@ -171,11 +173,11 @@ class Comparer:
         kind, pair = event
         key = (kind, *(call.key for call in pair))
         for outer in reversed(self.pairs):
-            is_around = outer.a.holds(pair.a) and not self.differs(("inputs", outer))
             after = self._events["outputs", outer]
-            if after is None or not (is_around or (outer is pair and kind == "inputs")):
+            if after is None or after.ratio > self.factor or errors.total <= _VANISHED * after.total:
                 continue
-            if after.ratio <= self.factor and errors.total > _VANISHED * after.total:
+            is_around = outer.a.holds(pair.a) and not self.differs(("inputs", outer))
+            if is_around or (outer is pair and kind == "inputs"):
                 gone = _spell(("outputs", outer))
                 self.conventions[key] = f"{_spell(event)} differs, which is gone at {gone}"
                 break
@@ -190,8 +192,8 @@ class Comparer:
         where = f"in its own code, between {_spell(last)}, which agrees, and {_spell(event)}, which does not"
         spans = [sorted((last[1][side].time(last[0]), pair[side].time(kind))) for side in (0, 1)]
         innermost = (
-            [call for call in calls if call.start <= start and call.end >= end][-1]
-            for calls, (start, end) in zip(self.calls, spans, strict=True)
+            [call for call in run.values() if call.start <= start and call.end >= end][-1]
+            for run, (start, end) in zip(self.runs, spans, strict=True)
         )
         return CallPair(*innermost), where
 
@@ -314,33 +316,32 @@ class Gap(NamedTuple):
 
 
 def gaps(pair: CallPair) -> dict[str, Gap]:
-    """Return the parameters and buffers that both modules of a pair have, and do not have alike."""
-    a, b = pair.a.tensors(), pair.b.tensors()
-    shared = [name for name in a if name in b and a[name].shape == b[name].shape]
-    buffers = () if pair.a.module is None else pair.a.module._buffers
-    apart = {name: gap_between(name, a[name], b[name], is_buffer=name in buffers) for name in shared}
-    return {name: gap for name, gap in apart.items() if gap is not None}
-
-
-def gap_between(name: str, x: Tensor, y: Tensor, *, is_buffer: bool) -> Gap | None:
-    """Return how far two tensors of one shape are apart, or None where they are equal.
+    """Return the parameters and buffers that both modules of a pair have, and do not have alike.
 
     Parameters are equal in the coarser of their dtypes or not at all.
     """
-    dtypes = "" if x.dtype is y.dtype else f", {dtype_name(x.dtype)} in A and {dtype_name(y.dtype)} in B"
-    coarse = coarsest(x.dtype, y.dtype)
-    x, y = (tensor.cpu() if is_buffer else tensor.cpu().to(coarse) for tensor in (x, y))
-    if torch.equal(x, y):
-        return None
-    x, y = x.double(), y.double()
-    error = errors_between(x.reshape(1, -1), y.reshape(1, -1)).total
-    # A non-finite element is close to its equal alone, and to what the cast makes so, as the least float32 in a mask.
-    is_close = partial(torch.isclose, rtol=torch.finfo(coarse).eps, atol=0.0, equal_nan=True)
-    is_rounding = is_close(x, y) | is_close(y, x) | (x.to(coarse) == y.to(coarse))
-    beyond = 1.0 - float(is_rounding.double().mean()) if is_buffer else 1.0
-    is_turned = x.ndim == 2 and x.shape[0] == x.shape[1] and torch.equal(x.t(), y)
-    words = "is transposed" if is_turned else f"is {error:.2g} apart{dtypes}"
-    return Gap(f"its {name} {words}", beyond) if error else None
+    apart, tensors_b = dict[str, Gap](), pair.b.tensors()
+    buffers = () if pair.a.module is None else pair.a.module._buffers
+    for name, a in pair.a.tensors().items():
+        b, is_buffer = tensors_b.get(name), name in buffers
+        if b is None or a.shape != b.shape:
+            continue
+        coarse = coarsest(a.dtype, b.dtype)
+        x, y = (tensor.cpu() if is_buffer else tensor.cpu().to(coarse) for tensor in (a, b))
+        if torch.equal(x, y):
+            continue
+        x, y = x.double(), y.double()
+        error = errors_between(x.reshape(1, -1), y.reshape(1, -1)).total
+        # A non-finite element is close to its equal, and to what the cast makes so, as the least float32 in a mask.
+        is_close = partial(torch.isclose, rtol=torch.finfo(coarse).eps, atol=0.0, equal_nan=True)
+        is_rounding = is_close(x, y) | is_close(y, x) | (x.to(coarse) == y.to(coarse))
+        is_turned = x.ndim == 2 and x.shape[0] == x.shape[1] and torch.equal(x.t(), y)
+        dtypes = "" if a.dtype is b.dtype else f", {dtype_name(a.dtype)} in A and {dtype_name(b.dtype)} in B"
+        words = "is transposed" if is_turned else f"is {error:.2g} apart{dtypes}"
+        if error:
+            beyond = 1.0 - float(is_rounding.double().mean()) if is_buffer else 1.0
+            apart[name] = Gap(f"its {name} {words}", beyond)
+    return apart
 
 
 def module_differences(pair: CallPair) -> dict[str, bool]:
@@ -349,13 +350,11 @@ def module_differences(pair: CallPair) -> dict[str, bool]:
     The value is True for a tensor, or the eps of a leaf, that makes modules of equal outputs differ. Modules of two
     kinds or settings may keep a weight in two ways, and a buffer may have been rounded.
     """
-    is_joined, settings = bool(pair.a.parts or pair.b.parts), dict[str, str]()
-    if not is_joined and pair.a.module is not None:
-        a, b = (_settings(call.module) for call in pair)
-        apart = [name for name in a if name in b and a[name] != b[name]]
-        settings = {name: f"{name} is {a[name]} in A and {b[name]} in B" for name in apart}
+    a, b = map(_settings, pair)
+    apart = [name for name in a if name in b and a[name] != b[name]]
+    settings = {name: f"{name} is {a[name]} in A and {b[name]} in B" for name in apart}
     kinds = {type(call.module).__name__ for call in pair}
-    is_one_kind = is_joined or len(kinds) == 1 or kinds == {"Conv1D", "Linear"}
+    is_one_kind = bool(pair.a.parts or pair.b.parts) or len(kinds) == 1 or kinds == {"Conv1D", "Linear"}
     is_one_kind = is_one_kind and not settings.keys() - {"eps", "training"}
     training = {settings.pop("training"): False} if "training" in settings else {}
     words = {text: name == "eps" and pair.is_leaf for name, text in settings.items()}
@@ -365,6 +364,7 @@ def module_differences(pair: CallPair) -> dict[str, bool]:
     return words | {gap.words: is_one_kind and gap.beyond > 0 for gap in gaps(pair).values()} | training
 
 
-def _settings(module: nn.Module | None) -> dict[str, bool | int | float | str]:
-    plain = {name: x for name, x in vars(module).items() if isinstance(x, bool | int | float | str)}
+def _settings(call: ModuleCall) -> dict[str, bool | int | float | str]:
+    attributes = {} if call.module is None or call.parts else vars(call.module)
+    plain = {name: x for name, x in attributes.items() if isinstance(x, bool | int | float | str)}
     return {"eps" if _EPS & {*name.split("_")} else name: x for name, x in plain.items()}

@@ -8,12 +8,13 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.compiler import is_compiling
 from torch.utils import _pytree
 from torch.utils.weak import WeakIdKeyDictionary
@@ -33,8 +34,6 @@ TensorKey = tuple[str, str]
 _COMPILED = "_orig_mod"  # the part of a path that torch.compile adds
 # Attributes of a module in which a compiled function takes the place of its own.
 _IN_PLACE = ("_compiled_call_impl", "forward")
-# Attributes that stay as they are: a module's parts, and the functions that torch.compile puts there.
-_LEFT_ALONE = frozenset({"_modules", *_IN_PLACE})
 
 
 class Snapshot:
@@ -47,11 +46,7 @@ class Snapshot:
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._writes: list[Callable[[], object]] = [RngState.capture(others=True).restore]
         self._tensors: list[Tensor] = []
-        values: list[Any] = []
-        for space in [vars(module) for model in models for _, module in each_module(model)]:
-            attributes = {name: x for name, x in space.items() if name not in _LEFT_ALONE}
-            self._writes.append(partial(_write_attributes, space, attributes))
-            values += attributes.values()
+        values: list[Any] = [vars(module) for model in models for _, module in each_module(model)]
         known: set[int] = set()
         for x in values:  # grows by what is in containers, and by gradients
             if id(x) in known:
@@ -76,24 +71,15 @@ class Snapshot:
     def kept(self) -> Iterator[None]:
         """Restore at the end of the block, with the version counters of the tensors as they were."""
         tensors = tuple(x for x in self._tensors if not x.is_inference())
-        versions = tuple(x._version for x in tensors)
-        try:
+        with _unsafe_preserve_version_counter(tensors), ExitStack() as at_end:
+            at_end.callback(self.restore)
             yield
-        finally:
-            self.restore()
-            torch._C._autograd._unsafe_set_version_counter(tensors, versions)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back."""
         for write in self._writes:
             write()
-
-
-def _write_attributes(space: dict[str, Any], attributes: dict[str, Any]) -> None:
-    for name in space.keys() - attributes.keys() - _LEFT_ALONE:
-        del space[name]
-    space.update(attributes)
 
 
 def _write_container(container: Any, content: Any) -> None:
@@ -112,8 +98,8 @@ class ModelRuns:
     """A model and its runs.
 
     `modules` are by their paths, without what torch.compile has put around them, and `compiled` are the paths of
-    those that it has. `calls` are those of its own run, `dtype` that of most outputs there, `stored` that of most
-    parameters.
+    those that it has. `run` has the calls of the model as it is, `dtype` is that of most outputs there, `stored` that
+    of most parameters.
     """
 
     def __init__(
@@ -125,11 +111,10 @@ class ModelRuns:
         self._call, self._inputs = call, inputs
         self._snapshot, self._most_bytes = snapshot, most_bytes
         snapshot.restore()
-        run = self._run(model, None)
-        self.calls = list(run.values())
-        self.dtype = _dtype_of(run)
+        self.run = self._run(model, None)
+        self.dtype = _dtype_of(self.run)
         self.stored = most_common((x.dtype for x in each_parameter(model)), self.dtype)
-        self._runs: dict[Any, Run] = {(self.dtype, self.stored, ()): run}
+        self._runs: dict[Any, Run] = {(self.dtype, self.stored, ()): self.run}
 
     def run_in(
         self, dtype: torch.dtype, stored: torch.dtype | None = None, shaken: Sequence[TensorKey] = ()
@@ -138,12 +123,10 @@ class ModelRuns:
 
         The tensors that are `shaken` are as far from their values as rounding may have put them.
         """
-        key = dtype, coarsest(stored or self.stored, self.stored), tuple(shaken)
-        if key not in self._runs:
-            self._runs[key] = self._run_copy(*key)
-        return self._runs[key]
-
-    def _run_copy(self, dtype: torch.dtype, stored: torch.dtype, shaken: Sequence[TensorKey]) -> Run:
+        stored = coarsest(stored or self.stored, self.stored)
+        key = dtype, stored, tuple(shaken)
+        if key in self._runs:
+            return self._runs[key]
         self._snapshot.restore()  # before the copy, as the last run may have written buffers
         model = copy.deepcopy(self.modules[""])
         for _, module in each_module(model):
@@ -169,6 +152,7 @@ class ModelRuns:
             raise ValueError(f"it computes in {dtype_name(computed)} there too")
         for call in run.values():
             call.module = self.modules[call.path]  # so that the copy is freed
+        self._runs[key] = run
         return run
 
     def _run(self, model: nn.Module, dtype: torch.dtype | None) -> Run:

@@ -108,17 +108,17 @@ class _Models:
         # Copies of a compiled model are not compiled, so they say nothing about it.
         if torch.finfo(noise.coarse).bits <= 16 and not any(side.compiled for side in self._sides):
             stored = coarsest(*(side.stored for side in self._sides))
-            runs = [self._run_in(number, torch.float32, stored) for number in (0, 1)]
-            copies = [[*run.values()] for run in runs if run is not None]
+            in_copies = (self._run_in(number, torch.float32, stored) for number in (0, 1))
+            copies = [run for run in in_copies if run is not None]
             if len(copies) == 2:
                 in_float32 = self._noise([torch.float32] * 2, stored)
-                pairs = match_calls(copies[0], copies[1], self._tokens)
+                pairs = match_calls(copies, self._tokens)
                 shaken = self._shaken(pairs, stored)
                 words = in_float32.words + "; rounding of what one model alone holds" * bool(shaken)
                 noise = noise._replace(shaken=shaken)
                 precise = self._compared(copies, pairs, in_float32._replace(shaken=shaken, words=words))
-        calls = [side.calls for side in self._sides]
-        verdict = self._compared(calls, match_calls(calls[0], calls[1], self._tokens), noise)
+        runs = [side.run for side in self._sides]
+        verdict = self._compared(runs, match_calls(runs, self._tokens), noise)
         comparer = verdict.comparer
         if precise is not None and verdict.equal is not None:
             verdict = _with_copies(verdict, precise, dtype_name(noise.coarse))
@@ -132,9 +132,9 @@ class _Models:
         ]
         return verdict._replace(remarks=[*verdict.remarks, *remarks])
 
-    def _compared(self, calls: list[list[ModuleCall]], pairs: list[CallPair], noise: Noise) -> Verdict:
+    def _compared(self, runs: list[Run], pairs: list[CallPair], noise: Noise) -> Verdict:
         remarks = [*self._remarks]
-        return Comparer(calls, pairs, self._tokens, self._factor, noise, self._conventions, remarks).compare()
+        return Comparer(runs, pairs, self._tokens, self._factor, noise, self._conventions, remarks).compare()
 
     def _noise(self, dtypes: list[torch.dtype], stored: torch.dtype | None = None) -> Noise:
         """Run the models, with weights rounded to `stored`, in the coarser of the dtypes and in higher precision."""
@@ -255,7 +255,7 @@ def compare_traces(
     for trace, batch in zip((a, b), batches, strict=True):
         if batch not in trace.sketched_batches:
             raise ValueError(f"{trace.path} has no sketches of batch {batch}; {how}")
-    (calls_a, dtype_a), (calls_b, dtype_b) = _calls_of(a, batches[0]), _calls_of(b, batches[1])
+    (run_a, dtype_a), (run_b, dtype_b) = _run_of(a, batches[0]), _run_of(b, batches[1])
     coarse = coarsest(dtype_a, dtype_b)
     runs, words = [], f"not measured, assumed to be 4 eps of {dtype_name(coarse)}; "
     if reference is None:
@@ -263,12 +263,10 @@ def compare_traces(
     elif dtype_a is not coarse:
         words += f"A is in {dtype_name(dtype_a)}, and what measures it says nothing about B"
     else:
-        high, _ = _calls_of(reference, batches[0])
-        runs.append((0, {call.key: call for call in calls_a}, {call.key: call for call in high}))
+        runs.append((0, run_a, _run_of(reference, batches[0])[0]))
         words = f"rounding error of A, against {reference.path}"
-    pairs = match_calls(calls_a, calls_b, None)
-    noise = Noise(coarse, coarse, runs, words)
-    verdict = Comparer((calls_a, calls_b), pairs, None, factor, noise, {}, []).compare()
+    pairs, noise = match_calls((run_a, run_b), None), Noise(coarse, coarse, runs, words)
+    verdict = Comparer((run_a, run_b), pairs, None, factor, noise, {}, []).compare()
     if verdict.first is not None and not verdict.where:
         where = "in it, or in the code that makes its input, of which a trace has the range alone"
         verdict = verdict._replace(where=where)
@@ -276,7 +274,7 @@ def compare_traces(
     return replace(result, headline=f"{result.headline} (batch {batches[0]})")
 
 
-def _calls_of(trace: Trace, batch: int) -> tuple[list[ModuleCall], torch.dtype]:
+def _run_of(trace: Trace, batch: int) -> tuple[Run, torch.dtype]:
     """Return the calls of one batch in the order of their starts, and the dtype of most outputs.
 
     A call is recorded when it ends, so its parts come before it.
@@ -311,11 +309,12 @@ def _calls_of(trace: Trace, batch: int) -> tuple[list[ModuleCall], torch.dtype]:
             call.parent.start, call.parent.is_leaf = min(call.parent.start, call.start - 1), False
     outermost = [call for call in calls if call.parent is None]
     if len(outermost) > 1:  # the whole model was not watched
-        root = ModuleCall(("", 0), "", None, None, -1, 1 << 62, False, outputs=calls[-1].outputs)
+        root = ModuleCall(("", -1), "", None, None, -1, 1 << 62, False, outputs=calls[-1].outputs)
         for call in outermost:
             call.parent = root
         calls.append(root)
-    return sorted(calls, key=lambda call: call.start), most_common(dtypes, torch.float32)
+    run = {call.key: call for call in sorted(calls, key=lambda call: call.start)}
+    return run, most_common(dtypes, torch.float32)
 
 
 def _check_factor(factor: float) -> None:

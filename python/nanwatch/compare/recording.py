@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone, tzinfo
 from functools import partial
 from hashlib import blake2b
-from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,8 +48,6 @@ from ..util.visible import module_name, spell, users_frame, visible
 
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 _START = 1_700_000_000 * 10**9
-# Parameters of a DataLoader that one without workers refuses.
-_OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 # Calls of this process that a trial has replaced, and what puts the functions back.
 _notes: list[str] = []
 _undoes = ExitStack()
@@ -140,15 +137,13 @@ def _order_data() -> None:
     before = DataLoader.__init__
 
     def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
-        options = signature(before).bind(self, *args, **kwargs).arguments
-        for name in _OF_WORKERS:
-            options.pop(name, None)
-        samplers: list[Any] = [options.get("sampler"), getattr(options.get("batch_sampler"), "sampler", None)]
-        for sampler in samplers:
-            if hasattr(sampler, "generator"):
-                sampler.generator = torch.Generator().manual_seed(0)
+        before(self, *args, **kwargs)
         _note_call("a DataLoader")
-        before(**{**options, "generator": torch.Generator().manual_seed(0)})
+        self.num_workers = self.timeout = 0
+        drawing: list[Any] = [self, self.sampler, getattr(self.batch_sampler, "sampler", None)]
+        for place in drawing:
+            if hasattr(place, "generator"):
+                place.generator = torch.Generator().manual_seed(0)
 
     _replace(DataLoader, "__init__", init)
 

@@ -146,13 +146,12 @@ def _compared(
     """Make runs until one differs from the first. Return the first, and the difference."""
     under = " under a trial" if trials else ""
     tell(f"making run 1{under}")
-    first = run(trials, most_batches)
+    first, difference = run(trials, most_batches), None
     for number in range(2, times + 1):
-        tell(f"making run {number}{under}")
-        difference = _first_difference(first, run(trials, most_batches))
-        if difference is not None:
-            return first, difference
-    return first, None
+        if difference is None:
+            tell(f"making run {number}{under}")
+            difference = _first_difference(first, run(trials, most_batches))
+    return first, difference
 
 
 def _first_difference(a: Recording, b: Recording) -> _Difference | None:
