@@ -1,4 +1,4 @@
-"""Modules and parameters of a model, also while another thread, or the caller, registers more."""
+"""Modules and parameters of a model, also while another thread registers more: `list` copies a dict in one step."""
 
 from __future__ import annotations
 
