@@ -20,14 +20,8 @@ def _no_other_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "_running", [])
 
 
-NEEDS = {
-    "transformers": "transformers",
-    "lightning": "lightning",
-    "Trace": "pyarrow",
-    "TraceError": "pyarrow",
-    "diff": "pyarrow",
-    "Report": "jinja2",
-}
+NEEDS = {"transformers": "transformers", "lightning": "lightning", "Report": "jinja2"}
+NEEDS |= dict.fromkeys(("Trace", "TraceError", "diff"), "pyarrow")
 NAMES = [
     *(name for name in nanwatch.__all__ if name != "__version__"),
     "integrations.transformers.NanWatchCallback",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -57,35 +58,36 @@ def test_a_watched_training_ends_with_the_same_bits(name: str, gradients: bool) 
     assert_same_bits(train(name, True, gradients=gradients), train(name, False))
 
 
-@pytest.mark.parametrize("mode", ["training", "inference"])
-def test_every_activation_is_gone_when_it_would_be(mode: str) -> None:
-    """At each module's call the activations alive, by weak references, are those alive unwatched."""
-    alive: dict[bool, list[list[int]]] = {}
-    for watched in (False, True):
-        model = with_dropout(copy.deepcopy(built("gpt2")))
-        references: list[weakref.ref[Tensor]] = []
-        counts: list[list[int]] = []
+def alive_at_each_call(watched: bool, is_training: bool) -> list[list[int]]:
+    """Return which activations are alive, by weak references, at each module's call and at the end of each step."""
+    model = with_dropout(copy.deepcopy(built("gpt2")))
+    references: list[weakref.ref[Tensor]] = []
+    counts: list[list[int]] = []
 
-        def note(
-            module: nn.Module, args: Any, output: Any, references: Any = references, counts: Any = counts
-        ) -> None:
-            counts.append([i for i, reference in enumerate(references) if reference() is not None])
-            tensors = output if isinstance(output, tuple) else [output]
-            references += [weakref.ref(x) for x in tensors if isinstance(x, Tensor)]
+    def count() -> None:
+        counts.append([i for i, reference in enumerate(references) if reference() is not None])
 
-        for module in model.modules():
-            module.register_forward_hook(note)
-        watcher = watch(model) if watched else None
-        torch.manual_seed(0)
-        with torch.set_grad_enabled(mode == "training"):
-            for step in range(2):
-                output = model(**inputs_of("gpt2", step))
-                if mode == "training":
-                    loss_of(output).backward()
-                del output
-                counts.append([i for i, reference in enumerate(references) if reference() is not None])
-        alive[watched] = counts
-        if watcher is not None:
-            watcher.stop()
-    assert alive[True] == alive[False]
-    assert alive[True][-1] == []
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        count()
+        tensors = output if isinstance(output, tuple) else [output]
+        references.extend(weakref.ref(x) for x in tensors if isinstance(x, Tensor))
+
+    for module in model.modules():
+        module.register_forward_hook(note)
+    torch.manual_seed(0)
+    with watch(model) if watched else nullcontext(), torch.set_grad_enabled(is_training):
+        for step in range(2):
+            output = model(**inputs_of("gpt2", step))
+            if is_training:
+                loss_of(output).backward()
+            del output
+            count()
+    return counts
+
+
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "inference"])
+def test_every_activation_is_gone_when_it_would_be(is_training: bool) -> None:
+    """The activations alive at each moment are those alive unwatched."""
+    alive = alive_at_each_call(watched=True, is_training=is_training)
+    assert alive == alive_at_each_call(watched=False, is_training=is_training)
+    assert alive[-1] == []

@@ -70,12 +70,8 @@ print(json.dumps(stages))
 
 # The operators torch.ops.nanwatch are registered by the import.
 REGISTERED = {
-    "torch.jit._builtins._builtin_table",
-    "torch.library._defs",
-    "torch.library._impls",
-    "torch.ops._dir",
-    "torch.ops.nanwatch",
-    "torch.ops._OpNamespace._dir",
+    *("torch.jit._builtins._builtin_table", "torch.library._defs", "torch.library._impls"),
+    *("torch.ops._dir", "torch.ops.nanwatch", "torch.ops._OpNamespace._dir"),
 }
 # A counter of handles that were ever made.
 COUNTERS = {"torch.utils.hooks.RemovableHandle.next_id"}
