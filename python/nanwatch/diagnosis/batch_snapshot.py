@@ -280,8 +280,17 @@ def no_second_run(root: nn.Module) -> str:
     In a job of several processes one can where `root` computes alone, as a replica of DistributedDataParallel does.
     """
     number = _num_processes()
-    if number > 1 and not _computes_alone(root):
-        return f"in a job of {number} processes it would wait for the others"
+    if number > 1:
+        # A collective that the model's own code calls is refused when it comes; see `_NoCollectives`.
+        modules = [x for x in root.modules() if not isinstance(x, nn.parallel.DistributedDataParallel)]
+        made_by = {kind.__module__ for module in modules for kind in type(module).__mro__}
+        is_sharding = any(
+            x.startswith("torch.distributed") or x.partition(".")[0] in _SHARDING for x in made_by
+        )
+        # FSDP leaves weights whose memory is gone until the next forward.
+        tensors = (*root.parameters(), *root.buffers())
+        if is_sharding or any(type(x) not in _OWN_TENSORS or unreadable(x) for x in tensors):
+            return f"in a job of {number} processes it would wait for the others"
     weights = (x for x in each_parameter(root) if x.device.type == "cpu" and is_plain(x))
     if any(x.is_shared() for x in weights if not unreadable(x)):
         return "its weights lie in memory that other processes share"
@@ -292,19 +301,6 @@ def no_second_run(root: nn.Module) -> str:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     return ""
-
-
-def _computes_alone(root: nn.Module) -> bool:
-    """Return whether no module in the tree belongs to a library that shards models, and no weight is spread over ranks.
-
-    A collective that the model's own code calls is refused when it comes; see `_NoCollectives`.
-    """
-    modules = [x for x in root.modules() if not isinstance(x, nn.parallel.DistributedDataParallel)]
-    made_by = {kind.__module__ for module in modules for kind in type(module).__mro__}
-    if any(name.startswith("torch.distributed") or name.partition(".")[0] in _SHARDING for name in made_by):
-        return False
-    # FSDP leaves weights whose memory is gone until the next forward.
-    return all(type(x) in _OWN_TENSORS and not unreadable(x) for x in (*root.parameters(), *root.buffers()))
 
 
 class _NoCollectives(TorchDispatchMode):

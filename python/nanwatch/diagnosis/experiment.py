@@ -189,8 +189,13 @@ def run(
         return output
 
     try:
-        again = _with_leaves(snapshot) if snapshot.grad else snapshot
-        graph = torch.enable_grad() if snapshot.grad else nullcontext()
+        again, graph = snapshot, torch.enable_grad() if snapshot.grad else nullcontext()
+        if snapshot.grad:
+            # The graph behind the tensors is the user's, so they get new leaves, and a leaf could not be written to.
+            fresh = lambda x: x.detach().requires_grad_().clone() if x.requires_grad else x  # noqa: E731
+            with graph:
+                args, kwargs = _pytree.tree_map_only(Tensor, fresh, (snapshot.args, dict(snapshot.kwargs)))
+            again = replace(snapshot, args=args, kwargs=kwargs)
         with again.again() as call, graph, Draws(snapshot.draws), provenance or nullcontext():
             with wrap_calls((*names, *snapshot.module.modules()), seen):
                 output = call()
@@ -209,15 +214,6 @@ def run(
         if provenance is not None:
             provenance.active = False
     return experiment
-
-
-def _with_leaves(snapshot: BatchSnapshot) -> BatchSnapshot:
-    """Return the snapshot with new leaves for tensors that require a gradient: the graph behind them is the user's."""
-    # A leaf could not be written to.
-    fresh = lambda x: x.detach().requires_grad_().clone() if x.requires_grad else x  # noqa: E731
-    with torch.enable_grad():
-        args, kwargs = _pytree.tree_map_only(Tensor, fresh, (snapshot.args, dict(snapshot.kwargs)))
-    return replace(snapshot, args=args, kwargs=kwargs)
 
 
 def run_backward(experiment: Experiment, roots: list[Tensor], gradients: list[Tensor]) -> None:

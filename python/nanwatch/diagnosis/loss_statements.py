@@ -15,6 +15,7 @@ from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType
@@ -242,11 +243,14 @@ class _Part:
         needed = set()
         for name in source.names_in(node, ast.Load):
             value = self._values.get(name)
+            tensors = _tensors(value)
             # A statement may have bound a deleted parameter anew, as Trainer's does that prepares the inputs.
             is_gone = name in self._caller.code.co_varnames and name not in self._values.maps[0]
             # A module keeps its weights: made anew, it would have others.
             is_bound = name in self._bound and not isinstance(value, nn.Module)
-            if is_gone or is_bound or _has_graph(value) or _is_bad(value):
+            # The statement that made a bad value is sought. Weights have none.
+            is_bad = any(not x.requires_grad and observe(x, "", "output").is_fault for x in tensors)
+            if is_gone or is_bound or is_bad or any(x.grad_fn is not None for x in tensors):
                 needed.add(name)
             elif name in self._values:
                 self.reads[name] = value
@@ -298,7 +302,10 @@ class _Part:
             made.orelse, second = self._block(statement.orelse, needed)
             made.body, header = body or [ast.copy_location(ast.Pass(), statement)], [statement.test]
             needed = first | second
-        elif isinstance(statement, ast.For) and not self._takes_data(statement.iter):
+        # A DataLoader would hand out other data, and an iterator would be further on than before.
+        elif isinstance(statement, ast.For) and not any(
+            isinstance(self._value_of(x), Iterator | DataLoader) for x in ast.walk(statement.iter)
+        ):
             # A second time, as an iteration reads what an earlier one has made.
             body, needed = self._block(statement.body, needed | self._block(statement.body, needed)[1])
             if statement.orelse or any(isinstance(x, _JUMPS) for x in ast.walk(statement)):
@@ -328,10 +335,6 @@ class _Part:
         owner = getattr(self._value_of(node.value), "__dict__", {})
         return {**owner, **owner.get("_modules", {})}.get(node.attr)
 
-    def _takes_data(self, iterated: ast.expr) -> bool:
-        """Return whether a loop is over a DataLoader, or an iterator that would be further on than before."""
-        return any(isinstance(self._value_of(x), Iterator | DataLoader) for x in ast.walk(iterated))
-
     def _refuse_twice(self, *nodes: ast.AST) -> None:
         for node in (inner for top in nodes for inner in ast.walk(top)):
             is_once = isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom)
@@ -351,11 +354,6 @@ def _has_graph(value: Any) -> bool:
     return any(x.grad_fn is not None for x in _tensors(value))
 
 
-def _is_bad(value: Any) -> bool:
-    """Return whether the value is bad, and its statement is sought. Weights have none."""
-    return any(not x.requires_grad and observe(x, "", "output").is_fault for x in _tensors(value))
-
-
 def _filled_by(statement: ast.stmt) -> set[str]:
     """Return the names whose values the statement changes in place: `p.clamp_()`, `s.den = x`, `losses["a"] = x`."""
     filled = set[str]()
@@ -370,12 +368,8 @@ def _filled_by(statement: ast.stmt) -> set[str]:
     return filled
 
 
-def _reach(*_: Any) -> None:
-    raise _Reached
-
-
-def _refuse_backward(*_: Any, **__: Any) -> None:
-    raise Refused("a function that the statements call makes a backward of its own")
+def _raise(error: BaseException, *_: Any, **__: Any) -> None:
+    raise error
 
 
 class LossStatements(nn.Module):
@@ -421,7 +415,9 @@ class LossStatements(nn.Module):
                 names[name] = copy.copy(names[name])
         with ExitStack() as stack:
             if not isolation.is_child():  # it would add to gradients that the program is about to use
-                stack.enter_context(isolation.in_place_of(torch.autograd, "backward", _refuse_backward))
+                refused = Refused("a function that the statements call makes a backward of its own")
+                refuse = partial(_raise, refused)
+                stack.enter_context(isolation.in_place_of(torch.autograd, "backward", refuse))
             for generator in self._generators:
                 stack.callback(generator.set_state, generator.get_state())
             hook = self.model.register_forward_hook(lambda *call: outputs.extend(tensors_in(call[-1])))
@@ -429,7 +425,7 @@ class LossStatements(nn.Module):
             if not self._caller.since:
                 exec(self._code, names)
                 return names[_RESULT], [x.detach() for x in outputs]
-            stack.callback(register_optimizer_step_pre_hook(_reach).remove)
+            stack.callback(register_optimizer_step_pre_hook(partial(_raise, _Reached())).remove)
             self.model.zero_grad()
             for scaler in self._scalers:  # which unscales no gradients twice
                 with suppress(AssertionError):  # of one that has unscaled none

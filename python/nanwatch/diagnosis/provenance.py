@@ -387,8 +387,10 @@ class ProvenanceMode(TorchDispatchMode):
             module = self.site_of(node)[1]
         if frame is None:
             return (None, module), ""
-        code = frame.f_code
-        return (Expression(code.co_filename, frame.f_lineno, _positions(frame), code), module), ""
+        code, positions = frame.f_code, None
+        if sys.version_info >= (3, 11):  # an older Python does not know where in its line an expression is
+            positions = next(islice(code.co_positions(), frame.f_lasti // 2, None), None)
+        return (Expression(code.co_filename, frame.f_lineno, positions, code), module), ""
 
 
 def _program_frame(outermost: CodeType) -> tuple[FrameType | None, bool]:
@@ -410,13 +412,6 @@ def _program_frame(outermost: CodeType) -> tuple[FrameType | None, bool]:
         elif innermost is None and not code.co_filename.startswith(SKIPPED_FILES):
             innermost = frame
     return innermost, is_of_engine or innermost is None
-
-
-def _positions(frame: FrameType) -> tuple[int | None, int | None, int | None, int | None] | None:
-    """Return where the expression stands that the frame computes; None before Python 3.11, which does not know."""
-    if sys.version_info < (3, 11):
-        return None
-    return next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
 
 
 def _origin(steps: Sequence[Step], nan: bool) -> Step | None:
