@@ -44,9 +44,10 @@ def test_a_hang_is_noted_once_with_all_stacks(tmp_path: Path, caplog: pytest.Log
         box._ended.wait(1.5)  # no second note
         release.set()
         helper.join()
-        (note,) = read_black_box(box.path).notes
+        (note,) = (report := read_black_box(box.path)).notes
         model(torch.ones(1, 2))
         until(lambda: len(read_black_box(box.path).notes) == 2)
+    assert report.calls[0].ago > 0.1
     assert any("in stands_still" in place for place in note["stacks"]["helper"])
     assert any("in test_a_hang" in place for place in note["stacks"]["MainThread"])
     assert sum(str(box.path) in record.getMessage() for record in caplog.records) == 2

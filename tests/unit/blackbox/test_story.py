@@ -53,8 +53,7 @@ def test_each_phase_is_told(tmp_path: Path) -> None:
     begin, batches = seen[0], (seen[1:5], seen[5:9])
     assert (begin.phase, begin.batch, begin.num_calls) == ("", None, 0)
     for batch, (forward, after, backward, step) in enumerate(batches):
-        (thread,) = forward.threads
-        assert (forward.phase, forward.batch, thread.calls[1].module) == ("forward", batch, "1")
+        assert (forward.phase, forward.batch, forward.under_way.module) == ("forward", batch, "1")
         assert (after.phase, after.batch, after.num_calls) == ("", batch, 4 * (batch + 1))
         assert (backward.phase, backward.batch) == ("backward", batch)
         assert " ".join(backward.gradient) in ("0 output", "1 input", "1.linear weight", "1.linear input")

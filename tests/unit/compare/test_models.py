@@ -177,9 +177,9 @@ def test_models_and_random_state_are_left_alone() -> None:
     assert result.first.input_error == 0.0
     for model in (a, b):
         torch.testing.assert_close(dict(model.state_dict()), dict(saved), rtol=0, atol=0)
-        assert not model.layers[0]["cache"].any()
-        kept = model.layers[0]["lengths"], model.random.getstate(), model.training
-        assert kept == ([0], random.Random(0).getstate(), True)
+        cache, lengths = model.layers[0].values()
+        kept = cache.tolist(), cache._version, lengths, model.random.getstate(), model.training
+        assert kept == ([0] * 4, 0, [0], random.Random(0).getstate(), True)
     assert torch.equal(a.linear.weight.grad, torch.ones(4, 16))
     assert (b.linear.weight.grad, x.grad) == (None, None)
     assert torch.equal(state, torch.get_rng_state())
