@@ -308,19 +308,13 @@ def _token_words(errors: Errors, shape: Sequence[int]) -> list[str]:
     return [f"tokens up to {off[-1]} only"] if off and off[-1] < count - 1 else []
 
 
-class Gap(NamedTuple):
-    """Difference of a parameter or buffer, in words, and the share of its elements that rounding does not explain."""
-
-    words: str
-    beyond: float
-
-
-def gaps(pair: CallPair) -> dict[str, Gap]:
+def gaps(pair: CallPair) -> dict[str, tuple[str, float]]:
     """Return the parameters and buffers that both modules of a pair have, and do not have alike.
 
-    Parameters are equal in the coarser of their dtypes or not at all.
+    Each has its difference in words, and the share of its elements that rounding does not explain. Parameters are equal
+    in the coarser of their dtypes or not at all.
     """
-    apart, tensors_b = dict[str, Gap](), pair.b.tensors()
+    apart, tensors_b = dict[str, tuple[str, float]](), pair.b.tensors()
     buffers = () if pair.a.module is None else pair.a.module._buffers
     for name, a in pair.a.tensors().items():
         b, is_buffer = tensors_b.get(name), name in buffers
@@ -340,7 +334,7 @@ def gaps(pair: CallPair) -> dict[str, Gap]:
         words = "is transposed" if is_turned else f"is {error:.2g} apart{dtypes}"
         if error:
             beyond = 1.0 - float(is_rounding.double().mean()) if is_buffer else 1.0
-            apart[name] = Gap(f"its {name} {words}", beyond)
+            apart[name] = f"its {name} {words}", beyond
     return apart
 
 
@@ -361,7 +355,7 @@ def module_differences(pair: CallPair) -> dict[str, bool]:
     has_bias = [call.module is not None and call.module._parameters.get("bias") is not None for call in pair]
     if pair.is_leaf and len({*has_bias}) > 1:
         words[f"only {'A' if has_bias[0] else 'B'} has a bias"] = False
-    return words | {gap.words: is_one_kind and gap.beyond > 0 for gap in gaps(pair).values()} | training
+    return words | {gap: is_one_kind and beyond > 0 for gap, beyond in gaps(pair).values()} | training
 
 
 def _settings(call: ModuleCall) -> dict[str, bool | int | float | str]:

@@ -172,9 +172,8 @@ class _Models:
         alike = set[TensorKey]()
         for pair in pairs:
             buffers = () if pair.a.module is None else pair.a.module._buffers
-            rounded = {
-                name for name, gap in gaps(pair).items() if name not in buffers or gap.beyond <= _UNLIKE
-            }
+            apart = gaps(pair).items()
+            rounded = {name for name, (_, beyond) in apart if name not in buffers or beyond <= _UNLIKE}
             names = pair.a.tensors().keys() & pair.b.tensors().keys() - rounded
             alike |= {(part.path, name) for call in pair for part in call.parts or (call,) for name in names}
         prints = [
