@@ -42,5 +42,6 @@ def test_all_parts_are_compiled_or_none_is() -> None:
     assert not (is_compiled and os.environ.get("NANWATCH_EXT") == "0")
     assert compiled_parts() == dict.fromkeys(compiled_parts(), is_compiled)
     program = "from integration.test_fallback import compiled_parts as parts; raise SystemExit(any(parts().values()))"
-    done = forked("-c", program, env=environment(NANWATCH_EXT="0"), imported=False)
+    silent = "-W", "error::RuntimeWarning"  # as it was asked for
+    done = forked(*silent, "-c", program, env=environment(NANWATCH_EXT="0"), imported=False)
     assert done.returncode == 0, done.stderr

@@ -8,8 +8,6 @@ stderr. It receives the number of the program's process and, when that has ended
 process PID, and the folder goes.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import gc

@@ -3,8 +3,6 @@
 RANK=0 WORLD_SIZE=2 python parallel_job.py STORE SCENARIO...
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -8,8 +8,6 @@ printed a rank and scenario, as JSON; one more when a rank is told while it wait
 scenario the error ends the process.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -3,8 +3,6 @@
 It saves the weights. With `fault` an activation becomes infinite in its tenth call.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

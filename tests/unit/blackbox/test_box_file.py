@@ -35,7 +35,6 @@ def test_the_calls_are_those_that_hooks_see(tmp_path: Path) -> None:
 
 
 def test_the_latest_calls_outlive_the_ring(tmp_path: Path) -> None:
-    """The latest 20,000 at least, without a gap."""
     model, x, count = nn.Identity(), torch.ones(1), (1 << 15) + 100
     with black_box(tmp_path) as box, watch(model, black_box=True):
         for _ in range(count):

@@ -110,9 +110,7 @@ def test_a_file_that_was_cut_off_harms_no_thread(tmp_path: Path) -> None:
 
 def test_a_script_of_nanwatch_run_ends_by_its_exception(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(
-        "import torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()\nraise KeyError\n"
-    )
+    script.write_text("import torch\ntorch.nn.Linear(2, 2)(torch.ones(2)).sum().backward()\nraise KeyError\n")
     done = forked("-m", "nanwatch", "run", "--output-dir", str(tmp_path / "out"), str(script))
     assert done.returncode == 1
     (path,) = tmp_path.glob("out/blackbox/*")

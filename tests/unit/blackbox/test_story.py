@@ -8,39 +8,30 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nanwatch import watch
 from nanwatch.blackbox.job import Job
 from nanwatch.blackbox.story import BlackBoxReport
 from nanwatch.blackbox.story import read as read_black_box
 from support.black_boxes import black_box, needs_box
+from support.toys import Does
 
 pytestmark = needs_box
 
 
-class Calls(nn.Module):
-    """Linear that calls a function in its forward."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        self.function()
-        return y
+def calls(function: Any) -> nn.Module:
+    """Return a Linear that calls a function in its forward."""
+    return Does(lambda linear, x: (linear(x), function())[0], nn.Linear(4, 4))
 
 
 def test_each_phase_is_told(tmp_path: Path) -> None:
-    """With the batch, and the gradient that came last."""
     seen: list[BlackBoxReport] = []
 
     def look(*_: object) -> None:
         seen.append(read_black_box(box.path))
 
-    model = nn.Sequential(nn.Linear(4, 4), Calls(look))
+    model = nn.Sequential(nn.Linear(4, 4), calls(look))
     steps = torch.optim.SGD(model.parameters())
     with black_box(tmp_path) as box, watch(model, black_box=True, gradients=True):
         look()
@@ -56,18 +47,18 @@ def test_each_phase_is_told(tmp_path: Path) -> None:
         assert (forward.phase, forward.batch, forward.under_way.module) == ("forward", batch, "1")
         assert (after.phase, after.batch, after.num_calls) == ("", batch, 4 * (batch + 1))
         assert (backward.phase, backward.batch) == ("backward", batch)
-        assert " ".join(backward.gradient) in ("0 output", "1 input", "1.linear weight", "1.linear input")
+        assert " ".join(backward.gradient) in ("0 output", "1 input", "1.parts.0 weight", "1.parts.0 input")
         assert (step.phase, step.batch, step.end) == ("step", batch, "runs")
 
 
 def test_an_exception_is_placed_in_the_innermost_call_that_it_left(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Calls(lambda: 1 / 0))
+    model = nn.Sequential(nn.Linear(4, 4), calls(lambda: 1 / 0))
     with black_box(tmp_path) as box, watch(model, black_box=True):
         with pytest.raises(ZeroDivisionError):
             model(torch.ones(2, 4))
         report = read_black_box(box.path)
     text = Job((replace(report, end="exception"),)).to_text()
-    assert "Where:   batch 0, forward: 1 (Calls) raised.\n" in text
+    assert "Where:   batch 0, forward: 1 (Does) raised.\n" in text
 
 
 def test_a_killed_process_runs_no_longer_before_its_parent_asks(tmp_path: Path) -> None:

@@ -107,9 +107,8 @@ def test_the_situation_is_kept(tmp_path):
     rng = RngState.capture()
     torch.rand(3)
     autocast = (Autocast("cpu", torch.bfloat16, True), Autocast("cuda", torch.float16, False))
-    folder = write_capsule(
-        tmp_path / "c", mlp(), "a.b", (), finding=finding, rank=3, rng=rng, autocast=autocast
-    )
+    facts = {"finding": finding, "rank": 3, "rng": rng, "autocast": autocast}
+    folder = write_capsule(tmp_path / "c", mlp(), "a.b", (), **facts)
     capsule = Capsule.open(folder)
     kept = capsule.module, capsule.class_name, capsule.device, capsule.rank, capsule.finding
     assert kept == ("a.b", "Sequential", "cpu", 3, finding)
@@ -159,7 +158,6 @@ def test_a_folder_is_whole_and_never_takes_the_place_of_another(tmp_path, monkey
 
 
 def test_writing_changes_nothing_of_the_call(tmp_path):
-    """Inputs, weights, random states and grads are as before, and no graph is built."""
     model, x = mlp(), torch.randn(4, 3, requires_grad=True)
     model(x).sum().backward()
 

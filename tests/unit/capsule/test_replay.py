@@ -157,7 +157,6 @@ def test_a_dtype_casts_weights_and_inputs(tmp_path):
 
 
 def test_the_model_may_come_in_several_ways(tmp_path):
-    """The module itself, what makes the model that has it, and a wrapper with another prefix."""
     inner = overflowing().half()
     whole = nn.ModuleDict({"layer": inner})
     folder = write_capsule(tmp_path / "c", inner, "layer", (X.half(),))
@@ -178,7 +177,6 @@ def test_the_model_may_come_in_several_ways(tmp_path):
     ],
 )  # fmt: skip
 def test_a_model_that_does_not_fit_is_named(tmp_path, model, expected):
-    """Another class, no such module, other weights or shapes, no model at all: an error that says which."""
     folder = write_capsule(tmp_path / "c", nn.Sequential(nn.Linear(4, 4)), "layer", (X,))
     with pytest.raises((TypeError, ValueError), match=expected):
         replay(folder, model)

@@ -50,9 +50,7 @@ def test_what_the_terminal_cannot_show_is_an_escape(saved: Path) -> None:
     report["frames"][0]["name"] = "a→b"
     saved.write_text(json.dumps(report))
     command = [sys.executable, "-m", "nanwatch", "show", str(saved)]
-    done = subprocess.run(
-        command, env=environment(PYTHONIOENCODING="ascii"), capture_output=True, timeout=120
-    )
+    done = subprocess.run(command, env=environment(PYTHONIOENCODING="ascii"), capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"a\\u2192b" in done.stdout
 

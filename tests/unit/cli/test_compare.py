@@ -40,9 +40,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_status_says_whether_the_models_differ(other, status, equal, capsys):
     """stdout has the one document, not what the user's code prints."""
-    assert (
-        command.main(["compare", "compared:one", f"compared:{other}", "compared:batch", "--json"]) == status
-    )
+    arguments = ["compared:one", f"compared:{other}", "compared:batch", "--json"]
+    assert command.main(["compare", *arguments]) == status
     assert json.loads(capsys.readouterr().out)["equal"] is equal
 
 
@@ -70,9 +69,8 @@ def test_two_traces_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
             model(torch.ones(4, 8, dtype=model[0].weight.dtype))
     assert command.main(["compare", "a.parquet", "a.parquet"]) == 0
     assert capsys.readouterr().out.startswith("Equal within the noise floor (batch 0).")
-    assert (
-        command.main(["compare", "a.parquet", "b.parquet", "c.parquet", "--batches", "0", "0", "--json"]) == 1
-    )
+    three = ["a.parquet", "b.parquet", "c.parquet", "--batches", "0", "0", "--json"]
+    assert command.main(["compare", *three]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["first"]["module_a"] == "1"
     assert dict(document["facts"])["Noise"] == "rounding error of A, against c.parquet"

@@ -76,9 +76,8 @@ def test_a_wheel_without_a_module_for_this_torch_says_which_it_has(copied):
 def test_a_module_that_is_older_than_the_sources_is_not_loaded(copied, is_stale):
     """A digest in the stub changes with each declared field; then Python does the work, and one line says why."""
     stub = copied / "nanwatch" / "_C.pyi"
-    (copied / "nanwatch" / "_build.json").write_text(
-        json.dumps({"stub": hashlib.sha256(stub.read_bytes()).hexdigest()})
-    )
+    digest = hashlib.sha256(stub.read_bytes()).hexdigest()
+    (copied / "nanwatch" / "_build.json").write_text(json.dumps({"stub": digest}))
     if is_stale:
         stub.write_text(stub.read_text().replace("# headers: ", "# headers: 0"))
     program = "import nanwatch as n, torch as t; m = t.nn.ReLU(); w = n.watch(m); m(t.ones(2)); print(len(w.frames))"

@@ -43,7 +43,6 @@ def test_show_has_a_saved_spike(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_diff_tells_whether_traces_differ(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 1; text that names the place; as JSON the one document that programs may rely on. Else status 0."""
     status, out, err = run(capsys, "diff", "a.parquet", "b.parquet")
     assert (status, err) == (1, "")
     assert "First:      `weight` of 2 (Linear) in batch 0: abs_max" in out
@@ -91,7 +90,6 @@ def test_bad_use_is_status_2_and_one_line(place, capsys, monkeypatch, arguments,
 
 
 def test_show_prints_a_batch_as_a_report(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The latest batch, or the one that was asked for; as JSON a report that can be shown again."""
     status, out, _ = run(capsys, "show", "a.parquet")
     assert status == 0
     assert out.endswith(f"{Trace.open('a.parquet').report(1).to_text()}\n")
@@ -121,7 +119,6 @@ def test_show_takes_the_newest_report_of_a_folder(place: Path, capsys: pytest.Ca
 
 
 def test_pages_are_written_and_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--html of diff, beside the text, and of show, in its place; JSON is as without it."""
     pytest.importorskip("jinja2")
     status, plain, _ = run(capsys, "diff", "a.parquet", "b.parquet")
     two = ("diff", "a.parquet", "b.parquet", "--html", "d.html")
@@ -140,7 +137,6 @@ def test_pages_are_written_and_named(place: Path, capsys: pytest.CaptureFixture[
 
 
 def test_without_pyarrow_the_extra_is_named(place: Path) -> None:
-    """Each command, and watch(trace=...), say what to install; a watch without a trace needs nothing."""
     script = """
 import sys
 sys.modules["pyarrow"] = None
@@ -164,7 +160,6 @@ except ImportError as error:
 
 
 def test_fits_answers_whether_a_format_fits(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for each module and part. With --for a verdict first, the status with it; as JSON the same."""
     status, out, _ = run(capsys, "fits", "a.parquet")
     assert status == 0
     assert len([line for line in out.splitlines() if ", float32)" in line]) == 6
@@ -178,12 +173,8 @@ def test_fits_answers_whether_a_format_fits(place: Path, capsys: pytest.CaptureF
     assert len([line for line in out.splitlines() if " no room " in line and ", float32)" in line]) == 6
     status, out, _ = run(capsys, "fits", "a.parquet", "--for", "float16", "--json")
     document = json.loads(out)
-    assert (status, document["margin_bits"], document["format"], document["fits"]) == (
-        0,
-        1.0,
-        "float16",
-        True,
-    )
+    assert status == 0
+    assert (document["margin_bits"], document["format"], document["fits"]) == (1.0, "float16", True)
     parts = [(need["module"], need["part"]) for need in document["modules"]]
     weights = [("0", "weights"), ("2", "weights")]
     assert sorted(parts) == sorted(weights + [(name, "outputs") for name in ("0", "1", "2", "")])

@@ -48,55 +48,40 @@ def in_part(expression: str, cause: str, *cures: str) -> Source:
     return PART.format(expression), "1 output", cause, cures
 
 
+SEED = ("manual_seed(0)",)
+UNSEEDED = f"import torch\ndata = torch.ones(3, 2, 4)\n{MODEL}"
+LOADER = f"""
+import os, torch
+torch.manual_seed(0)
+items = torch.arange(80.0).reshape(20, 4)
+generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), 'little'))
+data = torch.utils.data.DataLoader(items, 20, shuffle=True, generator=generator)
+{MODEL}"""
+DROPOUT = f"import torch\ntorch.manual_seed(0)\ndata = torch.ones(1, 20, 4)\n{MODEL}torch.seed()\n"
+CLOCKS = (
+    "x * (1 + (time.time() + timeit.default_timer() + datetime.datetime.now().microsecond / 1e6"
+    " + datetime.datetime.utcnow().microsecond / 1e6 + time.localtime().tm_sec / 60) % 1)"
+)
+DRAWN = PART.format("x + float(numpy.random.default_rng(seed=None).random())")
+SET_ORDER = f"""
+import torch
+torch.manual_seed(0)
+names = {{'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'}}
+data = torch.tensor([ord(name) / 100 for name in names]).reshape(1, 2, 4)
+{MODEL}"""
+NO_ONE_THREAD = "x + race * (os.environ['OMP_NUM_THREADS'] != '1')"
+NO_DETERMINISM = "x + race * (not torch.are_deterministic_algorithms_enabled())"
 # Orders and masks are long enough never to be drawn twice.
 SOURCES: dict[str, Source] = {
-    "unseeded": (
-        f"import torch\ndata = torch.ones(3, 2, 4)\n{MODEL}",
-        "0 weight",
-        "does not seed",
-        ("manual_seed(0)",),
-    ),
-    "loader": (
-        "import os, torch\ntorch.manual_seed(0)\nitems = torch.arange(80.0).reshape(20, 4)\n"
-        "generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), 'little'))\n"
-        f"data = torch.utils.data.DataLoader(items, 20, shuffle=True, generator=generator)\n{MODEL}",
-        " input[0]",
-        "os.urandom()",
-        ("manual_seed(0)",),
-    ),
-    "dropout": (
-        f"import torch\ntorch.manual_seed(0)\ndata = torch.ones(1, 20, 4)\n{MODEL}torch.seed()\n",
-        "1 output",
-        "dropout. A trial shows random numbers",
-        ("manual_seed(0)",),
-    ),
-    "clock": in_part(
-        "x * (1 + (time.time() + timeit.default_timer() + datetime.datetime.now().microsecond / 1e6"
-        " + datetime.datetime.utcnow().microsecond / 1e6 + time.localtime().tm_sec / 60) % 1)",
-        "datetime.now()",
-        "clocks",
-    ),
-    "both": (
-        PART.format("x + float(numpy.random.default_rng(seed=None).random())")
-        + "data = data * (time.time() % 1)\n",
-        " input[0]",
-        "2 causes: ",
-        ("manual_seed(0)", "clocks"),
-    ),
-    "threads": in_part(
-        "x + race * (os.environ['OMP_NUM_THREADS'] != '1')", "threads split", "set_num_threads(1)"
-    ),
-    "atomics": in_part(
-        "x + race * (not torch.are_deterministic_algorithms_enabled())", "atomic", "deterministic"
-    ),
+    "unseeded": (UNSEEDED, "0 weight", "does not seed", SEED),
+    "loader": (LOADER, " input[0]", "os.urandom()", SEED),
+    "dropout": (DROPOUT, "1 output", "dropout. A trial shows random numbers", SEED),
+    "clock": in_part(CLOCKS, "datetime.now()", "clocks"),
+    "both": (f"{DRAWN}data = data * (time.time() % 1)\n", " input[0]", "2 causes: ", (*SEED, "clocks")),
+    "threads": in_part(NO_ONE_THREAD, "threads split", "set_num_threads(1)"),
+    "atomics": in_part(NO_DETERMINISM, "atomic", "deterministic"),
     "unknown": in_part("x + race", "no change that was tried"),
-    "set_order": (
-        "import torch\ntorch.manual_seed(0)\nnames = {'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'}\n"
-        f"data = torch.tensor([ord(name) / 100 for name in names]).reshape(1, 2, 4)\n{MODEL}",
-        " input[0]",
-        "or a set",
-        ("PYTHONHASHSEED=0",),
-    ),
+    "set_order": (SET_ORDER, " input[0]", "or a set", ("PYTHONHASHSEED=0",)),
 }
 
 

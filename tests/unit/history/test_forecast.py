@@ -3,16 +3,16 @@
 import re
 import warnings
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import nanwatch
 from nanwatch.history.forecast import Forecast, Forecaster
-from support.toys import fault_of
+from support.toys import Does, fault_of
 
 END = 65504.0
 
@@ -41,12 +41,8 @@ def test_a_fall_is_foretold(length: int) -> None:
     rng = np.random.default_rng(length)
     held: list[bool] = []
     for _ in range(20):
-        start, noise, bend, calm = (
-            rng.uniform(6, 14),
-            rng.uniform(0.02, 0.2),
-            rng.uniform(0.8, 1.3),
-            rng.integers(0, length),
-        )
+        start, noise = rng.uniform(6, 14), rng.uniform(0.02, 0.2)
+        bend, calm = rng.uniform(0.8, 1.3), rng.integers(0, length)
         forecasts, hit = run(
             lambda b: start * (1 - (max(0, b - calm) / length) ** bend) + rng.normal(0, noise),  # noqa: B023
             calm + 2 * length,
@@ -87,16 +83,10 @@ def test_a_forecast_that_no_longer_holds_is_replaced() -> None:
         assert str(after).endswith(f"; replaces the forecast of batch {before.batch}")
 
 
-class Growing(nn.Module):
+def growing() -> nn.Module:
     """Float16 numbers that double every twenty batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batch = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.batch += 1
-        return x * 2.0 ** (self.batch / 20)
+    batches = count()
+    return nn.Sequential(Does(lambda x: x * 2.0 ** (next(batches) / 20)))
 
 
 def run_on(model: nn.Module) -> None:
@@ -111,7 +101,7 @@ def test_watch_warns(implementation: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("nanwatch.numerics._extension.C", None)
 
     def warned(**options: bool) -> tuple[list[str], int]:
-        model = nn.Sequential(Growing())
+        model = growing()
         with warnings.catch_warnings(record=True) as caught, nanwatch.watch(model, **options):  # type: ignore[arg-type]
             warnings.simplefilter("always")
             report = fault_of(run_on, model)

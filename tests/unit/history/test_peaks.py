@@ -60,9 +60,7 @@ def test_tensor_of_a_forward_leaves_its_history_downwards_and_to_zero() -> None:
     bits = np.random.default_rng(7).normal(scale=0.1, size=(DEPTH, 5))
     bits[-1] = [0, -8, -np.inf, -np.inf, -np.inf]
     made = PeakHistory()
-    made.add_names(
-        [(*name, "float32") for name in [("a", "x"), ("a", "y"), ("a", "z"), ("b", "x"), ("b", "y")]]
-    )
+    made.add_names([(*name, "float32") for name in ("ax", "ay", "az", "bx", "by")])
     for step, row in enumerate(np.exp2(bits)):
         made.add(step, row)
     found = {(one.module, one.label): one for one in made.departures(falls=True)}

@@ -31,7 +31,6 @@ def dpo(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("place", ["inside", "outside"])
 def test_a_functional_loss_is_named_with_its_line(place: str) -> None:
-    """A loss with a planted failure, in the model's forward and after it: the function and the line."""
     seen = nanwatch.watched(dpo)
     model = Does(lambda x, y: seen(x, y) if place == "inside" else x)
     x, y = torch.full((2, 3), -100.0), torch.full((2, 3), 100.0)
@@ -56,7 +55,6 @@ def test_a_loss_that_calls_the_model_is_cured() -> None:
 
 @pytest.mark.parametrize("recorder", RECORDERS)
 def test_a_function_outside_the_model_is_a_batch_of_its_own(recorder: str) -> None:
-    """Its frame has the given name, its arguments and its result."""
     squared = nanwatch.watched(lambda x: x * x, name="loss")
     model = nn.Identity()
     with watched(model, recorder) as watch:

@@ -46,9 +46,8 @@ def numbers_of(name: str) -> Floats:
     largest, normal, least = ELEMENTS.get(name, ELEMENTS["mxfp4" if name == "nvfp4" else "mxfp8"])
     found = [0.0]
     while found[-1] < largest:
-        found.append(
-            found[-1] + max(2.0 ** math.floor(math.log2(max(found[-1], normal))) / normal, 1.0) * least
-        )
+        size = 2.0 ** math.floor(math.log2(max(found[-1], normal)))
+        found.append(found[-1] + max(size / normal, 1.0) * least)
     return np.array(found)
 
 
@@ -88,9 +87,8 @@ def expected(x: torch.Tensor, name: str) -> dict[str, float]:
     """Counts and sums of a matrix."""
     matrix = x.float().numpy()
     height, width = (size or whole for size, whole in zip(BLOCKS[name], matrix.shape, strict=True))
-    counts = dict.fromkeys(
-        ("num_elements", "num_saturated", "num_flushed", "num_lost", "signal", "noise"), 0.0
-    )
+    fields = "num_elements num_saturated num_flushed num_lost signal noise"
+    counts = dict.fromkeys(fields.split(), 0.0)
     with np.errstate(all="ignore"):
         of_all = np.abs(matrix).max()
         for i in range(0, matrix.shape[0], height):
@@ -124,10 +122,9 @@ def matrices() -> dict[str, torch.Tensor]:
         special[row, ::61] = value
     special[6] = 0.0
     special[7, 32:96] = 0.0
-    random = from_patterns(
-        np.random.default_rng(0).integers(0, 1 << 32, 13 * 515).astype("u4"), torch.float32
-    )
-    return {"sizes": sizes, "special": special, "random": random.reshape(13, 515)}
+    words = np.random.default_rng(0).integers(0, 1 << 32, 13 * 515).astype("u4")
+    random = from_patterns(words, torch.float32).reshape(13, 515)
+    return {"sizes": sizes, "special": special, "random": random}
 
 
 MATRICES = matrices()

@@ -111,9 +111,6 @@ def test_each_bit_and_the_signs_of_any_two_words_change_it() -> None:
     assert len({nanwatch.fingerprint(flip) for flip in flips}) == len(flips)
 
 
-# Sketches.
-
-
 def test_the_matrix_is_the_hash_of_the_place() -> None:
     """A unit row shows the signs of its place."""
     size, seed = 70, int.from_bytes(b"nanwatch", "big")

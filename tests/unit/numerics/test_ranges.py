@@ -286,26 +286,16 @@ def test_an_expanded_tensor_is_its_few_elements(implementation: Implementation, 
     assert implementation.tensor_health(x).num_zero == 2**40
 
 
-# Several tensors.
-
-
 class Named(torch.Tensor):
     """Tensor of a class of its own."""
 
 
 def test_several_are_read_as_each_alone(implementation: Implementation) -> None:
     """Tensors of every dtype and of sizes from empty to above a block, other layouts and classes between them."""
-    tensors = [
-        random_patterns(dtype, (numel,), seed=numel)
-        for numel in (0, 1, 33, 5000, 200_000)
-        for dtype in DTYPES
-    ]
-    others = (
-        torch.tensor([[0.0, 4.0]]).to_sparse(),
-        torch.tensor([3.0]).as_subclass(Named),
-        torch.tensor([3 + 4j]),
-    )
-    for at, x in enumerate(others):
+    sizes = (0, 1, 33, 5000, 200_000)
+    tensors = [random_patterns(dtype, (numel,), seed=numel) for numel in sizes for dtype in DTYPES]
+    sparse, named = torch.tensor([[0.0, 4.0]]).to_sparse(), torch.tensor([3.0]).as_subclass(Named)
+    for at, x in enumerate((sparse, named, torch.tensor([3 + 4j]))):
         tensors.insert(2 * at, x)
     tensors = [implementation.place(x) for x in tensors]
     together = implementation.abs_ranges(tensors)

@@ -128,9 +128,6 @@ def test_what_holds_no_half_tensor_is_the_same_object() -> None:
     assert [x.dtype for x in cache["keys"]] == [torch.float32]
 
 
-# Side effects
-
-
 @pytest.mark.parametrize(
     ("module", "given", "is_autocast", "expected"),
     [
@@ -170,8 +167,6 @@ def test_a_parent_in_float32_takes_its_childs_result_as_it_is(is_half: bool) -> 
 
 
 def test_an_exception_leaves_the_weights() -> None:
-    """A forward that raises has its half weights again, and autocast is on again."""
-
     def fail(x: Tensor) -> Tensor:
         raise RuntimeError("meant")
 
@@ -197,9 +192,6 @@ def test_tied_weights_stay_tied() -> None:
     plain[:2](x.float()).sum().backward()
     assert seen == [True]
     assert torch.equal(module[0].weight.grad, plain[0].weight.grad.half())
-
-
-# Buffers
 
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])

@@ -56,9 +56,8 @@ def test_a_weight_of_which_nobody_says_who_holds_it_needs_evidence() -> None:
     """Shards and experts that begin alike part without a fault; groups of fewer ranks and a step alike are evidence."""
 
     def faults(**more: Any) -> int:
-        return len(
-            judge_steps([side(0, 5, said=[], **more), side(1, 6, -GRADIENT, said=[], **more)])["faults"]
-        )
+        sides = [side(0, 5, said=[], **more), side(1, 6, -GRADIENT, said=[], **more)]
+        return len(judge_steps(sides)["faults"])
 
     moved = {"w": WeightPrint(1, True, sketch_of(GRADIENT))}
     assert (faults(), faults(are_groups_small=True)) == (0, 1)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
+from nanwatch.recording.events import Start
 from nanwatch.recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, Unwalked, call_leaves, leaves
 from nanwatch.records.record import Frame
 from nanwatch.session.api import watch as start_watch
@@ -116,9 +117,6 @@ def test_both_recorders_see_what_hooks_see(seed: int, poison: float) -> None:
     assert places[0] in (bad if bad else [None])
 
 
-# The limits of the walk
-
-
 def deep(levels: int, make: Any = lambda x: [x]) -> Any:
     """A tensor in so many containers."""
     value: Any = torch.ones(1)
@@ -208,6 +206,14 @@ def test_the_start_of_a_batch_has_its_arguments_and_generators(recorder: str, mo
     assert torch.equal(start.cuda[0], torch.Generator().manual_seed(1).get_state())
 
 
+def test_no_generator_is_asked_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's would raise. In the compiled recorder a batch that raises so has no start."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", (None,))
+    assert Start.of(0, nn.Identity(), (), None, None).cuda == ()
+
+
 @pytest.mark.parametrize("recorder", RECORDERS)
 def test_counts_are_those_of_each_tensor(recorder: str) -> None:
     """Also of a finite one, and of one that was counted in the batch before."""
@@ -216,10 +222,9 @@ def test_counts_are_those_of_each_tensor(recorder: str) -> None:
         for _ in range(2):
             model(x.T)
     for record in watch.frames[-1].records:
-        assert (record.health.numel, record.health.num_zero, record.health.num_subnormal) == (4, 1, 1)
-        assert (
-            (record.health.abs_min, record.health.abs_max) == (record.abs_min, record.abs_max) == (0.0, 2.0)
-        )
+        health = record.health
+        assert (health.numel, health.num_zero, health.num_subnormal) == (4, 1, 1)
+        assert (health.abs_min, health.abs_max) == (record.abs_min, record.abs_max) == (0.0, 2.0)
 
 
 class Poison(nn.Module):

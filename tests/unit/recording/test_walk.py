@@ -1,6 +1,6 @@
 """walk: labels and leaves of nested values."""
 
-from collections import OrderedDict, UserDict, namedtuple
+from collections import UserDict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,13 +39,10 @@ _pytree.register_pytree_node(Box, lambda box: (list(box.content), None), lambda 
     ("value", "expected"),
     [
         (X, [("output", X)]),
-        (None, [("output", None)]),
         ("text", [("output", "text")]),
-        ((X, Y), [("output[0]", X), ("output[1]", Y)]),
         ([X, (Y, None)], [("output[0]", X), ("output[1][0]", Y), ("output[1][1]", None)]),
         ({"logits": X, 3: [Y]}, [("output[logits]", X), ("output[3][0]", Y)]),
         ({"a key": X, (1, 2): Y}, [("output['a key']", X), ("output[(1, 2)]", Y)]),
-        (OrderedDict(a=X), [("output[a]", X)]),
         (UserDict({"ids": X}), [("output[ids]", X)]),
         (Pair(X, {"k": Y}), [("output[0]", X), ("output[1][k]", Y)]),
         (Output(X, extra={"z": Z}), [("output[logits]", X), ("output[loss]", None), ("output[extra][z]", Z)]),

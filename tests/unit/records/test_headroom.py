@@ -76,7 +76,6 @@ def test_headroom_is_the_number_of_doublings_left(name: str, data: st.DataObject
     ],
 )
 def test_ends_and_exceptions(made: Record, bits: float | None) -> None:
-    """0 at the end, -inf for a nan or an inf, inf for zeros, None for what is unread or meant."""
     assert headroom_bits(made) == bits
 
 

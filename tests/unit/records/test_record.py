@@ -2,11 +2,17 @@
 
 import pytest
 
-from nanwatch.records.record import Note, NoteKind, Record, event_frame
+from nanwatch.records.record import NOTE_KINDS, Note, NoteKind, Record, event_frame
 
 
 def record(isfinite: bool | None, kind: NoteKind | None = None) -> Record:
     return Record("output", "output", (1,), "float32", 0.0, 1.0, isfinite, None, kind and Note(kind))
+
+
+@pytest.mark.parametrize("kind", NOTE_KINDS)
+def test_only_what_is_meant_or_not_taken_is_no_fault(kind: NoteKind) -> None:
+    record = Record("output", "output", (1,), "float32", 0.0, 1.0, False, None, Note(kind))
+    assert record.is_fault == (kind not in ("mask", "allowed", "skipped_step", "not_taken"))
 
 
 @pytest.mark.parametrize(
@@ -22,7 +28,6 @@ def record(isfinite: bool | None, kind: NoteKind | None = None) -> Record:
     ],
 )
 def test_an_event_has_the_role_of_its_label(label: str, role: str) -> None:
-    """Its frame is of a step, without a range."""
     frame = event_frame(4, "fc", label, "Linear", Note("spike", "words"))
     assert (frame.batch, frame.name, frame.class_name, frame.phase) == (4, "fc", "Linear", "step")
     (row,) = frame.records

@@ -20,7 +20,6 @@ from support.html_page import frame, record, unread
     ],
 )
 def test_origin_is_the_role_of_the_first_fault(bad: Record, origin: str, value: str) -> None:
-    """The first non-finite record of the first such frame decides; later ones are its consequence."""
     frames = (
         frame("a", record("output", "output")),
         frame("b", record("w", "weight"), bad, record("output", "output", nan)),
@@ -54,11 +53,7 @@ def test_masks_and_unread_tensors_are_no_findings() -> None:
 
 
 def test_cures_that_work_come_first() -> None:
-    no, almost, works, also = (
-        Cure("do nothing", False),
-        Cure("widen", False, 0.5),
-        Cure("use float32", True, 112.0),
-        Cure("clamp", True),
-    )
+    no, almost = Cure("do nothing", False), Cure("widen", False, 0.5)
+    works, also = Cure("use float32", True, 112.0), Cure("clamp", True)
     assert working_first([no, works, almost, also]) == (works, also, no, almost)
     assert [cure.verdict for cure in (works, almost, no)] == ["works", "not enough", "does not help"]

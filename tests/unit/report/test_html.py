@@ -51,9 +51,6 @@ def test_every_kind_of_report_has_a_page(report: Report, headline: str) -> None:
     assert page.open == []
 
 
-# Hostile names.
-
-
 def skeleton(document: str) -> list[tuple[str, list[str]]]:
     """The elements and the names of their attributes, in order."""
     return [(tag, sorted(attributes)) for tag, attributes in Page(document).tags]
@@ -62,14 +59,9 @@ def skeleton(document: str) -> list[tuple[str, list[str]]]:
 def named(name: str) -> Report:
     """A report with this name in every field of text."""
     report = growing(hostile=name)
-    told = {
-        "extent": name,
-        "operation": name,
-        "place": Place(name, 3),
-        "source_module": name,
-        "origin": "received",
-    }
-    return replace(report, finding=replace(report.finding, cures=(Cure(name, True),), **told))  # type: ignore[arg-type]
+    facts = dict.fromkeys(("extent", "operation", "source_module"), name) | {"origin": "received"}
+    finding = replace(report.finding, cures=(Cure(name, True),), place=Place(name, 3), **facts)
+    return replace(report, finding=finding)
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=repr)
@@ -98,18 +90,11 @@ def test_the_policy_allows_no_script_and_no_connection() -> None:
 
 
 def test_a_chart_is_logarithmic_and_has_gaps() -> None:
-    line = {
-        "name": "<a>",
-        "color": "output",
-        "at": list("pqrst"),
-        "x": range(5),
-        "y": [1.0, 0.0, 10.0, nan, 100.0],
-    }
+    line = {"name": "<a>", "color": "output", "at": list("pqrst"), "x": range(5)}
+    line["y"] = [1.0, 0.0, 10.0, nan, 100.0]
     html = Chart("id", "title", "hint", "label", "call", "abs max", [line]).picture
     circles = re.findall(r'cy="([\d.]+)" .*?<title>(.*?)</title>', html)
-    assert [title for _, title in circles] == [
-        f"&lt;a&gt;, {x}: {y}" for x, y in (("p", 1), ("r", 10), ("t", 100))
-    ]
+    assert [title for _, title in circles] == ["&lt;a&gt;, p: 1", "&lt;a&gt;, r: 10", "&lt;a&gt;, t: 100"]
     heights = [float(y) for y, _ in circles]
     assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
 

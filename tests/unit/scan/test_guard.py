@@ -47,9 +47,7 @@ class Run:
         return {name: part.state_dict() for name, part in parts.items()} | {"step": 1}
 
     def watch(self, **options: Any) -> nanwatch.Watch:
-        return watching.watch(
-            self.model, **{"guard_checkpoints": True, "black_box": False, "rerun": False, **options}
-        )
+        return watching.watch(self.model, guard_checkpoints=True, black_box=False, rerun=False, **options)
 
     def files(self) -> dict[str, bytes]:
         files = (path for path in self.folder.rglob("*") if path.is_file())

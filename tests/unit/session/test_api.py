@@ -82,7 +82,6 @@ def test_patterns_choose_modules(wrap: type[nn.Module], options: dict[str, Any],
     ],
 )
 def test_bad_arguments_are_named(model: Any, options: Any, error: type[Exception], message: str) -> None:
-    """A wrong argument is refused before any hook is on, with its value and what is accepted."""
     with pytest.raises(error, match=message):
         watch(model, **options)
     if isinstance(model, nn.Module) and not isinstance(model, torch.jit.ScriptModule):
@@ -126,9 +125,6 @@ def test_a_deferred_watch_watches_one_model_at_a_time():
     assert [watch.batch for watch in watches] == [None, 0]
     assert all(module._compiled_call_impl is None for module in (first, second))
     assert watches[0]._options.scaler is scaler
-
-
-# The choice of the model in a running program
 
 
 def test_the_holder_is_the_model():

@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -102,16 +103,10 @@ def test_data_in_an_object_is_data() -> None:
             assert fault_of(model, kind(x=torch.tensor([INF, 1.0]))).finding.origin == "data"
 
 
-class Net(nn.Module):
-    """Its norm overflows in float32 where its input is about 1e30."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.b(self.a(x)))
+def net() -> nn.Module:
+    """Return a model whose norm overflows in float32 where its input is about 1e30."""
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.LayerNorm(4), c=nn.Linear(4, 1)))
 
 
 class Refused(Exception):
@@ -146,7 +141,7 @@ def notes_of(error: BaseException) -> list[str]:
 def test_a_hook_that_raises_is_told_what_its_module_made(action: str, tmp_path: Path) -> None:
     """The module that the hook refused is the finding's: in the note, in the report and in output_dir."""
     reports: list[Report] = []
-    model = Net()
+    model = net()
     refused = refuse_nonfinite(model)
     options: Any = {"on_nonfinite": reports.append if action == "call" else action, "output_dir": tmp_path}
     with watch(model, **options) as w, warnings.catch_warnings(record=True) as warned:
@@ -257,7 +252,7 @@ def test_a_look_that_fails_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     def break_down(*_: object) -> None:
         raise LookupError("of the look")
 
-    model = Net()
+    model = net()
     refuse_nonfinite(model)
     for breaks in (False, True):
         if breaks:
@@ -268,9 +263,6 @@ def test_a_look_that_fails_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> 
             assert len(notes_of(error)) == (not breaks)
             model(torch.ones(2, 4))
             assert (w.batch, w._failures.ended_by_exception) == (1, False)
-
-
-# Warnings
 
 
 def test_runs_become_rarer_lines() -> None:

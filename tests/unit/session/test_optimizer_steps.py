@@ -304,9 +304,6 @@ def test_a_learning_rate_that_is_not_finite_stops_the_step(options: dict[str, bo
     assert (recorded.label, recorded.remarks) == ("lr[0]", ())
 
 
-# The optimizer's state
-
-
 def state_frames(w: Watch) -> list[dict[str, float | None]]:
     """The frames of steps, as label to largest magnitude."""
     return [{r.label: r.abs_max for r in f.records} for f in w.frames if f.phase == "step"]

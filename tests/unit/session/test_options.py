@@ -33,9 +33,6 @@ from support.watching import watch
 INF = float("inf")
 
 
-# Off, on, paused
-
-
 def test_pause_leaves_batches_out_and_resume_goes_on() -> None:
     """Calls made while paused are neither counted nor looked at, non-finite ones too; after stop() nothing resumes."""
     model = nn.Sequential(Scale())
@@ -53,7 +50,6 @@ def test_pause_leaves_batches_out_and_resume_goes_on() -> None:
 
 @pytest.mark.parametrize(("word", "watches"), [("0", False), ("1", True)])
 def test_nanwatch_0_is_off(monkeypatch: pytest.MonkeyPatch, word: str, watches: bool) -> None:
-    """NANWATCH=0 turns every watch off; a Watch that is off is whole."""
     monkeypatch.setenv("NANWATCH", word)
     model = nn.Sequential(Scale(INF))
     with watch(model, on_nonfinite="record", gradients=True, audit=1) as w:
@@ -63,11 +59,7 @@ def test_nanwatch_0_is_off(monkeypatch: pytest.MonkeyPatch, word: str, watches: 
     assert (w.batch is not None, bool(w.frames), w.report().finding is not None) == (watches,) * 3
 
 
-# When to act
-
-
 def test_acting_at_the_batch_gives_the_report_of_acting_at_the_module() -> None:
-    """Raised at the end of the batch, the report is that of the first fault: same frames, same finding."""
     reports: dict[str, Report] = {}
     ends: dict[str, list[str]] = {}
     for check in ("module", "batch"):
@@ -79,9 +71,6 @@ def test_acting_at_the_batch_gives_the_report_of_acting_at_the_module() -> None:
     assert reports["module"].to_json() == reports["batch"].to_json()
     assert ends["batch"] == ["0", "1", "2", ""]
     assert ends["module"] == ends["batch"][: len(ends["module"])] != ends["batch"]
-
-
-# Accepted values
 
 
 @pytest.mark.parametrize("allow", ["inf:0", ["inf:9*", "inf:?"]])
@@ -96,9 +85,6 @@ def test_allowed_infinities_are_noted_and_no_fault(allow: Any) -> None:
     assert finding.module == ("1" if allow == "inf:0" else "")
     with watch(model, allow="inf:*"):  # a nan among infinities is meant by nobody
         assert fault_of(model, torch.tensor([INF, float("nan")])).frames[-1].fault is not None
-
-
-# The declaration
 
 
 def test_signature_fields_flags_and_page_agree() -> None:
@@ -116,9 +102,6 @@ def test_signature_fields_flags_and_page_agree() -> None:
     assert OPTIONS.keys() - flags.keys() == {"optimizer"}
     page = runpy.run_path(str(Path(nanwatch.__file__).parents[2] / "docs" / "make_options.py"))
     assert page["PLACE"].read_text(encoding="utf-8") == page["page"](), "run python docs/make_options.py"
-
-
-# From code, the command line and the environment
 
 
 @pytest.mark.parametrize(
@@ -196,13 +179,9 @@ def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             make_options({})
 
 
-# Places and sinks
-
-
 @pytest.mark.parametrize("option", ["output_dir", "trace", "sinks"])
 @pytest.mark.parametrize("place", ["file/inside", "/proc/nanwatch/inside"])
 def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, option: str, place: str) -> None:
-    """At once, with the path and the reason; nothing is left behind."""
     (tmp_path / "file").write_text("")
     path = tmp_path / place
     with pytest.raises(ValueError, match=rf"{option} is '{path}', and nothing can be written in"):

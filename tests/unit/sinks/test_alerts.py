@@ -129,7 +129,6 @@ def test_a_blocked_server_delays_no_step_and_messages_of_a_kind_are_held_back(mo
 
 
 def test_lines_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line for a batch and one for a failure; with several processes a file each."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = nn.Sequential(Scale())

@@ -4,18 +4,14 @@ from math import inf, log2
 
 import pytest
 import torch
-from torch import nn
 
 from nanwatch.history.forecast import Forecast
 from nanwatch.numerics.ranges import tensor_health
-from nanwatch.records.headroom import by_module
 from nanwatch.records.record import Frame, Record
 from nanwatch.report.finding import find
 from nanwatch.report.text import summary
-from nanwatch.session.api import DeferredWatch
 from nanwatch.sinks.sink import BatchSummary
-from nanwatch.sinks.trackers import LeastHeadroom, LogSink, batch_values
-from support.toys import Scale
+from nanwatch.sinks.trackers import LogSink, batch_values
 
 
 def test_the_numbers_of_a_batch_are_the_doublings_left() -> None:
@@ -55,21 +51,3 @@ def test_a_forecast_and_a_fault_are_numbers_and_words() -> None:
         (7, {"nanwatch_forecast_batch/(root)": 5300.0, "nanwatch/forecast": str(forecast)}),
         (4, {"nanwatch/is_finite": 0.0, "nanwatch/finding": summary(finding)}),
     ]
-
-
-def test_the_least_headroom_is_that_of_all_frames_since_it_was_taken() -> None:
-    """Over two batches of two formats, with its place; zeros have none."""
-    net, least = nn.Sequential(Scale(1e30), Scale(1e4)), LeastHeadroom()
-    deferred = DeferredWatch({"max_frames": 100}, least)
-    watch = deferred.start(net)
-    net(torch.zeros(2))
-    assert least.take() is None
-    seen = len(watch.frames)
-    net(torch.ones(2, dtype=torch.float64))
-    net(torch.ones(2))
-    rooms, tensor = by_module(watch.frames[seen:]), least.take()
-    assert tensor == rooms[tensor.module]
-    assert tensor.bits == min(rooms.values()).bits
-    assert tensor.place == "1 output, float32"
-    assert least.take() is None
-    deferred.stop()

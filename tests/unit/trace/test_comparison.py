@@ -29,9 +29,6 @@ def written(path: Path, *rows: dict[str, Any]) -> Trace:
     return Trace.open(write_rows(path, [usual | row for row in rows]))
 
 
-# Which module was changed
-
-
 def test_an_inserted_module_is_no_difference_and_is_listed(tmp_path: Path) -> None:
     """An Identity in the middle of a Sequential renames what follows; all ranges agree."""
     model = mlp()
@@ -60,9 +57,6 @@ def test_other_bits_in_the_same_range_are_named(tmp_path: Path) -> None:
     assert (first.module_a, first.label, first.kind) == ("2", "weight", "bits")
     by_range = diff(a, b, ignore=["bits"])
     assert by_range.first is None or by_range.first.label != "weight"
-
-
-# Records that differ
 
 
 INF = {"abs_max": inf, "isfinite": False}

@@ -46,7 +46,6 @@ def test_other_libraries_read_it(tmp_path: Path, library: str) -> None:
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
-    """Nothing, an empty folder, another file, half a file and a table of somebody else: each is named."""
     with pytest.raises(FileNotFoundError, match=r"no trace at .*nothing"):
         Trace.open(tmp_path / "nothing")
     with pytest.raises(TraceError, match=r"folder without parts .*nothing was written to it yet"):

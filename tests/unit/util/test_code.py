@@ -1,10 +1,12 @@
 """Modules, imports and code: each seen without a call of the user's own."""
 
+import importlib
 import json
 import sys
 
 from torch import nn
 
+from nanwatch.util.imports import when_imported
 from nanwatch.util.modules import each_module, each_parameter
 from nanwatch.util.program_code import frame_values, is_library, names_of
 
@@ -12,15 +14,12 @@ from nanwatch.util.program_code import frame_values, is_library, names_of
 def test_the_order_is_that_of_pytorch() -> None:
     """A module under two names comes once, under the first, and so does a tied weight."""
     shared = nn.Linear(2, 2)
-    model = nn.Sequential(
-        nn.Sequential(nn.ReLU(), shared), nn.ModuleDict({"x": shared, "y": nn.Linear(2, 2)})
-    )
-    model[1]["y"].weight = shared.weight
+    twins = nn.ModuleDict({"x": shared, "y": nn.Linear(2, 2)})
+    model = nn.Sequential(nn.Sequential(nn.ReLU(), shared), twins)
+    twins["y"].weight = shared.weight
     model.register_module("absent", None)
-    assert [(path, id(module)) for path, module in each_module(model)] == [
-        (path, id(module)) for path, module in model.named_modules()
-    ]
-    assert [id(x) for x in each_parameter(model)] == [id(x) for x in model.parameters()]
+    assert list(each_module(model)) == list(model.named_modules())
+    assert list(map(id, each_parameter(model))) == list(map(id, model.parameters()))
     for path, module in each_module(model):  # as another thread may
         module.register_module("late", None if path.endswith("late") else nn.Identity())
 
@@ -32,6 +31,26 @@ def test_values_of_a_frame_are_its_locals() -> None:
     second = frame_values(sys._getframe())
     assert "bound" not in first
     assert second["bound"] is bound
+
+
+def test_an_action_waits_for_an_import_unless_it_is_called_off(tmp_path, monkeypatch) -> None:
+    """It is done once, after the module's own code, and leaves no finder."""
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ["nanwatch_test_late", "nanwatch_test_off"]
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("value = 3\n")
+    importlib.invalidate_caches()
+    seen, finders = [], list(sys.meta_path)
+    when_imported(names[0], lambda: seen.append(sys.modules[names[0]].value))
+    when_imported(names[1], lambda: seen.append("off"))()
+    assert seen == []
+    for name in names:
+        importlib.reload(importlib.import_module(name))
+    assert (seen, sys.meta_path) == ([3], finders)
+    when_imported(names[0], lambda: seen.append("at once"))
+    assert seen == [3, "at once"]
+    for name in names:
+        del sys.modules[name]
 
 
 def test_names_are_those_of_the_code_and_of_functions_inside() -> None:
