@@ -1,6 +1,7 @@
 """Findings of the audit in trainings with one planted fault each, and none in the same training without it."""
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,7 @@ class Training:
     """A classifier in plain torch. A fault replaces one of its parts."""
 
     def __init__(self) -> None:
+        gc.collect()  # GradScalers of earlier trainings
         torch.manual_seed(0)
         layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4)
         self.model = nn.Sequential(*layers)
