@@ -198,6 +198,7 @@ def test_a_weight_used_past_its_module_is_its_latest_calls(recorder: str) -> Non
         outputs = [model(x) for _ in range(3)]
         kept.pop()
         outputs[0].sum().backward()
+        (2 * x).sum().backward()  # in which no call has a part
         frames = {(f.batch, f.name): [r.label for r in f.records] for f in backward_frames(w)}
     assert frames == {(0, ""): ["output.grad", "input[0].grad"], (1, "parts.0"): ["weight.grad"]}
 
