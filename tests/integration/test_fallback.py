@@ -23,6 +23,7 @@ def compiled_parts() -> dict[str, bool]:
     model = nn.Linear(2, 2)
     watch = watching.watch(model)
     model(torch.ones(1, 2))
+    nanwatch.abs_range(torch.ones(2))
     assert watch.counters["frames"] == 1
     wrapper = type(slot._slot.find(id(model)))
     watch.stop()

@@ -89,19 +89,6 @@ def _all_frozen(training: Training) -> None:
     training.put(forward=lambda: training.model(training.x).requires_grad_())
 
 
-def _closure(training: Training) -> None:
-    """L-BFGS calls its closure again and again, and holds the head alone."""
-    training.optimizer = torch.optim.LBFGS(training.model[4].parameters(), lr=1e-3, max_iter=4)
-
-    def closure() -> Tensor:
-        training.zero()
-        loss = nn.functional.cross_entropy(training.forward(), training.y)
-        loss.backward()
-        return loss
-
-    training.put(step=lambda: training.optimizer.step(closure))
-
-
 def _auxiliary_loss_detached(training: Training) -> None:
     """The model returns two outputs, of which the loss takes one."""
     training.model = Does(lambda model, head, x: (y := model(x), head(y)), training.model, nn.Linear(4, 3))
@@ -222,7 +209,6 @@ FAULTS: dict[str, tuple[str, str, Callable[[Training], object]]] = {
     "copied": ("other-module-trained", "", lambda case: case.hold(copy.deepcopy(case.model))),
     "clip_nothing": ("clipping", "", _clip_nothing),
     "all_frozen": ("no-gradient", "", _all_frozen),
-    "closure": ("not-in-optimizer", "0", _closure),
     "evaluation_mode_later": ("train-mode-wrong", "", lambda case: case.later(lambda: case.model.eval())),
     "clip_inf": ("clipping", "", lambda case: case.put(factor=1e25, before_step=lambda: case.clip(1.0))),
     "clipped_below_eps": ("clipping", "", lambda case: case.put(before_step=lambda: case.clip(1e-9))),

@@ -60,7 +60,6 @@ def test_the_rank_that_died_is_first(source: Path, tmp_path: Path) -> None:
 
 
 def test_the_rank_that_is_behind_is_first_while_all_run(source: Path, tmp_path: Path) -> None:
-    """And none where all are as far."""
     for rank in range(3):
         other(source, tmp_path / f"{rank}.blackbox", rank=str(rank))
     assert read_job(tmp_path).first is None

@@ -46,7 +46,6 @@ def test_the_status_says_whether_the_models_differ(other, status, equal, capsys)
 
 
 def test_the_page_has_the_errors_of_the_document(capsys: pytest.CaptureFixture[str]) -> None:
-    """The page has all modules, the place of the first one, and its name in the heading."""
     pytest.importorskip("jinja2")
     models = ["compared:one", "compared:other", "compared:batch"]
     assert command.main(["compare", *models, "--json", "--html", "compare.html"]) == 1

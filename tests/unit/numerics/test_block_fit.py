@@ -169,7 +169,6 @@ def test_an_axis_and_any_strides(name: str, dim: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 4), (), (1,), (3, 5, 7)])
 def test_any_shape(name: str, shape: tuple[int, ...]) -> None:
-    """No element, one alone, and blocks of 128 x 128 that do not reach over the last two dimensions."""
     fit = nanwatch.would_fit(torch.ones(shape), name)
     assert isinstance(fit, BlockFit)
     assert fit.num_elements == math.prod(shape)

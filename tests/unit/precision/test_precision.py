@@ -118,7 +118,6 @@ def test_containers_are_walked(given: Any) -> None:
 
 
 def test_what_holds_no_half_tensor_is_the_same_object() -> None:
-    """A cache that a module fills, and whatever else needs no cast, is handed on itself."""
     cache: dict[str, list[Tensor]] = {"keys": []}
     given = [cache, (torch.ones(2), 1), object(), Plain(torch.ones(2)), MappingProxyType({"a": 1})]
     module = Does(lambda x, *others: (cache["keys"].append(x), others)[1])
@@ -196,7 +195,6 @@ def test_tied_weights_stay_tied() -> None:
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
 def test_running_statistics_are_kept(mode: Callable[[], AbstractContextManager[Any]]) -> None:
-    """A value that a call writes into the float32 copy of a half buffer is in the buffer afterwards."""
     norm = nn.BatchNorm1d(4).half()
     plain = copy.deepcopy(norm).float()
     x = torch.randn(8, 4).half()

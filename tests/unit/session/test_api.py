@@ -19,7 +19,6 @@ INF = float("inf")
 
 
 def test_record_keeps_the_start_of_the_failure() -> None:
-    """Clean batches, two bad ones on end, a clean one: the report is that of the first bad one, frames and all."""
     model = nn.Sequential(Scale(1.0), Scale(1.0))
     with watch(model, on_nonfinite="record", max_frames=3) as w:
         for factor in (1.0, INF, INF, 1.0):
@@ -100,8 +99,6 @@ def test_a_watch_of_the_same_model_with_the_same_options_takes_the_place_of_the_
 
 
 def test_a_class_that_hides_the_calls_of_its_modules_is_named() -> None:
-    """Its own attribute stands before that of nn.Module."""
-
     class Shadow(nn.Module):
         _compiled_call_impl = None
 

@@ -180,7 +180,6 @@ class Spoils(nn.Module):
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
 @pytest.mark.parametrize("write", [fill, log, leave])
 def test_who_wrote_what_the_batch_holds(write: Callable[[Tensor], None], recorder: str) -> None:
-    """The report has the line that wrote it, unless nothing did."""
     x = torch.full((2, 4), torch.inf if write is leave else 1.0)
     model = nn.Sequential(Spoils(write))
     with watched(model, recorder):

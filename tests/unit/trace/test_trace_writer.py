@@ -55,7 +55,6 @@ def test_no_earlier_trace_is_touched(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fails_is_one_warning_and_the_parts_before_stay(tmp_path, monkeypatch):
-    """Puts go on without an error; what was written before is readable; no half file is left."""
     monkeypatch.setattr(trace_writer, "_LEAST_SECONDS", 0.0)
     trace = writer(tmp_path / "run.parquet")
     trace.put([frame(0)])
@@ -115,7 +114,6 @@ def test_a_slow_disk_costs_frames_and_no_time(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
-    """A forked child can put frames and close without effect or hang; the parent's trace is its own."""
     trace = writer(tmp_path / "run.parquet")
     trace.put([frame(0)])
 

@@ -54,9 +54,7 @@ def test_an_action_waits_for_an_import_unless_it_is_called_off(tmp_path, monkeyp
 
 
 def test_names_are_those_of_the_code_and_of_functions_inside() -> None:
-    source = (
-        "def outer(self, x):\n    def inner():\n        return deeper\n    return self.step + helper(x)\n"
-    )
+    source = "def outer(self):\n    def inner():\n        return deeper\n    return self.step + helper()\n"
     assert {"step", "helper", "deeper"} <= names_of(compile(source, "train.py", "exec"))
 
 
