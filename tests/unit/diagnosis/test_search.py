@@ -143,7 +143,7 @@ def test_the_weight_of_a_module_that_is_not_called_is_named() -> None:
     with torch.no_grad():
         unused.weight[0, 0] = part.weight[1] = NAN
     finding, seen = look(Does(lambda _, part, x: x @ part.weight.t(), unused, part), torch.ones(2))
-    assert (finding.module, finding.origin) == ("", "produced")
+    assert (finding.module, finding.origin, finding.remarks) == ("", "produced", seen.finding.remarks[:1])
     finding = seen.finding
     assert (finding.module, finding.label, finding.origin) == ("parts.1", "weight", "weight")
     assert (finding.index, finding.extent) == ((1, 0), "1 of 2 rows, row 1")
