@@ -360,8 +360,7 @@ def _in_order(marks: dict[ModuleCall, Tensor], whole: Tensor) -> list[ModuleCall
 def _are_alike(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape:
         return False
+    distances, sizes = (a - b).norm(dim=1), a.norm(dim=1)
     # A row of zeros is in many weights, and so proves nothing.
-    are_same = (a - b).norm(dim=1) < _SAME_WEIGHT * a.norm(dim=1)
-    if a.shape[1] > 1 and float(are_same.float().mean()) >= _SAME_ROWS:
-        return True
-    return float((a - b).norm()) <= _SAME_WEIGHT * float(a.norm())
+    same_rows = float((distances < _SAME_WEIGHT * sizes).float().mean()) if a.shape[1] > 1 else 0.0
+    return same_rows >= _SAME_ROWS or float(distances.norm()) <= _SAME_WEIGHT * float(sizes.norm())

@@ -302,9 +302,8 @@ def _token_words(errors: Errors, shape: Sequence[int]) -> list[str]:
     if len(off) == 1:
         return [f"token {off[0]} of {count} only"]
     if off and off[0] > 0 and len(off) == count - off[0]:
-        if off[0] == 1:
-            return ["all tokens but the first: a mask, positions, or the scale of the attention"]
-        return [f"tokens from {off[0]} on only: a mask or positions"]
+        but_first = "all tokens but the first: a mask, positions, or the scale of the attention"
+        return [but_first if off[0] == 1 else f"tokens from {off[0]} on only: a mask or positions"]
     return [f"tokens up to {off[-1]} only"] if off and off[-1] < count - 1 else []
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.compiler import is_compiling
 from torch.utils import _pytree
 from torch.utils.weak import WeakIdKeyDictionary
@@ -71,7 +70,9 @@ class Snapshot:
     def kept(self) -> Iterator[None]:
         """Restore at the end of the block, with the version counters of the tensors as they were."""
         tensors = tuple(x for x in self._tensors if not x.is_inference())
-        with _unsafe_preserve_version_counter(tensors), ExitStack() as at_end:
+        versions = tuple(x._version for x in tensors)
+        with ExitStack() as at_end:
+            at_end.callback(torch._C._autograd._unsafe_set_version_counter, tensors, versions)
             at_end.callback(self.restore)
             yield
 
@@ -83,8 +84,12 @@ class Snapshot:
 
 
 def _write_container(container: Any, content: Any) -> None:
-    container.clear()
-    (container.extend if isinstance(container, list) else container.update)(content)
+    # An unchanged one is left alone: other threads may use it, as the attributes of a module.
+    items = (itertools.chain(*x.items()) if isinstance(x, dict) else x for x in (container, content))
+    before, now = ([id(x) for x in side] for side in items)
+    if before != now:
+        container.clear()
+        (container.extend if isinstance(container, list) else container.update)(content)
 
 
 def _write_tensor(x: Tensor, value: Tensor, gradient: Tensor | None) -> None:

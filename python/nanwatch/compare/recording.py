@@ -371,9 +371,8 @@ class _Recorder:
         if not isinstance(value, Tensor | bool | int | float | complex | str) or not self._may_read():
             return
         batch = max(self._recording.batches - 1, 0)
-        self._recording.tensors.append(
-            TensorPrint._make((batch, kind, *place, *_read(value), _thread_name()))
-        )
+        values = batch, kind, *place, *_read(value), _thread_name()
+        self._recording.tensors.append(TensorPrint._make(values))
 
 
 def _thread_name() -> str:
