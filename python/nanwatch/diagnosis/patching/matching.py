@@ -72,8 +72,9 @@ class Site:
         self.node = node = target.node_in(file.tree)
         self.globals = target.functions[0].__globals__
         self.parents = {child: parent for parent in ast.walk(node) for child in ast.iter_child_nodes(parent)}
+        parameters = (x.arg for x in self.parents if isinstance(x, ast.arg))
         # For each local name where its bindings end, with the assignment of those that are plain.
-        self._bound: dict[str, list[tuple[int, ast.Assign | None]]] = {}
+        self._bound: dict[str, list[tuple[int, ast.Assign | None]]] = {name: [] for name in parameters}
         for name, above in self.parents.items():
             if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
                 plain = above if isinstance(above, ast.Assign) and len(above.targets) == 1 else None

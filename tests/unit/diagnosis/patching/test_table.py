@@ -69,7 +69,8 @@ def site_of(pattern: str, folder: Path) -> tuple[Site, ast.expr, str]:
     )
     file = folder / "value.py"
     file.write_text(source)
-    names: dict[str, Any] = {"__name__": "value", "__file__": str(file)}
+    # A script may use the names of parameters for numbers of its own.
+    names: dict[str, Any] = {"__name__": "value", "__file__": str(file), "x": 1.0, "a": 2.0}
     exec(compile(source, str(file), "exec"), names)
     target = find_target(Expression(str(file), 6, None, names["value"].__code__))
     assert not isinstance(target, str), target
