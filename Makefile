@@ -86,7 +86,7 @@ test test-all: lint
 PURE_ROOMS := history instrumentation numerics recording session
 PURE_FILES := cli/test_doctor ranks/test_replicas
 PURE_TESTS := tests/integration $(PURE_ROOMS:%=tests/unit/%) $(PURE_FILES:%=tests/unit/%.py)
-NOT_PURE := $(addprefix integration/test_,black_box docs docstrings schemas) unit/numerics/test_ranges_exhaustive
+NOT_PURE := $(addprefix integration/test_,docs docstrings schemas) unit/numerics/test_ranges_exhaustive
 test-pure: $(TOOLS)
 	NANWATCH_EXT=0 OMP_WAIT_POLICY=passive $(PY) -m pytest $(PURE_TESTS) $(NOT_PURE:%=--ignore=tests/%.py) \
 	  -m "not cuda and not slow and not native" $(PARALLEL) $(ARGS)

@@ -39,7 +39,7 @@ TAIL = """
 | `weights=`, `buffers=`, `inputs=`, `outputs=` | `read="weights outputs"`, with the words that are wanted |
 | `include=` | `modules=` |
 | `exclude=` | `ignore_modules=` |
-| `allow_inf=` | `allow="inf:mask.*"` |
+| `allow_inf=` | `allow="inf:mask*"` |
 | `allow_nan=` | `allow="nan:embed"` |
 | `counts=` | `trace=nanwatch.Trace(path, counts=True)` |
 | `fingerprints=` | `trace=nanwatch.Trace(path, fingerprints=True)` |

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 MARK = (
-    "nanwatch(**options): options of nanwatch.watch for the models of this test, such as allow='inf:mask.*';"
+    "nanwatch(**options): options of nanwatch.watch for the models of this test, such as allow='inf:mask*';"
     " nanwatch(False) leaves them alone"
 )
 

@@ -68,7 +68,7 @@ def watch(
         max_frames: keep this many of the latest frames, calls of modules.
         on_nonfinite: "raise" a NonFiniteError; "warn" when non-finite values begin, and of their sum at `stop()`;
             only "record"; or a callable that gets the Report of each non-finite batch (docs/watching.md).
-        allow: values that are meant, with patterns on the names of the modules that may hold them: "inf:mask.*",
+        allow: values that are meant, with patterns on the names of the modules that may hold them: "inf:mask*",
             "nan:embed". The model itself is "nan:(root)". Masks are recognised without it (docs/watching.md).
         rerun: after a failure run the batch once more to find operation, line and cures. None does so if the failure
             ends the batch or a function gets it, True also if the run goes on (docs/rerun.md).

@@ -114,7 +114,7 @@ def _patterns(option: str, value: Any) -> tuple[str, ...]:
 
 
 def _allowed(option: str, value: Any) -> tuple[str, ...]:
-    accepted = f"inf:MODULE or nan:MODULE, such as 'inf:mask.*', or 'inf:{ROOT}' for the model itself"
+    accepted = f"inf:MODULE or nan:MODULE, such as 'inf:mask*', or 'inf:{ROOT}' for the model itself"
     for entry in (entries := _patterns(option, value)):
         _check(entry[:4] in ("inf:", "nan:") and entry[4:], option, accepted, entry, ValueError)
     return entries
@@ -326,7 +326,7 @@ class Options:
         _POLICIES,
     )
     allow: tuple[str, ...] = _option(
-        (), _allowed, "infinities or nans that are meant, by module: 'inf:mask.*', 'nan:embed'", "VALUE:NAME"
+        (), _allowed, "infinities or nans that are meant, by module: 'inf:mask*', 'nan:embed'", "VALUE:NAME"
     )
     rerun: bool | None = _option(None, flag_or_none, "run a failed batch again to find operation and cure")
     output_dir: Path | None = _option(None, _to_path, "a folder for each failure's report and capsule", "DIR")

@@ -156,7 +156,7 @@ def test_arguments_of_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         ("every=two", "every should be a whole number of at least 1, got 'two'"),
         ("trace=a.parquet,count", "'a.parquet,count' is not understood: .*; accepted are batches, counts,"),
         ("optimizer=mine", "optimizer should be a torch.optim.Optimizer or None, got str"),
-        ("allow=mask", "allow should be inf:MODULE or nan:MODULE, such as 'inf:mask.*', .* got 'mask'"),
+        ("allow=mask", "allow should be inf:MODULE or nan:MODULE, such as 'inf:mask.', .* got 'mask'"),
         ("modules=", "modules has an empty pattern; '\\(root\\)' is the model itself"),
         ("modules='a", "No closing quotation"),
     ],
