@@ -48,6 +48,20 @@ def test_an_operation_of_torch_alone_has_no_place_and_the_index_is_of_the_first_
     assert seen.finding.index == (0, 0)
 
 
+def by_numpy(x: Tensor) -> Tensor:
+    x = x.clone()
+    x.numpy()[:, 1] = NAN
+    return x
+
+
+def test_a_value_from_numpy_has_no_operation_and_a_row_of_a_batch_no_number() -> None:
+    _, seen = look(Does(by_numpy), torch.ones(2, 2, 3))
+    assert (seen.step, seen.finding.extent) == (None, "2 of 4 rows")
+    assert any("no operation that goes through PyTorch's dispatcher" in x for x in seen.finding.remarks)
+    _, seen = look(Does(lambda x: x / x), torch.tensor([0.0, 1.0])[:, None, None].expand(2, 1, 3))
+    assert seen.finding.extent == "1 of 2 rows"
+
+
 def test_an_operand_that_was_nan_before_has_no_cure() -> None:
     """A change that puts 0 in place of a product with nan would hide a tensor that is destroyed."""
 
