@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
 import stat
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from dataclasses import dataclass, is_dataclass
 from itertools import count
 from pathlib import Path
 from pickle import UnpicklingError
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ def _fields(document: Any) -> dict[str, Any]:
     values["autocast"] = tuple(Autocast(*state) for state in values["autocast"])
     values["left_out"] = tuple(map(str, values["left_out"]))
     values["finding"] = Report.from_json(values["finding"]).finding
-    return values
+    return {name: values[name] for name in _EXPECTED}
 
 
 def write_capsule(
@@ -192,11 +193,14 @@ def write_capsule(
         }
         folder = Path(folder).absolute()
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(".unfinished", f".{folder.name}.", folder.parent) as hidden:
+        hidden = mkdtemp(".unfinished", f".{folder.name}.", folder.parent)
+        try:
             unfinished = Path(hidden, folder.name)  # with the permissions of any folder
             unfinished.mkdir()
             inspect.unwrap(torch.save)(document, unfinished / FILE)  # past all guards of checkpoints
             return make_numbered(folder, unfinished.rename)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
 class _Contents:

@@ -126,7 +126,7 @@ class _Call:
         self.capsule, self.dtype = capsule, dtype
         self.remarks: list[str] = []
         self.recorded = torch.device(capsule.device)
-        self.target = torch.device(device or "cpu")
+        self.target = torch.device("cpu" if device is None else device)
         if device is None:
             with suppressing("a device cannot be used here"):
                 self.target = torch.device(torch.empty(1, device=self.recorded.type).device.type)

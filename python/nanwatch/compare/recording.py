@@ -139,7 +139,8 @@ def _order_data() -> None:
     def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
         before(self, *args, **kwargs)
         _note_call("a DataLoader")
-        self.num_workers = self.timeout = 0
+        vars(self).update(num_workers=0, timeout=0, prefetch_factor=None, persistent_workers=False)
+        self.multiprocessing_context = None
         drawing: list[Any] = [self, self.sampler, getattr(self.batch_sampler, "sampler", None)]
         for place in drawing:
             if hasattr(place, "generator"):

@@ -18,7 +18,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
-from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -192,10 +191,10 @@ _VIEWED = {
 
 def _safetensors_file(path: Path) -> _Tensors:
     opened = needed("safetensors", path.name, "scan").safe_open(path, framework="pt")  # refuses a bad header
-    with path.open("rb") as file:
-        mapped = mmap(file.fileno(), 0, access=ACCESS_COPY)
-    start = 8 + int.from_bytes(mapped[:8], "little")
-    header = json.loads(mapped[8:start])
+    # Unlike mmap's, this mapping keeps no file open.
+    mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8).numpy()
+    start = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
+    header = json.loads(mapped[8:start].tobytes())
     for name in opened.keys():  # noqa: SIM118 - no dict
         shape, dtype = header[name]["shape"], _VIEWED.get(header[name]["dtype"])
         if dtype is None or 0 in shape:

@@ -72,7 +72,7 @@ def model_ref(model: nn.Module) -> ModelRef:
     children = weakref.WeakValueDictionary({key: x for key, x in model._modules.items() if x is not None})
 
     def alive() -> nn.Module | None:
-        if (model := whole()) is None and (left := dict(children)):
+        if (model := whole()) is None and (left := dict(children.items())):
             model = nn.Module()
             model._modules.update(left)
         return model
