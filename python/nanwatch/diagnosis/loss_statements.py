@@ -261,7 +261,7 @@ class _Part:
         body: list[ast.stmt] = []
         for statement in reversed(statements):
             later, bound = set(self._bound), source.names_in(statement, ast.Store)
-            filled = _filled_by(statement) & (needed | self.reads.keys())
+            filled = self._filled(statement, needed)
             wanted = bound & needed | filled
             # The statements of a block bind one after the other, those of a loop in any order.
             if not wanted or not isinstance(statement, ast.With | ast.Try | ast.If):
@@ -286,6 +286,16 @@ class _Part:
             self._bound |= bound | filled
             body = [kept, *body]
         return body, needed
+
+    def _filled(self, statement: ast.stmt, needed: set[str]) -> set[str]:
+        """Return those of the needed and the read names whose values the statement changes in place.
+
+        What is read has its value of now: no change of a tensor, or of one in a module, is made a second time.
+        """
+        read = {name: self._values.get(name) for name in self.reads.keys() - needed}
+        modules = {name for name, value in read.items() if isinstance(value, nn.Module)}
+        objects = {name for name, value in read.items() if not isinstance(value, Tensor | nn.Module)}
+        return _filled_by(statement) & (needed | objects) | _filled_by(statement, plainly=True) & modules
 
     def _statement(self, statement: ast.stmt, needed: set[str]) -> tuple[ast.stmt, set[str]]:
         """Return the statement as it runs again, and the names that have to be made before it."""
@@ -354,10 +364,16 @@ def _has_graph(value: Any) -> bool:
     return any(x.grad_fn is not None for x in _tensors(value))
 
 
-def _filled_by(statement: ast.stmt) -> set[str]:
-    """Return the names whose values the statement changes in place: `p.clamp_()`, `s.den = x`, `losses["a"] = x`."""
+def _filled_by(statement: ast.stmt, plainly: bool = False) -> set[str]:
+    """Return the names whose values the statement changes in place: `p.clamp_()`, `s.den = x`, `losses["a"] = x`.
+
+    `plainly` leaves those that an assignment with an operator, or a method, changes.
+    """
     filled = set[str]()
+    steps = {id(x.target) for x in ast.walk(statement) if isinstance(x, ast.AugAssign)} if plainly else set()
     for node in ast.walk(statement):
+        if plainly and (id(node) in steps or isinstance(node, ast.Call)):
+            continue
         name, owner = source.called_name(node), node.func if isinstance(node, ast.Call) else node
         is_method = isinstance(owner, ast.Attribute) and owner is not node
         is_change = is_method and (name in _CHANGES or (name.endswith("_") and not name.endswith("__")))

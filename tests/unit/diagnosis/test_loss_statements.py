@@ -108,6 +108,24 @@ class Router(nn.Module):
         return x * p.amax(-1, keepdim=True)
 
 
+def test_a_change_in_place_before_the_call_is_not_made_again() -> None:
+    """Data would be drawn anew for it, and weights be changed twice."""
+    torch.manual_seed(2)
+    x = torch.randn(4, 3)
+    x[1] *= 1e4
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.bias += 2
+    with failing(model) as (failure, optimizer):
+        values = model(x)
+        apart = values - values.max()
+        loss = torch.log(apart).sum()  # aten.log.default
+        loss.backward()
+        optimizer.step()
+    (operand,) = failure.finding.operands
+    assert (operand.abs_min, operand.abs_max) == (0, apart.abs().max())
+
+
 def test_a_loss_that_a_module_keeps_beside_its_outputs() -> None:
     """It leads to the line in the module's forward and to a cure; the loss was nan, so nothing was left out of it."""
     model = nn.Sequential(Router(), Net())
