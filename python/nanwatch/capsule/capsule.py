@@ -193,14 +193,13 @@ def write_capsule(
         }
         folder = Path(folder).absolute()
         folder.parent.mkdir(parents=True, exist_ok=True)
-        hidden = mkdtemp(".unfinished", f".{folder.name}.", folder.parent)
+        unfinished = Path(mkdtemp(".unfinished", f".{folder.name}.", folder.parent), folder.name)
         try:
-            unfinished = Path(hidden, folder.name)  # with the permissions of any folder
-            unfinished.mkdir()
+            unfinished.mkdir()  # with the permissions of any folder
             inspect.unwrap(torch.save)(document, unfinished / FILE)  # past all guards of checkpoints
             return make_numbered(folder, unfinished.rename)
         finally:
-            shutil.rmtree(hidden, ignore_errors=True)
+            shutil.rmtree(unfinished.parent, ignore_errors=True)
 
 
 class _Contents:
