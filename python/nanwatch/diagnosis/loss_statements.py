@@ -290,7 +290,7 @@ class _Part:
     def _filled(self, statement: ast.stmt, needed: set[str]) -> set[str]:
         """Return those of the needed and the read names whose values the statement changes in place.
 
-        What is read has its value of now: no change of a tensor, or of one in a module, is made a second time.
+        A tensor or a module that is only read already holds its changes. They are not repeated.
         """
         read = {name: self._values.get(name) for name in self.reads.keys() - needed}
         modules = {name for name, value in read.items() if isinstance(value, nn.Module)}
