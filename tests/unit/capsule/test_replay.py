@@ -188,7 +188,9 @@ def test_a_gpus_capsule_runs_where_there_is_none(tmp_path):
     autocast = Autocast("cpu", torch.float16, False), Autocast("cuda", torch.bfloat16, True)
     folder = write_capsule(tmp_path / "c", model, "", (X,), autocast=autocast)
     document = torch.load(folder / "call.pt", weights_only=True)
-    torch.save(document | {"device": "cuda:7"}, folder / "call.pt")
+    torch.save(document | {"device": "cuda:7", "of_a_later_version": 1}, folder / "call.pt")
+    with pytest.raises(RuntimeError, match=r"[Dd]evice"):
+        replay(folder, model, device="")  # no device, and not the default one
     with pytest.warns(RuntimeWarning, match="the recorded call ran on cuda:7, this one on cpu"):
         replay(folder, model, device="cpu")
     assert Heard.outputs[-1].dtype is torch.bfloat16
