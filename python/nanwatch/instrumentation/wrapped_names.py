@@ -121,7 +121,7 @@ def parameter_owners(model: nn.Module) -> dict[int, tuple[Named, str]]:
     """Return the first module that has each parameter, and its name in it, by the parameter's id."""
     owners: dict[int, tuple[Named, str]] = {}
     for owner in named_modules(model):
-        for key, x in owner.module._parameters.items():
+        for key, x in list(owner.module._parameters.items()):
             if x is not None:
                 owners.setdefault(id(x), (owner, key))
     return owners

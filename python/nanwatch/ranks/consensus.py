@@ -1,26 +1,40 @@
 """Consensus of all ranks of a job on where the first non-finite value was, reached through the job's store.
 
-Ranks never use a collective to agree: when one rank has failed, the others may wait in one of their own. A
-thread looks at the store once a second. Only that thread uses the store, so that a store that hangs holds nobody up.
+No collective is called: when one rank has failed, the others may wait in one of their own. A thread looks at the store
+once a second. While all is well no key exists, and it reads a single one: the earliest observation, kept by
+compare-and-set. Nothing grows with the number of ranks but counts. Only the thread asks there, so that a store that
+hangs holds nobody up.
+
+All watches of a process share one consensus: if one fails, the job has failed. It begins with the first batch after
+`init_process_group`. After this rank has raised, the next batch begins another one. The keys of the store contain its
+number, which is equal on all ranks: a rank that comes late finds each consensus that the others have settled, and
+settles it too.
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from math import inf
-from typing import TYPE_CHECKING
+from typing import Any
 
+import torch
+from torch import nn
+
+from ..instrumentation.global_hooks import after_steps
 from ..report.finding import Finding, Origin, RankObservation, earliest
-from ..report.report import NonFiniteError
-from ..util.job import store_key
+from ..report.report import NonFiniteError, Report, report_of
+from ..util.job import rank_and_world_size, store_key
+from ..util.modules import each_module
 from ..util.visible import spell, warn_user
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _INTERVAL = 1.0  # seconds between two looks while all is well
 _SETTLING = (0.05, 0.5)  # the first and the longest pause while ranks report
@@ -29,8 +43,18 @@ _STOPPING = 2.0  # seconds that stop() waits for the thread, which may hang in t
 # ended, its launcher ends the others, and the store goes with the process that holds it.
 _FAREWELL = 3.0
 
-_FIRST = "first"
-_NUM_FAILED, _NUM_REPORTED, _NUM_LEFT = "num_failed", "num_reported", "num_left"
+# The keys: the earliest observation, and the numbers of ranks that have failed, that have reported with or without an
+# observation, and that need the store and the other ranks no longer.
+FIRST = "first"
+NUM_FAILED, NUM_REPORTED, NUM_LEFT = "num_failed", "num_reported", "num_left"
+
+# Seconds until this rank knows of a failure elsewhere: it looks at the store about once a second.
+_NEWS = 2.0
+# gloo raises RuntimeError, as nearly everything in PyTorch does. So an error of a collective is recognised by words of
+# its message.
+_WORDS = ("gloo", "by peer", "NCCL", "ProcessGroup", "c10d", "Timed out waiting", "Socket closed")
+# A meeting before a step sends three short messages a rank, and the store answers 55,000 a second.
+_MOST_RANKS, _MOST_FIRSTS = 1024, 64
 
 
 class PeerNonFiniteError(NonFiniteError):
@@ -41,35 +65,62 @@ class PeerNonFiniteError(NonFiniteError):
         return f"{head}\n\nThis rank ({self.report.rank}), at that time:\n{self.report.to_text()}"
 
 
+def process_group() -> Any:
+    """Return the default process group, None without one."""
+    return torch.distributed.group.WORLD if torch.distributed.is_available() else None
+
+
+def default_store() -> Any:
+    """Return the store of the default process group."""
+    return process_group().get_group_store()
+
+
+def own_store(name: str, store: Any) -> Any:
+    """Return a connection of the caller's own to the keys of this name, which attempts of a job do not share."""
+    # A connection of its own where there is such a thing: on a shared one a rank that waits for a key holds up all.
+    clone = getattr(store, "clone", None)
+    prefix = f"nanwatch/{store_key()}/{name}"
+    return torch.distributed.PrefixStore(prefix, store if clone is None else clone())  # type: ignore[attr-defined]
+
+
+def publish(store: Any, observation: RankObservation) -> None:
+    """Publish the observation of a rank: leave the earlier of it and that of others under one key."""
+    store.add(f"at/{observation.place}", 1)
+    store.add(NUM_FAILED, 1)
+    present, mine = "", observation.to_json()
+    while True:
+        latest = store.compare_set(FIRST, present, mine).decode()
+        if latest == mine or earliest(RankObservation.from_json(latest), observation) != observation:
+            return
+        present = latest
+
+
+def read_origin(store: Any, world_size: int) -> Origin:
+    """Return the origin as far as it is known now, when a rank has failed."""
+    num_reported = store.add(NUM_REPORTED, 0)  # before the rest, which those ranks have sent
+    first = RankObservation.from_json(store.get(FIRST))
+    num_alike, num_failed = store.add(f"at/{first.place}", 0), store.add(NUM_FAILED, 0)
+    return Origin(first, num_alike, num_failed, num_reported, world_size)
+
+
 class OriginConsensus:
     """One rank's part in the consensus, from its construction to `stop()`.
 
-    `store` is any torch.distributed Store that all ranks share, by default that of the default process group. `name`
-    distinguishes consensuses of one job. `publish` and `settle` together wait at most `peer_timeout` seconds.
-    `on_stuck` is called in the thread, with the Origin as far as it is known, when another rank has failed and this one
-    waits in a collective: after a third of `peer_timeout` without a call, by two thirds at the latest. An exception of
-    it is a warning.
+    `store` is any torch.distributed Store that all ranks share. `name` distinguishes consensuses of one job. `publish`
+    and `settle` together wait at most `peer_timeout` seconds.
     """
 
     def __init__(
-        self,
-        store: Store | None,
-        rank: int,
-        world_size: int,
-        peer_timeout: float = 30.0,
-        *,
-        name: str = "",
-        on_stuck: Callable[[Origin], object] | None = None,
+        self, store: Any, rank: int, world_size: int, peer_timeout: float = 30.0, name: str = ""
     ) -> None:
         self.rank, self.world_size, self.peer_timeout = rank, world_size, peer_timeout
-        self._on_stuck = on_stuck
-        self._store: Store | None = default_store() if store is None else store
-        self._prefix = f"nanwatch/consensus/{store_key()}/{name}"
+        self.name = f"consensus/{name}"
+        self._stores = [store]  # until the thread has a connection of its own
         # Written by the thread alone, read by all.
         self._news: float | None = None
         self._known: Origin | None = None
         self._trouble = ""
-        self._is_published = self._is_reported = self._is_stuck = self._has_left = self._is_settled = False
+        self._is_published = self._is_settled = False
         self._num_looks, self._left_at = 0, inf
         # Written by the callers.
         self._mine: RankObservation | None = None
@@ -80,10 +131,6 @@ class OriginConsensus:
         self._thread.start()
         # A daemon thread that comes back from native code into an interpreter that is ending takes the process down.
         atexit.register(self.stop)
-
-    def own_store(self) -> Store:
-        """Return a connection of the caller's own to the keys of this consensus."""
-        return own_store(self._prefix)
 
     def stop(self) -> None:
         """End the thread. Does nothing the second time."""
@@ -145,150 +192,304 @@ class OriginConsensus:
 
     # The methods below run in the thread.
 
+    def on_stuck(self, origin: Origin) -> None:
+        """Take the origin as far as it is known, where this rank waits in a collective for one that has failed."""
+
     def _run(self) -> None:
         try:
-            store, self._store = self._store, None
-            assert store is not None
-            protocol = StoreProtocol(own_store(self._prefix, store), self.world_size)
             # A reference would keep the job's server alive, and its port taken, beyond destroy_process_group.
-            del store
-            self._watch(protocol)
+            store = own_store(self.name, self._stores.pop())
+            self._watch(store)
         except Exception as error:
             # The process that held the store has ended, or the network has failed: the job will notice by itself.
             self._trouble = f"the store cannot be asked: {spell(error)}"
         with self._looked:
             self._looked.notify_all()
 
-    def _watch(self, protocol: StoreProtocol) -> None:
+    def _watch(self, store: Any) -> None:
         chance = random.Random(self.rank)  # not the one that a training run draws from
-        settling = _SETTLING[0]
-        while not self._is_stopping:
+        while not store.check([FIRST]):
             # Not all ranks of a job at the same moment.
-            pause = _INTERVAL * chance.uniform(0.75, 1.25)
-            if (self._settles and not self._is_settled) or (self._is_stuck and not self._has_left):
-                pause, settling = settling, min(2 * settling, _SETTLING[1])
-            elif self._news is not None and not self._is_reported:
-                pause = min(pause, max(_SETTLING[0], self._news + self.peer_timeout / 3 - time.monotonic()))
-            self._wake.wait(pause)
-            self._wake.clear()
-            if not self._is_stopping:
-                self._look(protocol)
-            with self._looked:
-                self._num_looks += 1
-                self._looked.notify_all()
-        # Report without an observation, so that no rank waits for this one, if it knows of a failure. Do not look once
-        # more: where the store has gone, torch writes a stack to stderr.
-        if self._news is not None and not self._is_reported:
-            protocol.report()
-        if self._news is not None:
-            self._leave(protocol)
+            interval = _SETTLING[0] if self._settles else _INTERVAL * chance.uniform(0.75, 1.25)
+            if not self._pause(store, interval):
+                return
+        self._news = news = time.monotonic()
+        # A rank that is not heard by then waits in a collective. It reports so that none waits for it.
+        while not (is_heard := self._is_published or self._settles):
+            left = news + self.peer_timeout / 3 - time.monotonic()
+            if left <= 0 or not self._pause(store, min(_INTERVAL, left)):
+                break
+        is_stuck, pause = not is_heard, _SETTLING[0]
+        store.add(NUM_REPORTED, 1)
+        # Do not look once more while it ends: where the store has gone, torch writes a stack to stderr.
+        while not self._is_stopping:
+            is_settling = self._settles and not self._is_settled
+            if not is_settling and not is_stuck and self._known is not None:
+                self._pause(store, _INTERVAL)
+                continue
+            self._known = origin = read_origin(store, self.world_size)
+            if is_stuck and (origin.is_complete or time.monotonic() > news + self.peer_timeout * 2 / 3):
+                try:
+                    self.on_stuck(origin)
+                except Exception as error:
+                    warn_user(f"nanwatch: on_stuck raised {spell(error)}", may_raise=False)
+                self._leave(store)
+                is_stuck = False
+            if is_settling and origin.is_complete:
+                self._leave(store)
+                have_left = store.add(NUM_LEFT, 0) >= self.world_size
+                self._is_settled = have_left or time.monotonic() > self._left_at + _FAREWELL
+            self._pause(store, pause)
+            pause = min(2 * pause, _SETTLING[1])
+        self._leave(store)
 
-    def _look(self, protocol: StoreProtocol) -> None:
-        if self._mine is not None and not self._is_published:
-            protocol.publish(self._mine)
+    def _pause(self, store: Any, seconds: float) -> bool:
+        """Let the callers look, wait until one has come, publish what it has. Return whether to go on."""
+        with self._looked:
+            self._num_looks += 1
+            self._looked.notify_all()
+        self._wake.wait(seconds)
+        self._wake.clear()
+        if not self._is_stopping and self._mine is not None and not self._is_published:
+            publish(store, self._mine)
             self._is_published = True
-        if self._news is None:
-            if not protocol.has_news():
-                return
-            self._news = time.monotonic()
-        waited = time.monotonic() - self._news
-        if not self._is_reported:
-            if not (self._is_published or self._settles or waited > self.peer_timeout / 3):
-                return
-            self._is_stuck = not (self._is_published or self._settles)
-            self._is_reported = True
-            protocol.report()
-        is_settling = self._settles and not self._is_settled
-        if not is_settling and self._known is not None and (self._has_left or not self._is_stuck):
-            return
-        self._known = protocol.origin()
-        is_complete = self._known is not None and self._known.is_complete
-        if self._is_stuck and not self._has_left and (is_complete or waited > self.peer_timeout * 2 / 3):
-            try:
-                if self._on_stuck is not None and self._known is not None:
-                    self._on_stuck(self._known)
-            except Exception as error:
-                warn_user(f"nanwatch: on_stuck raised {spell(error)}", may_raise=False)
-            self._leave(protocol)
-        if is_settling and is_complete:
-            self._leave(protocol)
-            self._is_settled = protocol.all_left() or time.monotonic() > self._left_at + _FAREWELL
+        return not self._is_stopping
 
-    def _leave(self, protocol: StoreProtocol) -> None:
-        if not self._has_left:
-            self._has_left, self._left_at = True, time.monotonic()
-            protocol.leave()
+    def _leave(self, store: Any) -> None:
+        if self._left_at == inf:
+            self._left_at = time.monotonic()
+            store.add(NUM_LEFT, 1)
 
 
-def default_store() -> Store:
-    """Return the store of the default process group."""
-    from torch.distributed import group
+class _JobConsensus(OriginConsensus):
+    """The consensus in one process group, and what lives as long: steps, their meetings, last frames.
 
-    return group.WORLD.get_group_store()  # type: ignore[union-attr] # a job has one
-
-
-def own_store(prefix: str, store: Store | None = None) -> Store:
-    """Return a connection of the caller's own to the keys with this prefix, by default of the default group's store."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-    store = default_store() if store is None else store
-    # A connection of its own where there is such a thing: on a shared one a rank that waits for a key holds up all.
-    clone = getattr(store, "clone", None)
-    return PrefixStore(prefix, store if clone is None else clone())
-
-
-class StoreProtocol:
-    """The few keys of the job's store through which ranks agree. No method waits for a rank.
-
-    No key exists while all is well, and a rank that looks reads a single key: the earliest observation, kept by
-    compare-and-set. Nothing grows with the number of ranks but counts.
+    All ranks meet before each step of an optimizer that has a shard on each of them, so that none steps where another
+    has failed. There are no more meetings once a rank has not come within a third of `peer_timeout`, as one without a
+    watch.
     """
 
-    def __init__(self, store: Store, world_size: int) -> None:
-        self._store = store
-        self._world_size = world_size
+    def __init__(self, group: Any, peer_timeout: float, name: str) -> None:
+        self.group, self.steps = weakref.ref(group), 0
+        self._reports: weakref.WeakKeyDictionary[RankCoordinator, Report] = weakref.WeakKeyDictionary()
+        self._firsts = weakref.WeakKeyDictionary[RankCoordinator, deque[tuple[int, int]]]()
+        rank, size = rank_and_world_size()
+        self._meetings: Any = None  # a connection to the store
+        self._num_meetings, self._may_meet = 0, size <= _MOST_RANKS
+        super().__init__(default_store(), rank, size, peer_timeout, name)
+        self._handle = after_steps.add(self._stepped)
 
-    def has_news(self) -> bool:
-        """Return whether a rank has failed."""
-        return bool(self._store.check([_FIRST]))
+    def _stepped(self, *_: Any) -> None:
+        self.steps += 1
 
-    def publish(self, observation: RankObservation) -> None:
-        """Publish the observation of this rank: leave the earlier of it and that of others under one key."""
-        self._store.add(_at(observation), 1)
-        self._store.add(_NUM_FAILED, 1)
-        present, mine = "", observation.to_json()
-        while True:
-            latest = self._store.compare_set(_FIRST, present, mine).decode()
-            if latest == mine or earliest(RankObservation.from_json(latest), observation) != observation:
-                return
-            present = latest
+    def first_batches(self, coordinator: RankCoordinator, batch: int) -> deque[tuple[int, int]]:
+        """Return the first batch of a watch after each of the latest numbers of steps, for rows that come late.
 
-    def report(self) -> None:
-        """Count this rank as one that has reported, with or without an observation; once per rank."""
-        self._store.add(_NUM_REPORTED, 1)
+        All ranks count from the consensus on: at a failure that raises, one stopped before a step that others had made.
+        """
+        return self._firsts.setdefault(coordinator, deque([(batch, self.steps)], maxlen=_MOST_FIRSTS))
 
-    def leave(self) -> None:
-        """Count this rank as one that needs the store and the other ranks no longer; once per rank."""
-        self._store.add(_NUM_LEFT, 1)
+    def arrive(self, *, begins: bool) -> None:
+        """Come to the next meeting before a step, and wait for nobody. `begins`: where there was none yet, too."""
+        begins = begins and any(coordinator.is_sharded for coordinator in _job.coordinators)
+        if not self._may_meet or not (begins or self._num_meetings):
+            return
+        self._num_meetings = number = self._num_meetings + 1
+        with self._ending_meetings():
+            self._meetings = store = self._meetings or own_store(self.name, default_store())
+            if store.add(f"step/{number}", 1) == self.world_size:
+                store.set(f"step/{number}/all", "")
+                store.delete_key(f"step/{number - 1}")
+                store.delete_key(f"step/{number - 2}/all")  # each rank has read it
 
-    def all_left(self) -> bool:
-        """Return whether all ranks have left."""
-        return bool(self._store.add(_NUM_LEFT, 0) >= self._world_size)
+    def meet(self) -> bool:
+        """Wait until all ranks have come to the next meeting, and return whether one of them has failed."""
+        self.arrive(begins=True)
+        if self._may_meet and self._meetings is not None:
+            with self._ending_meetings():
+                timeout = timedelta(seconds=self.peer_timeout / 3)
+                self._meetings.wait([f"step/{self._num_meetings}/all"], timeout)
+                return bool(self._meetings.check([FIRST]))
+        return False
 
-    def origin(self) -> Origin | None:
-        """Return the origin as far as it is known now, None when no rank has failed."""
-        num_reported = self._store.add(_NUM_REPORTED, 0)  # before the rest, which those ranks have sent
-        if not self.has_news():
+    @contextmanager
+    def _ending_meetings(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self._may_meet = False
+            words = f"nanwatch: steps wait for the other ranks no more: {spell(error)}"
+            warn_user(words, may_raise=False)
+
+    def agree(self, patience: float = inf) -> Origin | None:
+        """Return the origin once the ranks agree, and end the consensus. None if another watch has done so."""
+        with _job.lock:
+            if _job.consensus is not self:
+                return None
+            try:
+                return self.settle(patience)
+            except RuntimeError as error:  # the store has gone, and nobody knows whose failure it was
+                warn_user(f"nanwatch: {spell(error)}", may_raise=False)
+                return None
+            finally:
+                _job.num_settled += 1
+                _job.end()
+
+    def raise_failure(self, coordinator: RankCoordinator, cause: BaseException | None = None) -> None:
+        """Write this rank's last frames, and raise the error of the other rank."""
+        self._write_last_frames()
+        if (origin := self.agree()) is None:
+            return
+        error = PeerNonFiniteError(self._reports.get(coordinator) or report_of(()), origin)
+        if cause is None:
+            raise error
+        raise error from cause
+
+    def _write_last_frames(self) -> None:
+        """Write the last frames of every watch, once, because later frames are a consequence."""
+        for coordinator in list(_job.coordinators):
+            if coordinator not in self._reports:
+                self._reports[coordinator] = coordinator.last_frames(f"peer-rank-{self.rank}")
+
+    def on_stuck(self, origin: Origin) -> None:
+        """Write the last frames, and say for which rank this one waits."""
+        self._write_last_frames()
+        warn_user(f"nanwatch: rank {self.rank} waits for a rank that has failed: {origin}", may_raise=False)
+
+    def stop(self) -> None:
+        self._handle.remove()
+        super().stop()
+
+
+class _Job:
+    """State that all watches of this process share that raise."""
+
+    def __init__(self) -> None:
+        # Those that have joined, and not left.
+        self.coordinators: weakref.WeakSet[RankCoordinator] = weakref.WeakSet()
+        self.consensus: _JobConsensus | None = None
+        # Number of consensuses that have ended by a failure. It is equal on all ranks, because each of them settles.
+        self.num_settled = 0
+        self.lock = threading.RLock()
+        # Id of the latest error, which may end a batch and then the `with`.
+        self.waited_for: int | None = None
+
+    def connect(self, coordinator: RankCoordinator) -> _JobConsensus | None:
+        """Return the consensus of the present process group; None without one, or in a group of one rank."""
+        self.waited_for = None  # the next error may have its id
+        group = process_group()
+        if group is None or rank_and_world_size()[1] == 1:
+            self.end()
             return None
-        first = RankObservation.from_json(self._store.get(_FIRST))
-        return Origin(
-            first=first,
-            num_alike=self._store.add(_at(first), 0),
-            num_failed=self._store.add(_NUM_FAILED, 0),
-            num_reported=num_reported,
-            world_size=self._world_size,
-        )
+        # Add it first: otherwise the last of the watches before, when it is collected now, would end the consensus that
+        # begins here, and would wait for the lock in the thread that is being started.
+        self.coordinators.add(coordinator)
+        if (consensus := self.consensus) is None or consensus.group() is not group:
+            with self.lock:
+                if self.consensus is consensus:  # no other thread was first
+                    self.end()
+                    self.consensus = _JobConsensus(group, coordinator.peer_timeout, str(self.num_settled))
+        return self.consensus
+
+    def leave_if_last(self) -> None:
+        """End the consensus if no watch is left."""
+        if not self.coordinators:
+            self.end()
+
+    def end(self) -> None:
+        """End the consensus, if there is one."""
+        if self.consensus is not None:
+            with self.lock:
+                consensus, self.consensus = self.consensus, None
+                if consensus is not None:
+                    consensus.stop()
 
 
-def _at(observation: RankObservation) -> str:
-    return f"at/{observation.place}"
+_job = _Job()
+
+
+class RankCoordinator:
+    """Link between one Watch that raises and the other ranks of the job.
+
+    `last_frames(folder)` returns this rank's latest frames as a report without a finding, and writes them into
+    `output_dir`, if there is one, as `folder`. With a `peer_timeout` of 0 there is no link.
+    """
+
+    def __init__(self, model: nn.Module, peer_timeout: float, last_frames: Callable[[str], Report]) -> None:
+        self.last_frames, self.peer_timeout, self._part = last_frames, peer_timeout, _part(model)
+        self.is_sharded = False  # each rank steps a part of the model, and reads a part of the gradients
+        self._is_open = peer_timeout > 0
+        self._published: _JobConsensus | None = None
+        weakref.finalize(self, _job.leave_if_last)
+
+    def batch_started(self, batch: int) -> None:
+        """Join the consensus. Raises PeerNonFiniteError when another rank has failed; see `check`."""
+        if self._is_open and (consensus := _job.connect(self)) is not None:
+            firsts = consensus.first_batches(self, batch)
+            if consensus.steps != firsts[-1][1]:
+                firsts.append((batch, consensus.steps))
+            self.check()
+
+    def check(self) -> None:
+        """Raise PeerNonFiniteError when another rank failed a second ago, unless this watch has left the job."""
+        consensus = _job.consensus
+        if consensus is not None and consensus.pending() and self in _job.coordinators:
+            consensus.raise_failure(self)
+
+    def publish(self, finding: Finding) -> None:
+        """Publish this rank's finding, before anything slow."""
+        self._published = consensus = _job.connect(self) if self._is_open else None
+        if consensus is not None:
+            firsts = consensus.first_batches(self, finding.batch)
+            first, steps = next((pair for pair in reversed(firsts) if pair[0] <= finding.batch), firsts[0])
+            clock = steps, max(0, finding.batch - first)
+            consensus.publish(finding, finding.sequence or 0, clock, self._part)
+            consensus.arrive(begins=finding.phase in ("backward", "step"))
+
+    def await_step(self) -> None:
+        """Wait until all ranks begin this step. Raises PeerNonFiniteError where one of them has failed instead."""
+        self.is_sharded, consensus = True, _job.consensus
+        if self._is_open and consensus is not None and consensus.meet():
+            consensus.raise_failure(self)
+
+    def settle(self, patience: float) -> Origin | None:
+        """Return the origin on which the ranks agree, as far as they do so in `patience` seconds. End the consensus.
+
+        Returns None without other ranks, and when no finding was published since the latest agreement.
+        """
+        published, self._published = self._published, None
+        return published.agree(patience) if self._is_open and published is not None else None
+
+    def explain(self, error: BaseException | None) -> None:
+        """Raise PeerNonFiniteError from an error that ends a batch or a run, if another rank's failure is behind it.
+
+        A collective whose peer has gone fails before this rank knows why. Only after such an error this waits up to 2 s
+        for news.
+        """
+        consensus = _job.consensus
+        if consensus is None or not self._is_open or error is None or isinstance(error, NonFiniteError):
+            return
+        if id(error) != _job.waited_for and _is_of_collective(error):
+            _job.waited_for = id(error)
+            until = time.monotonic() + _NEWS
+            while not consensus.pending() and not consensus.trouble and time.monotonic() < until:
+                time.sleep(0.05)
+        if consensus.pending():
+            consensus.raise_failure(self, error)
+
+    def close(self) -> None:
+        """Leave the job for good. The last one ends the consensus."""
+        self._is_open = False
+        _job.coordinators.discard(self)
+        _job.leave_if_last()
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    is_distributed = isinstance(error, torch.distributed.DistError)
+    return is_distributed or (isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS))
+
+
+def _part(model: nn.Module) -> str:
+    """Return a hash that replicas and shards of one model share, and that differs between stages of a pipeline."""
+    names = "\n".join(f"{name} {type(module).__name__}" for name, module in each_module(model))
+    return hashlib.blake2b(names.encode(errors="backslashreplace"), digest_size=8).hexdigest()

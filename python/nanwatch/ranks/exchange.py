@@ -7,23 +7,23 @@ judges for all.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
 import time
 import weakref
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ..util.job import rank_and_world_size, store_key
-from ..util.visible import suppressed
-from .consensus import own_store
+from ..util.job import rank_and_world_size
+from ..util.visible import spell, suppressed, warn_user
+from .consensus import default_store, own_store, process_group
 
 Ranks: TypeAlias = tuple[int, ...]
 Verdict: TypeAlias = dict[str, Any]
@@ -34,8 +34,7 @@ _MOST_DIGESTS = 16  # whose values are looked at. More differ where each rank go
 MOST_RANKS = 8  # named of each digest
 _PAUSE = 0.02  # seconds, at the end of the comparison
 FAREWELL = 2.0  # seconds that a rank waits at its end for the others' last check
-# Reference to the present process group, and the number of comparisons so far in it.
-_named: list[Any] = [None, 0]
+_numbers: Counter[str] = Counter()  # of this process's comparisons, by kind: no two have the same keys
 
 
 class Side(NamedTuple):
@@ -59,80 +58,71 @@ class _Check(NamedTuple):
 class Exchange:
     """Part of this rank in the comparisons of one watch, of several groups of ranks. Ranks begin them in one order.
 
-    `judge(sides)` returns a verdict for JSON, with the `names` to leave out from now on. `timeout` are the seconds that
-    a difference waits for ranks that do not report. Nothing here raises: a store that has gone ends the comparison.
+    They begin with the first check in a process group. `judge(sides)` returns a verdict for JSON, with the `names` to
+    leave out from now on. `timeout` are the seconds that a difference waits for ranks that do not report.
     """
 
     def __init__(self, kind: str, judge: Callable[[list[Side]], Verdict], timeout: float) -> None:
-        group = torch.distributed.group.WORLD
-        if _named[0] is None or _named[0]() is not group:
-            _named[:] = weakref.ref(group), 0
-        _named[1] += 1
-        self.error: Exception | None = None
-        self._job, self._process = _named[0], os.getpid()
-        self._prefix = f"nanwatch/{kind}/{store_key()}/{_named[1]}"
-        self._store = own_store(self._prefix)
-        self._judge, self._timeout = judge, timeout
+        self._kind, self._judge, self._timeout = kind, judge, timeout
+        self._job: Callable[[], Any] = lambda: None
         self._groups: dict[Ranks, _Group] = {}
-        self._looks = 0
+        self._process, self._looks, self.has_ended = os.getpid(), 0, False
 
     @property
     def is_over(self) -> bool:
-        """Return whether the process group or the process is not that of the beginning, or the store has gone."""
-        is_gone = self._job() is not torch.distributed.group.WORLD or self._process != os.getpid()
-        return is_gone or self.error is not None
+        """Return whether the comparisons have ended, or this is a child of the process that makes them."""
+        return self.has_ended or os.getpid() != self._process
 
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
+    @contextmanager
+    def ending_by_errors(self, warning: str = "") -> Iterator[None]:
+        """Suppress an error of the block and end the comparisons: the store may have gone, or the network."""
         try:
             yield
-        except Exception as error:  # the process that held the store has ended, or the network
+        except Exception as error:
             suppressed("ranks could not be compared")
-            self.error = error
+            self.has_ended = True
+            if warning:
+                warn_user(f"{warning}: {spell(error)}", may_raise=False)
 
     def post(self, ranks: Ranks, number: int, values: dict[str, int], more: dict[str, Any]) -> None:
         """Compare the values of check `number`, which counts up, with those of the other ranks."""
-        if self.is_over:
-            return
-        with self._asking():
-            if ranks not in self._groups:
-                name = ",".join(map(str, ranks)) if len(ranks) <= MOST_RANKS else f"{hash(ranks):x}"
-                store = torch.distributed.PrefixStore(name, self._store)  # type: ignore[attr-defined]
-                self._groups[ranks] = _Group(store, len(ranks), self._judge, self._timeout)
-            self._groups[ranks].add(_Check(number, values, more))
-            self._looks = _LOOKS
+        if self._job() is not (job := process_group()):
+            self._job, self._groups = weakref.ref(job), {}
+            _numbers[self._kind] += 1
+            self._store = own_store(f"{self._kind}/{_numbers[self._kind]}", default_store())
+        if ranks not in self._groups:
+            store = torch.distributed.PrefixStore(f"{hash(ranks):x}", self._store)  # type: ignore[attr-defined]
+            self._groups[ranks] = _Group(store, len(ranks), self._judge, self._timeout)
+        self._groups[ranks].add(_Check(number, values, more))
+        self._looks = _LOOKS
 
-    def look(self) -> list[tuple[int, Ranks, Verdict]]:
-        """Return the verdicts that came since the last call, with their checks. Asks nobody long after a check."""
-        is_awaited = any(group.is_pending for group in self._groups.values())
-        if self.is_over or not (self._looks or is_awaited):
-            return []
-        self._looks = max(0, self._looks - 1)
-        verdicts: list[tuple[int, Ranks, Verdict]] = []
-        with self._asking():
-            for ranks, group in self._groups.items():
-                if (verdict := group.look()) is not None:
-                    verdicts.append((verdict[0], ranks, verdict[1]))
-        return verdicts
+    def _present(self) -> dict[Ranks, _Group]:
+        return self._groups if self._job() is process_group() else {}
 
-    def end(self) -> list[tuple[int, Ranks, Verdict]]:
-        """Wait for the other ranks' last check, at most 2 s, 4 s with a difference. Return the last verdicts."""
-        begun, verdicts = time.monotonic(), list[tuple[int, Ranks, Verdict]]()
-        groups = {} if self.is_over else self._groups
-        with self._asking():
+    def look(self) -> Iterator[tuple[int, Ranks, Verdict]]:
+        """Yield the verdicts that came since the last call, with their checks. Asks nobody long after a check."""
+        groups = self._present()
+        if self._looks or any(group.is_pending for group in groups.values()):
+            self._looks = max(0, self._looks - 1)
             for ranks, group in groups.items():
-                while time.monotonic() - begun < FAREWELL * (1 + group.is_pending):
-                    have_left = group.have_left()  # and before that, posted all their checks
-                    if (verdict := group.look(is_over=True)) is not None:
-                        verdicts.append((verdict[0], ranks, verdict[1]))
-                    elif have_left and not group.is_pending:
-                        break
-                    else:
-                        group.leave()
-                        time.sleep(_PAUSE)
+                if (answer := group.look()) is not None:
+                    yield answer[0], ranks, answer[1]
+
+    def end(self) -> Iterator[tuple[int, Ranks, Verdict]]:
+        """Wait for the other ranks' last check, at most 2 s, 4 s with a difference. Yield the last verdicts."""
+        begun, groups = time.monotonic(), self._present()
+        for ranks, group in groups.items():
+            while time.monotonic() - begun < FAREWELL * (1 + group.is_pending):
+                have_left = group.have_left()  # and before that, posted all their checks
+                if (answer := group.look(is_over=True)) is not None:
+                    yield answer[0], ranks, answer[1]
+                elif have_left and not group.is_pending:
+                    break
+                else:
+                    group.leave()
+                    time.sleep(_PAUSE)
         if groups and rank_and_world_size()[0] == 0:
             time.sleep(5 * _PAUSE)  # its process may hold the store, and others ask it once more
-        return verdicts
 
 
 class _Group:
@@ -152,12 +142,15 @@ class _Group:
         """Return whether a difference is known that has no verdict yet."""
         return self._number > 0
 
-    def _key(self, name: str) -> str:
-        return f"{self._generation}/{name}"
-
     def _get(self, name: str) -> bytes | None:
-        key = self._key(name)
+        key = f"{self._generation}/{name}"
         return bytes(self._store.get(key)) if self._store.check([key]) else None
+
+    def _count(self, name: str, more: int = 1) -> int:
+        return int(self._store.add(f"{self._generation}/{name}", more))
+
+    def _keep_first(self, name: str, value: str, present: str = "") -> str:
+        return str(self._store.compare_set(f"{self._generation}/{name}", present, value).decode())
 
     def add(self, check: _Check) -> None:
         self._checks.append(check)
@@ -165,13 +158,13 @@ class _Group:
 
     def _post(self, check: _Check) -> None:
         """Compare with the digest that the first rank to come has left. A slot holds the latest check."""
-        slot = self._key(f"slot/{check.number % _KEPT}")
+        slot = f"slot/{check.number % _KEPT}"
         mine, latest = f"{check.number} {self._digest(check)}", self._seen.get(slot, "")
         while not latest or int(latest.partition(" ")[0]) < check.number:
-            latest = self._store.compare_set(slot, latest, mine).decode()
+            latest = self._keep_first(slot, mine, latest)
         self._seen[slot] = latest
         if latest != mine and int(latest.partition(" ")[0]) == check.number:
-            self._store.compare_set(self._key("differ"), "", str(check.number))
+            self._keep_first("differ", str(check.number))
 
     def _digest(self, check: _Check) -> str:
         total = blake2b(digest_size=12)
@@ -190,15 +183,14 @@ class _Group:
             self._report()
         verdict = self._get("verdict")
         if verdict is None:
-            num_reported = self._store.add(self._key("reported"), 0)
-            if num_reported < self._size and time.monotonic() < self._deadline:
+            if self._count("reported", 0) < self._size and time.monotonic() < self._deadline:
                 return None
-            mine = json.dumps(self._judge(self._sides()))
-            verdict = self._store.compare_set(self._key("verdict"), "", mine)
+            verdict = self._keep_first("verdict", json.dumps(self._judge([*self._sides()]))).encode()
         number, self._number = self._number, 0
         judged: Verdict = json.loads(verdict)
         self._left_out.update(judged["names"])
         self._generation += 1
+        self._seen.clear()
         for check in self._checks:
             if check.number > number:  # a cause is at one check, and its effect at the next
                 self._post(check)
@@ -209,37 +201,31 @@ class _Group:
         check = next((check for check in self._checks if check.number == self._number), None)
         if check is not None:
             digest = self._digest(check)
-            place = self._store.add(self._key(f"count/{digest}"), 1)
+            place = self._count(f"count/{digest}")
             if place <= MOST_RANKS:
                 here = f"{rank_and_world_size()[0]} {socket.gethostname()}"
-                self._store.set(self._key(f"rank/{digest}/{place}"), here)
-            if place == 1:
-                number = self._store.add(self._key("digests"), 1)
-                if number <= _MOST_DIGESTS:
-                    packed = zlib.compress(json.dumps([check.values, check.more]).encode())
-                    self._store.set(self._key(f"values/{digest}"), packed)
-                    self._store.set(self._key(f"digest/{number}"), digest)
-        self._store.add(self._key("reported"), 1)
+                self._keep_first(f"rank/{digest}/{place}", here)
+            if place == 1 and (number := self._count("sides")) <= _MOST_DIGESTS:
+                packed = zlib.compress(json.dumps([digest, check.values, check.more]).encode())
+                self._store.set(f"{self._generation}/side/{number}", packed)
+        self._count("reported")
 
-    def _sides(self) -> list[Side]:
-        sides = []
-        for number in range(1, min(self._store.add(self._key("digests"), 0), _MOST_DIGESTS) + 1):
-            digest = (self._get(f"digest/{number}") or b"").decode()
-            packed = self._get(f"values/{digest}")
-            count = self._store.add(self._key(f"count/{digest}"), 0)
+    def _sides(self) -> Iterator[Side]:
+        for number in range(1, min(self._count("sides", 0), _MOST_DIGESTS) + 1):
+            if (packed := self._get(f"side/{number}")) is None:
+                continue
+            digest, values, more = json.loads(zlib.decompress(packed))
+            count = self._count(f"count/{digest}", 0)
             answers = [self._get(f"rank/{digest}/{i}") for i in range(1, min(count, MOST_RANKS) + 1)]
             ranks = [answer.decode().partition(" ") for answer in answers if answer is not None]
-            if packed is not None and ranks:
-                values, more = json.loads(zlib.decompress(packed))
-                values = {name: value for name, value in values.items() if name not in self._left_out}
-                sides.append(Side(count, [(int(rank), host) for rank, _, host in ranks], values, more))
-        return sides
+            values = {name: value for name, value in values.items() if name not in self._left_out}
+            yield Side(count, [(int(rank), host) for rank, _, host in ranks], values, more)
 
     def leave(self) -> None:
         """Say that this rank posts no more in this generation, unless it still waits for a verdict."""
         if not self.is_pending and self._left < self._generation:
             self._left = self._generation
-            self._store.add(self._key("left"), 1)
+            self._count("left")
 
     def have_left(self) -> bool:
-        return bool(self._store.add(self._key("left"), 0) >= self._size)
+        return self._count("left", 0) >= self._size

@@ -6,7 +6,6 @@ Only ranks of one attempt of an elastic job are compared with each other.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -38,22 +37,20 @@ class Digest:
 
     rank: int
     finding: Finding | None
-    headroom_bits: float = inf
-    module: str = ""
-    attempt: Attempt | None = None
+    headroom_bits: float
+    module: str
+    attempt: Attempt | None
 
-    @classmethod
-    def of(cls, report: Report) -> Digest:
-        """Return the digest of a report."""
-        finding = report.finding
-        if finding is not None:
-            frames = [frame for frame in report.frames if frame.batch == finding.batch]
-            place = next((i for i, frame in enumerate(frames) if frame.fault is not None), len(frames))
-            sequence = place if finding.sequence is None else finding.sequence
-            finding = replace(finding, rank=report.rank, sequence=sequence)
-        least = next(iter(by_module(report.frames).values()), None)
-        bits, module = (inf, "") if least is None else least[:2]
-        return cls(report.rank, finding, bits, module, report.attempt)
+
+def _digest(report: Report) -> Digest:
+    finding = report.finding
+    if finding is not None:
+        frames = [frame for frame in report.frames if frame.batch == finding.batch]
+        place = next((i for i, frame in enumerate(frames) if frame.fault is not None), len(frames))
+        sequence = place if finding.sequence is None else finding.sequence
+        finding = replace(finding, rank=report.rank, sequence=sequence)
+    bits, module, *_ = next(iter(by_module(report.frames).values()), (inf, ""))
+    return Digest(report.rank, finding, bits, module, report.attempt)
 
 
 def _order(digest: Digest) -> tuple[float, int, bool, int]:
@@ -113,11 +110,9 @@ class Merged:
         columns = ("rank", "first non-finite", "batch", "least headroom in bits", "of")
         rows = []
         for digest in sorted(self.digests, key=_order)[:_MOST_SHOWN]:
-            room = {inf: "all zero", -inf: "not finite"}.get(
-                digest.headroom_bits, f"{digest.headroom_bits:.1f}"
-            )
-            finding, seen, batch = digest.finding, "", ""
-            if finding is not None:
+            bits, seen, batch = digest.headroom_bits, "", ""
+            room = {inf: "all zero", -inf: "not finite"}.get(bits, f"{bits:.1f}")
+            if (finding := digest.finding) is not None:
                 seen = f"{finding.value} in {finding.label} of {module_name(finding.module)}"
                 batch = str(finding.batch)
             rows.append([str(digest.rank), seen, batch, room, module_name(digest.module)])
@@ -142,14 +137,11 @@ class Merged:
 
     def document(self) -> dict[str, object]:
         """Return the merge for programs, with nan and the infinities as strings, as in a report."""
-        ranks = [plain(digest) for digest in self.digests]
-        for row in ranks:  # all are of one attempt
-            del row["attempt"]
         return {
             "schema": _SCHEMA,
             "version": _VERSION,
-            "attempt": plain(self.attempt),
-            "ranks": ranks,
+            "attempt": plain(self.attempt),  # of all digests
+            "ranks": [{k: v for k, v in plain(digest).items() if k != "attempt"} for digest in self.digests],
             "origin_ranks": [digest.rank for digest in self.origins],
             "other_attempts": [merged.document() for merged in self.others],
             "left_out": list(self.left_out),
@@ -172,7 +164,7 @@ def merge(*paths: Path, tell: Tell = silent) -> Merged:
     out and named.
     """
     left_out: list[str] = []
-    digests: list[Digest] = []
+    groups: dict[object, dict[int, Digest]] = {}  # the digests of each attempt, by rank
     tell(f"looking for {_FILE}")
     files = [file for path in paths for file in (sorted(path.rglob(_FILE)) if path.is_dir() else [path])]
     for number, path in enumerate(files):
@@ -184,26 +176,15 @@ def merge(*paths: Path, tell: Tell = silent) -> Merged:
             left_out.append(f"{path}: {error}")
             continue
         if not isinstance(report, SpikeReport):
-            digests.append(Digest.of(report))
-    if not digests:
+            digest = _digest(report)
+            ranks = groups.setdefault(digest.attempt and digest.attempt.key, {})
+            ranks[digest.rank] = min(ranks.get(digest.rank, digest), digest, key=_order)
+    if not groups:
         places = " and ".join(map(str, paths))
         why = f": {left_out[0]}" if left_out else "; pass the folder that watch(output_dir=...) was given"
         raise ValueError(f"no {_FILE} of nanwatch below {places}{why}")
-    attempts = by_attempt(digests)
+    attempts = [Merged(tuple(ranks[rank] for rank in sorted(ranks))) for ranks in groups.values()]
+    attempts.sort(key=lambda x: min((y.attempt.begun for y in x.digests if y.attempt), default=-inf))
     chosen = ([merged for merged in attempts if merged.failed] or attempts)[-1]
     others = tuple(merged for merged in attempts if merged is not chosen)
     return replace(chosen, left_out=tuple(left_out), others=others)
-
-
-def by_attempt(digests: Iterable[Digest]) -> list[Merged]:
-    """Return a merge for each attempt, the earliest first; digests without an attempt come before."""
-    groups: dict[object, dict[int, Digest]] = {}
-    for digest in digests:
-        ranks = groups.setdefault(digest.attempt and digest.attempt.key, {})
-        ranks[digest.rank] = min(ranks.get(digest.rank, digest), digest, key=_order)
-    merges = [Merged(tuple(ranks[rank] for rank in sorted(ranks))) for ranks in groups.values()]
-    return sorted(merges, key=_begun)
-
-
-def _begun(merged: Merged) -> float:
-    return min(-inf if digest.attempt is None else digest.attempt.begun for digest in merged.digests)

@@ -14,14 +14,12 @@ the job's store, and wait for nobody. Where these differ, one rank judges by ske
 
 from __future__ import annotations
 
-import contextlib
-import os
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -30,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.global_hooks import Handles, after_steps, weakly
-from ..instrumentation.wrapped_names import named_modules
+from ..instrumentation.wrapped_names import parameter_names
 from ..numerics import _extension
 from ..numerics._fingerprint import fingerprint
 from ..numerics.readable import local_shard, only_our_dispatch, unreadable
@@ -38,7 +36,8 @@ from ..recording.events import StepWeight
 from ..report.events import ReplicaDifference
 from ..util.job import rank_and_world_size
 from ..util.modules import each_parameter
-from ..util.visible import spell, suppressed, warn_user
+from ..util.visible import warn_user
+from .consensus import process_group
 from .exchange import MOST_RANKS, Exchange, Ranks, Side, Verdict
 
 _MOST_NAMES = 100
@@ -48,32 +47,26 @@ class Replicas:
     """The replicated weights of one model. Keeps none of them alive."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
+        self.model = weakref.ref(model)
         self._parallel: list[weakref.ref[DistributedDataParallel]] | None = None
 
     def weights(self) -> dict[Ranks, dict[str, Tensor]]:
         """Return this rank's part of the weights that other ranks hold too, by those ranks and by name."""
-        model = self._model()
-        if model is None:
+        if (model := self.model()) is None or process_group() is None:
             return {}
-        groups = self._plain_groups()
-        weights: dict[int, tuple[str, Tensor]] = {}
-        for module_name, _, module in named_modules(model):
-            for key, x in list(module._parameters.items()):
-                if x is not None:
-                    weights.setdefault(id(x), (f"{module_name}.{key}" if module_name else key, x))
+        groups, names = self._plain_groups(), parameter_names(model)
         replicated: dict[Ranks, dict[str, Tensor]] = {}
-        for name, weight in weights.values():
+        for weight in each_parameter(model):
             shard = local_shard(weight)
-            for ranks in dict.fromkeys((_mesh_ranks(weight), groups.get(id(weight), ()))):
-                if len(ranks) > 1 and not unreadable(weight):
-                    replicated.setdefault(ranks, {})[name] = weight if shard is None else shard
+            for ranks in {_mesh_ranks(weight), groups.get(id(weight), ())}:
+                if len(ranks) > 1 and id(weight) in names and not unreadable(weight):
+                    held = replicated.setdefault(ranks, {})
+                    held[names[id(weight)]] = weight if shard is None else shard
         return replicated
 
     def _wrappers(self) -> Iterator[DistributedDataParallel]:
         if self._parallel is None:
-            wrappers = _extension.instances_of(DistributedDataParallel)
-            self._parallel = [weakref.ref(wrapper) for wrapper in wrappers]
+            self._parallel = [*map(weakref.ref, _extension.instances_of(DistributedDataParallel))]
         yield from (wrapper for reference in self._parallel if (wrapper := reference()) is not None)
 
     def are_local_steps(self) -> bool:
@@ -99,26 +92,15 @@ def _mesh_ranks(x: Any) -> Ranks:
     """Return the ranks that hold the same shard of a DTensor, none for another tensor and for a partial sum."""
     if local_shard(x) is None or any(placement.is_partial() for placement in x.placements):
         return ()
-    here = x.device_mesh.get_coordinate()
-    if here is None:
+    if (here := x.device_mesh.get_coordinate()) is None:
         return ()
-    index = tuple(
-        slice(None) if placement.is_replicate() else at
-        for placement, at in zip(x.placements, here, strict=True)
-    )
+    places = zip(x.placements, here, strict=True)
+    index = tuple(slice(None) if placement.is_replicate() else place for placement, place in places)
     return tuple(sorted(x.device_mesh.mesh[index].flatten().tolist()))
-
-
-def fingerprints(weights: dict[str, Tensor]) -> dict[str, int]:
-    """Return the fingerprints of weights, by name. Waits for a GPU."""
-    with torch.no_grad(), only_our_dispatch():
-        prints = [fingerprint(weight.detach()) for weight in weights.values()]
-    return {name: int(value) % 2**64 for name, value in zip(weights, prints, strict=True)}
 
 
 def judge(sides: list[Side]) -> Verdict:
     """Return the names that differ, and the ranks that are odd by majority at the first of them."""
-    total = sum(side.num_ranks for side in sides)
     common = [name for name in (sides[0].values if sides else ()) if all(name in s.values for s in sides)]
     differing = [name for name in common if len({side.values[name] for side in sides}) > 1]
     if not differing:
@@ -127,7 +109,7 @@ def judge(sides: list[Side]) -> Verdict:
     for side in sides:
         counts[side.values[differing[0]]] += side.num_ranks
     value, most = counts.most_common(1)[0]
-    is_majority = 2 * most > total
+    is_majority = 2 * most > counts.total()
     odd = [side for side in sides if side.values[differing[0]] != value] if is_majority else sides
     ranks = sorted(rank for side in odd for rank in side.ranks)[:MOST_RANKS]
     return {
@@ -135,7 +117,7 @@ def judge(sides: list[Side]) -> Verdict:
         "ranks": [rank for rank, _ in ranks],
         "hosts": [host for _, host in ranks],
         "num_odd": sum(side.num_ranks for side in odd),
-        "num_ranks": total,
+        "num_ranks": counts.total(),
         "is_majority": is_majority,
     }
 
@@ -148,105 +130,79 @@ class ReplicaWatch:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        every: int,
-        timeout: float,
-        tell: Callable[[ReplicaDifference], object],
+        self, model: nn.Module, every: int, timeout: float, tell: Callable[[ReplicaDifference], object]
     ) -> None:
-        self._every, self._timeout, self._tell = every, timeout, tell
         self.differences: deque[ReplicaDifference] = deque(maxlen=16)
-        self._model = weakref.ref(model)
+        self._every, self._tell = every, tell
         self._replicas = Replicas(model)
+        self._exchange = Exchange("replicas", judge, timeout)
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        self._pid = os.getpid()
-        self._has_stepped = False
-        self._batch = 0
-        self._step = 0  # batches that followed a step of the optimizer
-        self._is_off = self._has_warned = False
-        self._comparison: Exchange | None = None
+        self._has_stepped = self._has_warned = False
+        self._batch = self._step = 0  # a step is a batch that followed one of the optimizer
         self._hooks = Handles(self, [after_steps.add(weakly(self._stepped))])
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._has_stepped:
-            return
-        if optimizer not in self._optimizers:
-            model = self._model()
-            parameters = {id(x) for group in optimizer.param_groups for x in group["params"]}
-            is_models = model is not None and any(id(x) in parameters for x in each_parameter(model))
-            self._optimizers[optimizer] = is_models
-        self._has_stepped = self._optimizers[optimizer]
+        if not self._has_stepped and optimizer not in self._optimizers:
+            model = self._replicas.model()
+            weights = set[int]() if model is None else {*map(id, each_parameter(model))}
+            stepped = (id(x) for group in optimizer.param_groups for x in group["params"])
+            self._optimizers[optimizer] = not weights.isdisjoint(stepped)
+        self._has_stepped = self._has_stepped or self._optimizers[optimizer]
 
     def batch_started(self, batch: int, module: nn.Module | None = None, args: tuple[Any, ...] = ()) -> None:
         """Take the fingerprints, if a check is due, and tell of differences. Never raises."""
-        if self._is_off or not self._has_stepped or os.getpid() != self._pid:
+        if not self._has_stepped or self._exchange.is_over:
             return
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
         self._has_stepped, self._batch = False, batch
         self._step += 1
-        with self._ending_by_an_error():
-            if self._comparison is not None:
-                self._tell_all(self._comparison.look())
+        with self._exchange.ending_by_errors("nanwatch compares replicas no more"):
+            self._tell_all(self._exchange.look())
             if self._step % self._every == 0:
                 self._check()
 
-    @contextlib.contextmanager
-    def _ending_by_an_error(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            suppressed("replicas could not be compared")
-            self._is_off = True
-            warn_user(f"nanwatch compares replicas no more: {spell(error)}", may_raise=False)
-
     def _check(self) -> None:
-        is_job = torch.distributed.is_available() and torch.distributed.is_initialized()
-        weights = self._replicas.weights() if is_job else {}
-        if not weights:
+        weights = self._replicas.weights()
+        for ranks, named in weights.items():
+            with torch.no_grad(), only_our_dispatch():
+                prints = [fingerprint(weight.detach()) for weight in named.values()]
+            values = {name: int(x) % 2**64 for name, x in zip(named, prints, strict=True)}  # waits for a GPU
+            self._exchange.post(ranks, self._step // self._every, values, {})
+        if not weights and not self._has_warned:
+            self._has_warned = True
             why = "neither DistributedDataParallel nor a replicated DTensor says which ranks hold the same"
-            if not is_job:
+            if process_group() is None:
                 why = "torch.distributed is not initialized in this process"
             elif rank_and_world_size()[1] == 1:
                 why = "this job has one rank"
-            if not self._has_warned:
-                warn_user(f"nanwatch compares no replicas so far, as {why}", may_raise=False)
-            self._has_warned = True
-            return
-        if self._comparison is None or (self._comparison.is_over and self._comparison.error is None):
-            self._comparison = Exchange("replicas", judge, self._timeout)
-        number = self._step // self._every
-        for ranks, named in weights.items():
-            self._comparison.post(ranks, number, fingerprints(named), {})
-        if self._comparison.error is not None:
-            raise self._comparison.error
+            warn_user(f"nanwatch compares no replicas so far, as {why}", may_raise=False)
 
-    def _tell_all(self, verdicts: list[tuple[int, Ranks, Verdict]]) -> None:
+    def _tell_all(self, verdicts: Iterable[tuple[int, Ranks, Verdict]]) -> None:
         for number, ranks, verdict in verdicts:
-            if not verdict["names"]:
-                continue
-            difference = ReplicaDifference(
-                step=number * self._every,
-                equal_at=(number - 1) * self._every,
-                tensors=tuple(verdict["names"][:_MOST_NAMES]),
-                num_tensors=len(verdict["names"]),
-                ranks=tuple(verdict["ranks"]),
-                hosts=tuple(verdict["hosts"]),
-                size=len(ranks),
-                batch=self._batch,
-                **{name: verdict[name] for name in ("num_odd", "num_ranks", "is_majority")},
-            )
-            self.differences.append(difference)
-            self._tell(difference)
+            if names := verdict.pop("names"):
+                difference = ReplicaDifference(
+                    step=number * self._every,
+                    equal_at=(number - 1) * self._every,
+                    tensors=tuple(names[:_MOST_NAMES]),
+                    num_tensors=len(names),
+                    size=len(ranks),
+                    batch=self._batch,
+                    ranks=tuple(verdict.pop("ranks")),
+                    hosts=tuple(verdict.pop("hosts")),
+                    **verdict,
+                )
+                self.differences.append(difference)
+                self._tell(difference)
 
     def remove(self) -> None:
         """End the comparison. Waits for the other ranks' last check, at most 2 s while nothing differs."""
         self._hooks.remove()
         self.batch_started(self._batch)
-        with self._ending_by_an_error():
-            if self._comparison is not None and not self._is_off:
-                self._tell_all(self._comparison.end())
-        self._is_off = True
+        if not self._exchange.is_over:
+            with self._exchange.ending_by_errors():
+                self._tell_all(self._exchange.end())
+        self._exchange.has_ended = True
 
 
 # The comparison of steps.
@@ -270,9 +226,8 @@ class WeightPrint(NamedTuple):
     sketch: list[float]
 
 
-def _hash(x: Tensor, shape: Sequence[int]) -> int:
-    values = x.float().cpu().numpy().tobytes() + repr(tuple(shape)).encode()
-    return int.from_bytes(blake2b(values, digest_size=8).digest(), "little")
+# A weight's hash of now, and its print at the check before, of each side.
+_Pairs: TypeAlias = list[tuple[int | None, WeightPrint | None]]
 
 
 def sketch_of(gradient: Tensor) -> list[float]:
@@ -285,68 +240,58 @@ def sketch_of(gradient: Tensor) -> list[float]:
 
 
 def judge_steps(sides: list[Side]) -> Verdict:
-    """Return the weights that differ as `names`, and the `faults` among them: kind, name, and a rank or -1.
+    """Return the weights that differ as `names`, and the `faults` among them: kind, name, step, and a rank or -1.
 
-    A side sends the prints of the check `before`, and what it knows of the weights: those that somebody says to be
-    alike (`said`), the `matrices`, the `directed` ones. `is_over` where ranks count their steps differently.
+    A side sends the prints of the check `before` and its `step`, and what it knows of the weights: those that somebody
+    says to be alike (`said`), the `matrices`, the `directed` ones. `is_over` where ranks count their steps differently.
     """
-    if len({side.values["step "] for side in sides}) > 1:
-        return {"names": [], "faults": [], "is_over": True}
+    more = sides[0].more
+    verdict: Verdict = {"names": [], "faults": [], "is_over": len({x.values["step "] for x in sides}) > 1}
     # A rank left out a step, or made a forward of its own.
-    if len({side.more["forwards"] for side in sides}) > 1:
-        return {"names": [], "faults": [], "is_over": False}
-    names = [
-        name for name in dict.fromkeys(name for side in sides for name in side.values) if name != "step "
-    ]
-    parted = [name for name in names if len({side.values.get(name) for side in sides}) > 1]
-    causes = {name: cause for name in parted if (cause := difference(name, sides)) is not None}
-    more, kind = sides[0].more, "not-reduced"
-    kept = {name for name in names if name not in parted and _has_moved(name, sides)}
-    meant = [name for name in causes if _is_meant_alike(name, more, kept, parted)]
+    if verdict["is_over"] or len({side.more["forwards"] for side in sides}) > 1:
+        return verdict
+    names = dict.fromkeys(name for side in sides for name in side.values)
+    pairs = {name: [_hash_and_before(side, name) for side in sides] for name in names if name != "step "}
+    parted = [name for name, held in pairs.items() if len({now for now, _ in held}) > 1]
+    causes = {name: cause for name in parted if (cause := _cause(pairs[name], sides)) is not None}
+    moved = {name for name, held in pairs.items() if any(was and was.hash != now for now, was in held)}
+    kept = moved.difference(parted)
+    meant, kind = [name for name in causes if _is_meant_alike(name, more, kept, parted)], "not-reduced"
     if {what for name, (what, _) in causes.items() if name in more["directed"]} == {"norm"}:
         kind = "clipping:one-rank"
         # Beside shards, a gradient of the same direction is the same one.
         meant = [*causes] if more["is_mixed"] else meant
     elif {causes[name][0] for name in meant} == {"zero"}:
         kind = "rank-lost"
-    return {
-        "names": parted,
-        "faults": [(kind, name, causes[name][1]) for name in meant],
-        "is_over": any(_is_shifted(name, sides) for name in parted),
-    }
+    faults = [(kind, name, more["step"], causes[name][1]) for name in meant]
+    return {"names": parted, "faults": faults, "is_over": any(_is_shifted(pairs[name]) for name in parted)}
 
 
-def _before(side: Side, name: str) -> int | None:
-    known = side.more["before"].get(name)
-    return known[0] if known else None
+def _hash_and_before(side: Side, name: str) -> tuple[int | None, WeightPrint | None]:
+    before = side.more["before"].get(name)
+    return side.values.get(name), None if before is None else WeightPrint(*before)
 
 
-def _has_moved(name: str, sides: list[Side]) -> bool:
-    return any(side.values.get(name) != (_before(side, name) or side.values.get(name)) for side in sides)
-
-
-def _is_shifted(name: str, sides: list[Side]) -> bool:
+def _is_shifted(pairs: _Pairs) -> bool:
     """Return whether a rank has moved a weight to what another one had at the check before: it is a step behind."""
-    pairs = [(side.values[name], _before(side, name)) for side in sides if name in side.values]
-    return any(now == was != before for now, before in pairs for _, was in pairs if before is not None)
+    hashes = {before.hash for _, before in pairs if before is not None}
+    return any(before is not None and before.hash != now and now in hashes for now, before in pairs)
 
 
 def _is_meant_alike(name: str, more: dict[str, Any], kept: set[str], parted: list[str]) -> bool:
     """Return whether a weight that parted should be equal on all ranks; see StepRanks."""
-    if name in more["said"] or more["before"][name][1]:
+    if name in more["said"] or WeightPrint(*more["before"][name]).has_moved:
         return True
     if not kept:
         return bool(more["are_groups_small"])
-    owner = name.rpartition(".")[0]
-    are_siblings = any(matrix.rpartition(".")[0] == owner for matrix in more["matrices"])
-    return (
-        not are_siblings and bool(kept.intersection(more["matrices"])) and not {*parted} & {*more["matrices"]}
-    )
+    matrices, module = {*more["matrices"]}, name.rpartition(".")[0]
+    are_siblings = any(matrix.rpartition(".")[0] == module for matrix in matrices)
+    return not are_siblings and not kept.isdisjoint(matrices) and matrices.isdisjoint(parted)
 
 
-def difference(name: str, sides: list[Side]) -> tuple[str, int] | None:
+def _cause(pairs: _Pairs, sides: list[Side]) -> tuple[str, int] | None:
     """Return what was unequal of a gradient (zero, norm, direction), and the first rank with a zero, or -1."""
-    sketches = [np.array(side.more["before"][name][2]) for side in sides if name in side.more["before"]]
+    sketches = [np.array(before.sketch) for _, before in pairs if before is not None]
     norms = [float(sketch[-1]) for sketch in sketches]
     if len(sketches) < len(sides) or not np.isfinite(sketches).all() or not any(norms):
         return None
@@ -369,36 +314,34 @@ class StepRanks:
 
     def __init__(self, model: nn.Module, timeout: float) -> None:
         self._replicas = Replicas(model)
-        self._timeout = timeout
-        self._comparison: Exchange | None = None
-        self._is_over = False
-        self._number = self._num_forwards = self._num_differences = 0
-        self._steps: dict[int, int] = {0: 0}  # of each check
+        self._exchange = Exchange("steps", judge_steps, timeout)
+        self._number = self._step = self._num_forwards = self._num_differences = 0
         self._prints: dict[str, WeightPrint] = {}  # of each weight's latest check: optimizers step in turn
         self._faults: list[tuple[str, str, int, int]] = []
 
     def check(self, step: int, num_forwards: int, weights: Sequence[StepWeight]) -> None:
         """Send what this rank is about to step with. Makes nothing outside a job of several ranks."""
-        if self._is_over or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if self._exchange.is_over or process_group() is None:
             return
-        size, are_local = rank_and_world_size()[1], self._replicas.are_local_steps()
-        if self._number == 0 and size > 1 and not are_local:
-            self._comparison = Exchange("steps", judge_steps, self._timeout)
-        if self._comparison is None or self._comparison.is_over or are_local:
-            self._is_over = True
-            return
-        self._take(self._comparison.look())
-        if self._is_over or self._num_differences >= _MOST_DIFFERENCES:
-            return
-        self._number += 1
-        self._steps[self._number] = step
+        size = rank_and_world_size()[1]
+        with self._exchange.ending_by_errors():
+            if size == 1 or self._replicas.are_local_steps():
+                self._exchange.has_ended = True
+                return
+            self._take(self._exchange.look())
+            if not self._exchange.has_ended and self._num_differences < _MOST_DIFFERENCES:
+                self._number += 1
+                self._post(step, num_forwards, weights, size)
+
+    def _post(self, step: int, num_forwards: int, weights: Sequence[StepWeight], size: int) -> None:
         owners = {name: ranks for ranks, held in self._replicas.weights().items() for name in held}
-        world, groups = tuple(range(size)), dict[Ranks, list[StepWeight]]()
+        everybody, groups = tuple(range(size)), defaultdict[Ranks, list[StepWeight]](list)
         for weight in weights:
-            ranks = owners.get(weight.name, world if local_shard(weight.tensor) is None else ())
-            if ranks:
-                groups.setdefault(ranks, []).append(weight)
+            ranks = owners.get(weight.name, everybody if local_shard(weight.tensor) is None else ())
+            groups[ranks].append(weight)
+        groups.pop((), None)  # those that this rank alone holds
         known = {
+            "step": self._step,
             "forwards": num_forwards - self._num_forwards,
             "said": [*owners],
             "matrices": [weight.name for weight in weights if weight.tensor.ndim > 1],
@@ -406,37 +349,37 @@ class StepRanks:
             "are_groups_small": all((weight.group_size or size) < size for weight in weights),
             "is_mixed": self._num_differences > 0,
         }
-        self._num_forwards = num_forwards
+        self._step, self._num_forwards = step, num_forwards
         for ranks, group in groups.items():
             before = {x.name: self._prints[x.name] for x in group if x.name in self._prints}
             values = {"step ": step} | {weight.name: self._print(weight) for weight in group}
-            self._comparison.post(ranks, self._number, values, {**known, "before": before})
+            self._exchange.post(ranks, self._number, values, {**known, "before": before})
 
     def _print(self, weight: StepWeight) -> int:
         with torch.no_grad(), only_our_dispatch():
-            now = _hash(weight.values, weight.tensor.shape)
+            sample = weight.values.float().cpu().numpy().tobytes() + repr(tuple(weight.tensor.shape)).encode()
+            now = int.from_bytes(blake2b(sample, digest_size=8).digest(), "little")
             sketch = sketch_of(weight.values[:0] if weight.gradient is None else weight.gradient)
         known = self._prints.get(weight.name)
         self._prints[weight.name] = WeightPrint(now, known is not None and known.hash != now, sketch)
         return now
 
     def _take(self, verdicts: Iterable[tuple[int, Ranks, Verdict]]) -> None:
-        for number, _, verdict in verdicts:
-            self._num_differences += 1
-            self._is_over = self._is_over or verdict["is_over"]
-            faults = [] if self._is_over else verdict["faults"]
-            step = self._steps.get(number - 1, 0)
-            self._faults += [(kind, name, step, rank) for kind, name, rank in faults]
+        if self._exchange.is_over:
+            return
+        with self._exchange.ending_by_errors():
+            for _, _, verdict in verdicts:
+                self._num_differences += 1
+                self._exchange.has_ended |= verdict["is_over"]
+                self._faults += [] if self._exchange.has_ended else verdict["faults"]
 
     def faults(self) -> list[tuple[str, str, int, int]]:
         """Return the faults that became certain since the last call: kind, weight, step, and a rank or -1."""
-        if self._comparison is not None and not self._is_over:
-            self._take(self._comparison.look())
+        self._take(self._exchange.look())
         faults, self._faults = self._faults, []
         return faults
 
     def remove(self) -> None:
         """End the comparison. Waits for the other ranks' last check, at most 2 s while nothing differs."""
-        if self._comparison is not None and not self._is_over:
-            self._take(self._comparison.end())
-        self._is_over = True
+        self._take(self._exchange.end())
+        self._exchange.has_ended = True

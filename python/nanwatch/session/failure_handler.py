@@ -27,7 +27,7 @@ from ..diagnosis.isolation import ChildEndedError, can_fork, run_in_child
 from ..history.monitor import Monitor
 from ..instrumentation.global_hooks import weakly
 from ..instrumentation.slot import unwatched
-from ..ranks.coordinator import RankCoordinator
+from ..ranks.consensus import RankCoordinator
 from ..recording.events import Event
 from ..records.record import Frame
 from ..report import text

@@ -98,14 +98,14 @@ def step_of(scenario: dict, watched: list[nanwatch.Watch], options: dict[str, ob
 def begin(port: int | None) -> None:
     """Begin the process group, with a store of its own at this port or with the launcher's."""
     if port is not None:
-        store = dist.TCPStore("127.0.0.1", port, WORLD, is_master=not RANK)
+        gloo_store = dist.TCPStore("127.0.0.1", port, WORLD, is_master=not RANK)
     else:
         kept = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         # The launcher's outlives a failed attempt, whose addresses gloo would find there and call in vain. So only
         # gloo is given a part of it that is new.
-        store = dist.PrefixStore(f"gloo/{ATTEMPT}", kept)
+        gloo_store = dist.PrefixStore(f"gloo/{ATTEMPT}", kept)
         consensus.default_store = lambda: kept
-    dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD)
+    dist.init_process_group("gloo", store=gloo_store, rank=RANK, world_size=WORLD)
 
 
 def play(scenario: dict, folder: Path) -> tuple[dict, Exception | None]:

@@ -100,7 +100,8 @@ def test_nobody_waits_longer_than_peer_timeout_for_a_rank_that_never_answers(ser
 def test_a_rank_that_is_stuck_writes_down_what_it_knows_and_holds_up_nobody(server):
     """While the rank waits in a collective, its thread reports what has happened and tells the others not to wait."""
     told: list[Origin] = []
-    stuck = OriginConsensus(connect(server), 1, 2, peer_timeout=1.5, on_stuck=told.append)
+    stuck = OriginConsensus(connect(server), 1, 2, peer_timeout=1.5)
+    stuck.on_stuck = told.append
     failing = OriginConsensus(connect(server), 0, 2, peer_timeout=60.0)
     failing.publish(finding(), 3)
     origin = failing.settle()

@@ -16,7 +16,7 @@ def side(
     rank: int, now: int, gradient: Tensor = GRADIENT, before: int = 1, step: int = 2, **more: Any
 ) -> Side:
     """One rank whose weight w has a hash, and had another one before it stepped with a gradient."""
-    known = {"forwards": 1, "said": ["w"], "matrices": ["w"], "directed": ["w"]}
+    known = {"step": 1, "forwards": 1, "said": ["w"], "matrices": ["w"], "directed": ["w"]}
     known |= {"are_groups_small": False, "is_mixed": False}
     prints = {"w": WeightPrint(before, False, sketch_of(gradient))}
     return Side(1, [(rank, "host")], {"step ": step, "w": now}, known | {"before": prints} | more)
@@ -28,11 +28,11 @@ def side(
         (GRADIENT, None),
         (GRADIENT * 1.001, None),
         (GRADIENT + 0.005 * GRADIENT.flip(0), None),
-        (GRADIENT * 2, ("clipping:one-rank", "w", -1)),
-        (GRADIENT.flip(0), ("not-reduced", "w", -1)),
-        (-GRADIENT, ("not-reduced", "w", -1)),
-        (GRADIENT * 0, ("rank-lost", "w", 2)),
-        (GRADIENT[:0], ("rank-lost", "w", 2)),
+        (GRADIENT * 2, ("clipping:one-rank", "w", 1, -1)),
+        (GRADIENT.flip(0), ("not-reduced", "w", 1, -1)),
+        (-GRADIENT, ("not-reduced", "w", 1, -1)),
+        (GRADIENT * 0, ("rank-lost", "w", 1, 2)),
+        (GRADIENT[:0], ("rank-lost", "w", 1, 2)),
         (GRADIENT * torch.nan, None),
     ],
 )
@@ -63,4 +63,4 @@ def test_a_weight_of_which_nobody_says_who_holds_it_needs_evidence() -> None:
     assert (faults(), faults(are_groups_small=True)) == (0, 1)
     first = side(0, 5, said=[])
     first.more["before"] = moved
-    assert judge_steps([first, side(1, 6, -GRADIENT)])["faults"] == [("not-reduced", "w", -1)]
+    assert judge_steps([first, side(1, 6, -GRADIENT)])["faults"] == [("not-reduced", "w", 1, -1)]

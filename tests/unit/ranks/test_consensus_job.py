@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import nanwatch
-from nanwatch.ranks import consensus, coordinator
-from nanwatch.ranks.consensus import PeerNonFiniteError, StoreProtocol
+from nanwatch.ranks import consensus
+from nanwatch.ranks.consensus import PeerNonFiniteError, own_store
 from nanwatch.report.finding import RankObservation
-from nanwatch.util.job import store_key
 from support import watching
 from support.sightings import connect, finding, serve
 from support.toys import Does
@@ -44,27 +43,24 @@ def test_a_process_alone_asks_nobody(one_process_mesh):
 
 
 class Job:
-    """A job of two as one of its ranks sees it: the other one is a StoreProtocol on the same store."""
+    """A job of two as one of its ranks sees it: the other one writes the keys of the same store."""
 
     def __init__(self, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.server = server
         self.group = type("Group", (), {})()
-        monkeypatch.setattr(coordinator, "_group", lambda: self.group)
-        monkeypatch.setattr(coordinator, "rank_and_world_size", lambda: (0, 2))
+        monkeypatch.setattr(consensus, "process_group", lambda: self.group)
+        monkeypatch.setattr(consensus, "rank_and_world_size", lambda: (0, 2))
         monkeypatch.setattr(consensus, "default_store", lambda: connect(server))
         monkeypatch.setattr(consensus, "_INTERVAL", 0.1)
 
-    def board(self) -> StoreProtocol:
-        """Return the store's protocol as rank 1 uses it."""
-        prefix = f"nanwatch/consensus/{store_key()}/{coordinator._job._num_settled}"
-        return StoreProtocol(dist.PrefixStore(prefix, connect(self.server)), 2)
-
     def other_fails(self) -> None:
         """Rank 1 has told and has had its say."""
-        board = self.board()
-        board.publish(RankObservation.of(finding(batch=1, module="there", rank=1), 1, 3, (0, 1), ""))
-        board.report()
-        board.leave()
+        store = own_store(f"consensus/{consensus._job.num_settled}", connect(self.server))
+        consensus.publish(
+            store, RankObservation.of(finding(batch=1, module="there", rank=1), 1, 3, (0, 1), "")
+        )
+        store.add(consensus.NUM_REPORTED, 1)
+        store.add(consensus.NUM_LEFT, 1)
 
 
 @pytest.fixture
@@ -149,12 +145,12 @@ def test_only_the_error_of_a_collective_is_waited_for(job, monkeypatch, error, w
 
     model = Does(fail)
     with watching.watch(model, peer_timeout=10):
-        monkeypatch.setattr(coordinator, "time", clock)
+        monkeypatch.setattr(consensus, "time", clock)
         with pytest.raises(type(error)) as caught:
             model(torch.ones(2, 4))
         assert bool(pauses) is waits
         pauses.clear()
-        (link,) = coordinator._job.coordinators
+        (link,) = consensus._job.coordinators
         link.explain(caught.value)
         assert not pauses
 
