@@ -20,9 +20,9 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built
 
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that look ten times a second, and wait a moment for a store that has gone."""
-    monkeypatch.setattr(consensus, "_INTERVAL", 0.1)
-    monkeypatch.setattr(consensus, "_STOPPING", 0.2)
+    """Threads that look ten times a second, and wait a moment for a store that has gone and for ranks that leave."""
+    for name, seconds in {"_INTERVAL": 0.1, "_STOPPING": 0.2, "_FAREWELL": 0.05}.items():
+        monkeypatch.setattr(consensus, name, seconds)
 
 
 @pytest.fixture
@@ -104,8 +104,7 @@ def test_a_rank_that_is_stuck_writes_down_what_it_knows_and_holds_up_nobody(serv
     stuck.on_stuck = told.append
     failing = OriginConsensus(connect(server), 0, 2, peer_timeout=60.0)
     failing.publish(finding(), 3)
-    origin = failing.settle()
-    assert origin.is_complete
+    assert failing.settle().is_complete
     until(lambda: told)
     stuck.stop()
     failing.stop()

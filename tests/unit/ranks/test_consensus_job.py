@@ -56,9 +56,8 @@ class Job:
     def other_fails(self) -> None:
         """Rank 1 has told and has had its say."""
         store = own_store(f"consensus/{consensus._job.num_settled}", connect(self.server))
-        consensus.publish(
-            store, RankObservation.of(finding(batch=1, module="there", rank=1), 1, 3, (0, 1), "")
-        )
+        seen = finding(batch=1, module="there", rank=1)
+        consensus.publish(store, RankObservation.of(seen, 1, 3, (0, 1), ""))
         store.add(consensus.NUM_REPORTED, 1)
         store.add(consensus.NUM_LEFT, 1)
 

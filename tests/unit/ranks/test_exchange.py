@@ -57,16 +57,15 @@ def test_all_ranks_hear_the_same_verdict_and_go_on(odd: int) -> None:
     _, ranks = groups(3)
     for number, rank in enumerate(ranks):
         rank.add(check(1, 1, 2 + (number == odd), 3))
+    for number, rank in enumerate(ranks):
+        rank.add(check(2, 1, 7 + number, 3))
     verdicts = {}
     for _ in range(3):  # a rank that asks before all have reported asks again at its next step
         for number, rank in enumerate(ranks):
             verdicts[number] = verdicts.get(number) or rank.look()
     assert len({str(verdict) for verdict in verdicts.values()}) == 1
-    assert verdicts[0][0] == 1
-    assert verdicts[0][1]["names"] == ["1.weight"]
+    assert (verdicts[0][0], verdicts[0][1]["names"]) == (1, ["1.weight"])
     assert (verdicts[0][1]["num_odd"], verdicts[0][1]["is_majority"]) == (1, True)
-    for number, rank in enumerate(ranks):
-        rank.add(check(2, 1, 7 + number, 3))
     assert [rank.look() for rank in ranks] == [None] * 3
     for number, rank in enumerate(ranks):
         rank.add(check(3, 1, 7, 3 + (number == 0)))

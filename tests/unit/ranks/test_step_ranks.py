@@ -55,12 +55,15 @@ def test_ranks_that_count_their_steps_differently_are_not_compared() -> None:
 def test_a_weight_of_which_nobody_says_who_holds_it_needs_evidence() -> None:
     """Shards and experts that begin alike part without a fault; groups of fewer ranks and a step alike are evidence."""
 
-    def faults(**more: Any) -> int:
-        sides = [side(0, 5, said=[], **more), side(1, 6, -GRADIENT, said=[], **more)]
+    def faults(name: str = "w", *kept: str, has_moved: bool = False, **more: Any) -> int:
+        sides = []
+        for rank, gradient in enumerate((GRADIENT, -GRADIENT)):
+            prints = dict.fromkeys((name, *kept), WeightPrint(1, has_moved, sketch_of(gradient)))
+            known = side(rank, 0, said=[], matrices=kept, **more).more | {"before": prints}
+            values = {"step ": 2, name: rank + 5} | dict.fromkeys(kept, 9)
+            sides.append(Side(1, [(rank, "host")], values, known))
         return len(judge_steps(sides)["faults"])
 
-    moved = {"w": WeightPrint(1, True, sketch_of(GRADIENT))}
-    assert (faults(), faults(are_groups_small=True)) == (0, 1)
-    first = side(0, 5, said=[])
-    first.more["before"] = moved
-    assert judge_steps([first, side(1, 6, -GRADIENT)])["faults"] == [("not-reduced", "w", 1, -1)]
+    assert (faults(), faults(are_groups_small=True), faults(has_moved=True)) == (0, 1, 1)
+    # A norm beside matrices that stay equal, but not the bias of one.
+    assert (faults("norm.weight", "up.weight"), faults("up.bias", "up.weight")) == (1, 0)
