@@ -1,5 +1,5 @@
 // Hooks in the autograd graph. They hand gradients to the recorder on the engine's thread, without the interpreter
-// lock. They hold neither tensors nor calls, and die with the graph. One on a leaf outlives the graphs that use it.
+// lock. They hold no tensors, and die with the graph. One on a leaf outlives the graphs that use it.
 #pragma once
 
 #include <torch/csrc/Exceptions.h>
@@ -35,16 +35,27 @@ class GradientHook : public torch::autograd::FunctionPreHook {
   }
 };
 
-// At the node that made a tensor.
+// Part of a call.
+struct GradientUse {
+  std::weak_ptr<const GradientCall> call;
+  Part part;
+  Labels::Id label;
+};
+
+// At the node that made a tensor. That of an output alone keeps the call: an input would keep itself, as the start of
+// its batch has it.
 class TensorHook final : public GradientHook {
  public:
-  TensorHook(std::weak_ptr<GradientRecorder> recorder, const void* node, uint32_t nr, GradientUser user)
-      : recorder_(std::move(recorder)), node_(node), nr_(nr), users_{std::move(user)} {}
+  TensorHook(std::weak_ptr<GradientRecorder> recorder, const void* node, uint32_t nr, const GradientUser& user)
+      : recorder_(std::move(recorder)), node_(node), nr_(nr), use_{user.call, user.part, user.label} {
+    if (user.part == Part::output) keep_ = user.call;
+  }
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
     const std::shared_ptr<GradientRecorder> recorder = recorder_.lock();
-    if (recorder != nullptr && nr_ < gradients.size() && gradients[nr_].defined())
-      guarded([&] { recorder->on_gradient(gradients[nr_], node_, nr_, users_); });
+    const GradientUser user{use_.call.lock(), use_.part, use_.label};
+    if (recorder != nullptr && user.call != nullptr && nr_ < gradients.size() && gradients[nr_].defined())
+      guarded([&] { recorder->on_gradient(gradients[nr_], node_, nr_, {&user, 1}); });
     return gradients;
   }
 
@@ -52,7 +63,8 @@ class TensorHook final : public GradientHook {
   std::weak_ptr<GradientRecorder> recorder_;
   const void* node_;  // only compared
   uint32_t nr_;       // of its results
-  std::vector<GradientUser> users_;
+  GradientUse use_;
+  std::shared_ptr<const GradientCall> keep_;
 };
 
 // The one hook that PyTorch has at a leaf, for good: the engine iterates over a leaf's hooks without a lock, so none
@@ -60,6 +72,28 @@ class TensorHook final : public GradientHook {
 // recorder.
 class LeafHook final : public GradientHook {
  public:
+  explicit LeafHook(at::TensorImpl* leaf) : leaf_(leaf) {}
+  LeafHook(const LeafHook&) = delete;
+  LeafHook& operator=(const LeafHook&) = delete;
+
+  // The leaf dies, or gets its first Python hook, with which PyTorch removes all others. The graphs of now then find
+  // the calls at the node that accumulates the gradient.
+  ~LeafHook() override {
+    if (leaf_ == nullptr || c10::raw::intrusive_ptr::use_count(leaf_) == 0) return;
+    const at::Tensor leaf(c10::intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>::reclaim_copy(leaf_));
+    if (const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf)) {
+      auto hook = std::make_unique<LeafHook>(nullptr);
+      hook->take(*this);
+      accumulator->add_pre_hook(std::move(hook));
+    }
+  }
+
+  // Takes the calls of another hook of the leaf.
+  void take(LeafHook& hook) {
+    const std::lock_guard<std::mutex> lock(hook.mutex_);
+    followed_ = std::exchange(hook.followed_, {});
+  }
+
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
     if (gradients.empty() || !gradients[0].defined()) return gradients;
     // Destroyed past the lock: a call that dies with this waits for the interpreter's.
@@ -70,7 +104,7 @@ class LeafHook final : public GradientHook {
         std::shared_ptr<GradientRecorder> recorder = each.recorder.lock();
         if (recorder == nullptr) continue;
         auto& users = followed.emplace_back(std::move(recorder), std::vector<GradientUser>()).second;
-        for (const Use& use : each.uses)
+        for (const GradientUse& use : each.uses)
           if (auto call = use.call.lock()) users.push_back({std::move(call), use.part, use.label});
       }
     }
@@ -87,7 +121,7 @@ class LeafHook final : public GradientHook {
     const auto is_here = [&](const Followed& each) { return is_same(each.recorder, recorder); };
     auto entry = std::find_if(followed_.begin(), followed_.end(), is_here);
     if (entry == followed_.end()) entry = followed_.insert(entry, {recorder, {}});
-    std::erase_if(entry->uses, [](const Use& use) { return use.call.expired(); });
+    std::erase_if(entry->uses, [](const GradientUse& use) { return use.call.expired(); });
     entry->uses.push_back({user.call, user.part, user.label});
   }
 
@@ -98,36 +132,36 @@ class LeafHook final : public GradientHook {
   }
 
  private:
-  struct Use {
-    std::weak_ptr<const GradientCall> call;
-    Part part;
-    Labels::Id label;
-  };
   struct Followed {
     std::weak_ptr<GradientRecorder> recorder;
-    std::vector<Use> uses;
+    std::vector<GradientUse> uses;
   };
 
   static bool is_same(const std::weak_ptr<GradientRecorder>& a, const std::weak_ptr<GradientRecorder>& b) {
     return !a.owner_before(b) && !b.owner_before(a);
   }
 
+  at::TensorImpl* leaf_;  // owns this; null at an accumulator
   std::mutex mutex_;
   std::vector<Followed> followed_;
 };
 
-// The hook of a leaf, null where there is none. The first Python hook that is registered on a leaf removes all others.
-inline LeafHook* find_hook(const at::Tensor& leaf) {
-  for (const std::unique_ptr<torch::autograd::FunctionPreHook>& hook : torch::autograd::impl::hooks(leaf))
+// Returns the LeafHook among these, null where there is none.
+inline LeafHook* find_hook(const std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>& hooks) {
+  for (const std::unique_ptr<torch::autograd::FunctionPreHook>& hook : hooks)
     if (auto* const leaf_hook = dynamic_cast<LeafHook*>(hook.get()); leaf_hook != nullptr) return leaf_hook;
   return nullptr;
 }
 
 inline LeafHook* find_or_add_hook(const at::Tensor& leaf) {
-  if (LeafHook* const hook = find_hook(leaf)) return hook;
+  auto& hooks = torch::autograd::impl::hooks(leaf);
+  if (LeafHook* const hook = find_hook(hooks)) return hook;
+  auto hook = std::make_unique<LeafHook>(leaf.unsafeGetTensorImpl());
+  if (const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf))
+    if (LeafHook* const moved = find_hook(accumulator->pre_hooks())) hook->take(*moved);
   // Not by add_hook, which allows for one.
-  torch::autograd::impl::hooks(leaf).push_back(std::make_unique<LeafHook>());
-  return find_hook(leaf);
+  hooks.push_back(std::move(hook));
+  return find_hook(hooks);
 }
 
 }  // namespace nanwatch

@@ -152,11 +152,11 @@ void GradientRecorder::follow(const std::vector<GradientCandidate>& candidates, 
     if (size_t(candidate.label) >= labels_.size()) labels_.resize(size_t(candidate.label) + 1, -1);
     Labels::Id& label = labels_[size_t(candidate.label)];
     if (label < 0) label = labels.of_text(labels.text(candidate.label) + ".grad");
-    GradientUser user{made, tensor.part, label};
+    const GradientUser user{made, tensor.part, label};
     if (tensor.node) {
       const auto nr = uint32_t(candidate.tensor.output_nr());
       tensor.node->add_tensor_pre_hook(
-          std::make_unique<TensorHook>(weak_from_this(), static_cast<const void*>(&*tensor.node), nr, std::move(user)));
+          std::make_unique<TensorHook>(weak_from_this(), static_cast<const void*>(&*tensor.node), nr, user));
     } else {
       find_or_add_hook(candidate.tensor)->add(weak_from_this(), user);
     }
@@ -167,7 +167,7 @@ void GradientRecorder::stop(const std::vector<at::Tensor>& leaves) {
   if (recorder_ == nullptr) return;
   for (const at::Tensor& leaf : leaves) {
     if (autograd::impl::get_autograd_meta(leaf) == nullptr) continue;
-    if (LeafHook* const hook = find_hook(leaf)) hook->release(weak_from_this());
+    if (LeafHook* const hook = find_hook(autograd::impl::hooks(leaf))) hook->release(weak_from_this());
   }
   leave();
 }
@@ -223,7 +223,7 @@ bool GradientRecorder::open(int64_t task) {
 }
 
 void GradientRecorder::on_gradient(const at::Tensor& gradient, const void* at, uint32_t nr,
-                                   const std::vector<GradientUser>& users) {
+                                   std::span<const GradientUser> users) {
   const int64_t task = autograd::get_current_graph_task_id();
   if (task < 0) return;
   if (open(task) && subscriptions->has(kBackwardStart)) {
@@ -365,7 +365,7 @@ bool GradientRecorder::finish_nonfinite_backward() {
 
 // ---- the frames of what came in a backward --------------------------------------------------------------------------
 
-void Backward::add(const std::vector<GradientUser>& users, const GradientPlace& place, const GradientEvent& event) {
+void Backward::add(std::span<const GradientUser> users, const GradientPlace& place, const GradientEvent& event) {
   arrivals += !(place == latest_);
   latest_ = place;
   has_nonfinite |= event.has_nonfinite;
@@ -375,7 +375,7 @@ void Backward::add(const std::vector<GradientUser>& users, const GradientPlace& 
   }
 }
 
-void Backward::add_read(const std::vector<GradientUser>& users, const at::Tensor& gradient, const GradientPlace& place,
+void Backward::add_read(std::span<const GradientUser> users, const at::Tensor& gradient, const GradientPlace& place,
                         GradientEvent read) {
   ++tensors_read;
   read.row.shape_at = uint32_t(shapes.size());

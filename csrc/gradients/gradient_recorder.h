@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "ops/tensor_view.h"
@@ -77,9 +78,9 @@ struct Backward {
   // Returns whether this is the gradient that came last: the users of a place come one directly after the other.
   bool is_known(const GradientPlace& place) const { return place.version >= 0 && place == latest_; }
   // Adds an event for each user of the gradient that came last.
-  void add_known(const std::vector<GradientUser>& users) { add(users, latest_, GradientEvent(events.back())); }
+  void add_known(std::span<const GradientUser> users) { add(users, latest_, GradientEvent(events.back())); }
   // The same of a gradient that was read, or sent to be read. Takes the row's python.
-  void add_read(const std::vector<GradientUser>& users, const at::Tensor& gradient, const GradientPlace& place,
+  void add_read(std::span<const GradientUser> users, const at::Tensor& gradient, const GradientPlace& place,
                 GradientEvent read);
 
   // Under the interpreter lock: the pending rows that are still to come, and what those that have come say.
@@ -87,7 +88,7 @@ struct Backward {
   void take_completed();
 
  private:
-  void add(const std::vector<GradientUser>& users, const GradientPlace& place, const GradientEvent& event);
+  void add(std::span<const GradientUser> users, const GradientPlace& place, const GradientEvent& event);
 
   GradientPlace latest_;
 };
@@ -121,7 +122,7 @@ class GradientRecorder : public std::enable_shared_from_this<GradientRecorder> {
   // ---- for the hooks, on any thread, without the interpreter lock
 
   // A gradient came at a place of the graph.
-  void on_gradient(const at::Tensor& gradient, const void* at, uint32_t nr, const std::vector<GradientUser>& users);
+  void on_gradient(const at::Tensor& gradient, const void* at, uint32_t nr, std::span<const GradientUser> users);
   // Returns those of the users of a leaf whose gradient comes now.
   std::vector<GradientUser> users_now(const std::vector<GradientUser>& alive);
   void over(int64_t task, bool completed);

@@ -78,6 +78,18 @@ def test_what_a_hook_changes_is_read_again(recorder: str, hook: Callable[[Tensor
         assert w.report().finding.module == "second"
 
 
+def test_the_first_hook_of_the_user_takes_no_gradient_away(recorder: str) -> None:
+    """PyTorch then drops other hooks of the leaf: between forward and backward, while another graph lives."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    with watched(model, recorder, gradients=True, max_frames=100) as w:
+        loss = model(torch.full((1, 2), 1.0)).sum()
+        model[0].weight.register_hook(lambda gradient: None)
+        model(torch.full((1, 2), 3.0)).sum().backward()
+        loss.backward()
+        seen = [(f.batch, r.abs_max) for f in w.frames for r in f.records if r.label == "weight.grad"]
+    assert seen == [(1, 3.0), (0, 1.0)]
+
+
 def test_a_finite_sum_of_sparse_gradients_is_told_from_one_that_is_not(recorder: str) -> None:
     """Two that are finite and add up to inf stop the step; what is sparse is read at each place."""
     model = nn.Embedding(4, 2, sparse=True)
