@@ -1,13 +1,49 @@
-"""The first non-finite gradient of a backward."""
+"""Frames of a backward, and the first non-finite gradient in them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 from ..records.record import Frame, Record
 from ..report.finding import Finding, OriginKind, finding_of
-from .events import Arrival, BackwardCall
+from .events import Arrival, BackwardCall, Part
+
+# A gradient that came to a call of a PythonRecorder: the call, of which part, whether one of the call's outputs had its
+# gradient before, and the record.
+Gradient: TypeAlias = tuple[Any, Part, bool, Record]
+
+
+def backward_frames(groups: Iterable[list[Gradient]]) -> tuple[list[BackwardCall], list[Arrival]]:
+    """Return the calls, a parent after its children as in the forward, and the arrivals; a group came at one place."""
+    received = [(time, *x) for time, group in enumerate(groups, start=1) for x in _receivers(group)]
+    records: dict[Any, list[Record]] = {call: [] for _, call, *_ in received}
+    latest: dict[Any, int] = {}  # of a call and all calls in it
+    for position, (_, call, *_) in enumerate(received):
+        while call in records:
+            latest[call], call = position, call.caller
+    calls = sorted(latest, key=lambda call: (latest[call], call.number))
+    positions = {call: position for position, call in enumerate(calls)}
+    arrivals = []
+    for time, call, part, _, record in received:
+        arrivals.append(Arrival(positions[call], len(records[call]), part, time))
+        records[call].append(record)
+    frames = [call.frame._replace(records=tuple(records[call]), phase="backward") for call in calls]
+    callers = [positions.get(call.caller) for call in calls]
+    return list(map(BackwardCall, frames, callers, [call.number for call in calls])), arrivals
+
+
+def _receivers(group: list[Gradient]) -> Iterable[Gradient]:
+    """Return the gradients of those calls that have a part in the backward."""
+    first: dict[tuple[object, str], Gradient] = {}
+    # A weight that is used past its module alone is the latest call's.
+    for gradient in [gradient for gradient in group if gradient[2]] or group[-1:]:
+        call, part, _, record = gradient
+        # The gradient of a weight is the sum over all calls of its module. It belongs to the first, which the backward
+        # reaches last.
+        first.setdefault((call.node if part == "weight" else call, record.label), gradient)
+    return first.values()
 
 
 def find_in_backward(

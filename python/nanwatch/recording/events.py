@@ -115,14 +115,7 @@ class Start(NamedTuple):
     extra: Any
 
     @classmethod
-    def of(
-        cls,
-        batch: int,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        extra: object,
-    ) -> Start:
+    def of(cls, batch: int, module: nn.Module, args: tuple[Any, ...], kwargs: Any, extra: object) -> Start:
         """Return the start of a batch that begins now, as csrc/recorder/batch_start.h makes it."""
         autocast = tuple(
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))

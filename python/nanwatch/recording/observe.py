@@ -30,15 +30,11 @@ from .events import Settings
 from .masks import Excuses, excuse, is_mask, may_be_finite_mask
 from .walk import Unwalked, call_leaves, leaves
 
-_NOTHING = Settings()
+_NOTHING, _STATE = Settings(), Settings(inputs=False, outputs=False)
 
 
 def call_values(
-    wanted: Settings,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    output: Any,
+    wanted: Settings, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
 ) -> list[tuple[Role, str, Any]]:
     """Return what a frame of this call shows, objects in arguments apart: role, label and value of each record."""
     values: list[tuple[Role, str, Any]] = []
@@ -76,9 +72,7 @@ def may_be_called(module: nn.Module) -> bool:
 
 def state_of(module: nn.Module, path: str = "") -> list[tuple[Role, str, Tensor]]:
     """Return the module's tensors, with those of modules inside it that cannot be called, such as nn.ParameterList."""
-    values: list[tuple[Role, str, Tensor]] = []
-    values += [("weight", path + name, x) for name, x in own_tensors(module._parameters)]
-    values += [("buffer", path + name, x) for name, x in own_tensors(module._buffers) if holds_fractions(x)]
+    values = [(role, path + name, x) for role, name, x in call_values(_STATE, module, (), {}, None)]
     for key, child in module._modules.items():
         if child is not None and not may_be_called(child):
             values += state_of(child, f"{path}{key}.")

@@ -24,20 +24,18 @@ from torch.compiler import is_compiling
 from ..numerics import _extension
 from ..numerics.readable import unreadable
 from ..records.record import PLAIN_MASK, Frame, Note, Record, Role
-from .events import Arrival, BackwardCall, Event, PeakName, Recorder, RecorderEvents, Settings, Start
+from .backward import Gradient, backward_frames
+from .events import Event, Part, PeakName, Recorder, RecorderEvents, Settings, Start
 from .masks import Excuses
 from .observe import call_values, completed_record, observe
 from .walk import is_container, leaves, spell_key
 
-# More than one batch is under way where several threads call the model.
-_COUNTED_BATCHES = 16
-# A model that names its outputs anew in every batch must not fill the memory: no peak is added beyond this many.
-_MAX_PEAKS = 1 << 16
-# The record of a call near the end of its thread's stack.
+_COUNTED_BATCHES = 16  # each thread that calls the model has a batch under way
+_MAX_PEAKS = 1 << 16  # a model that names its outputs anew in every batch must not fill the memory
 _FULL_STACK = Note("not_checked", "the stack is nearly full (sys.getrecursionlimit)")
 
 
-@dataclass
+@dataclass(eq=False)
 class _Node:
     name: str
     class_name: str
@@ -46,28 +44,38 @@ class _Node:
 
 
 @dataclass(eq=False)
-class _Call:
-    """A call under way, and then one that gradients may come for: hooks in the graph keep it and the calls around it.
+class _Batch:
+    """Batch of a thread: the arguments of its outermost call until that ends, and with `keeps_starts` its start."""
 
-    An outermost call begins a batch. It has `given`, its arguments until it ends, and with `keeps_starts` a `start`.
+    number: int
+    name: str  # of the outermost module
+    recomputed: bool
+    given: tuple[Any, Any]
+    is_over: bool = False
+    start: Callable[[], Start | None] = lambda: None
+
+
+@dataclass(eq=False)
+class _Call:
+    """Call under way, and then one that gradients may come for: the hooks of its outputs keep it.
+
+    `frame` has no records. `added` are outputs that `add_output` gave it. `backward` is the latest run of the engine in
+    which one of the outputs had a gradient.
     """
 
     node: _Node
+    batch: _Batch
     caller: _Call | None
     frame: Frame
-    given: tuple[Any, Any] = ((), None)
-    start: Callable[[], Start | None] = lambda: None
-    added: list[tuple[Role, str, Any]] = field(default_factory=list)  # outputs that `add_output` gave it
+    added: list[tuple[Role, str, Any]] = field(default_factory=list)
     number: int = 0
-    backward: int = -1  # the one that last brought a gradient of its outputs
+    backward: int = -1
 
 
 class _Thread(threading.local):
-    root: _Call | None = None  # of the batch under way
+    batch: _Batch | None = None  # under way
+    call: _Call | None = None  # the innermost under way
     recording = False  # what is read or called back may call other modules: they are not recorded
-
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []  # under way, outermost first
 
 
 @dataclass
@@ -79,10 +87,8 @@ class _Subscription:
         self.active = False
 
 
-# A gradient that came to a call: of which part, whether one of the call's outputs came before, and its record.
-_Gradient: TypeAlias = tuple[_Call, Any, bool, Record]
-# All of a backward, by place in the graph; past a leaf, with the tensor there and its version.
-_Gradients: TypeAlias = dict[object, list[_Gradient]]
+# Gradients of a backward, by place in the graph; past a leaf, by tensor and version, too.
+_Gradients: TypeAlias = dict[object, list[Gradient]]
 
 
 class PythonRecorder:
@@ -104,17 +110,18 @@ class PythonRecorder:
         # Nobody calls back or reads a tensor while holding the lock. Reentrant, as a signal's handler may ask for a
         # report at any moment.
         self._lock = threading.RLock()
-        self._settings, self._events, self._follows = settings, events, settings.gradients
+        self._settings, self._events = settings, events
         self._is_paused, self._num_suspended = False, 0
         self._subscriptions: list[_Subscription] = []
         self._nodes: list[_Node] = []
+        self._thread = _Thread()
+        self._batches: weakref.WeakSet[_Batch] = weakref.WeakSet()
         self._called = set[str]()
         self._frames: deque[Frame] = deque(maxlen=settings.max_frames)
         self._num_frames: dict[int, int] = {}  # by batch, of the latest ones
         self._peaks, self._gradient_peaks = Peaks(), Peaks()
-        self._thread, self._num_inside = _Thread(), 0
-        self._ended: weakref.WeakSet[_Call] = weakref.WeakSet()  # outermost calls
-        self._hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # their handles
+        self._follows = settings.gradients
+        self._hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # handles of those that keep no call
         # By the engine's run. The callback at its end is gone if an exception has ended it.
         self._backwards: dict[int, tuple[weakref.ref[Any], _Gradients]] = {}
 
@@ -148,18 +155,169 @@ class PythonRecorder:
         self._subscriptions.append(_Subscription(events))
         return self._subscriptions[-1]
 
+    def _reports(self, event: Event) -> bool:
+        return any(known.active and known.events & event for known in self._subscriptions)
+
     def watch_buffers(self, *_: object) -> None:
         """Do nothing: this recorder has no cache, and calls `on_batch_start` for each batch."""
 
     watch_generators = watch_name = forget_weights = forget_tensors = watch_buffers
 
-    # State and frames, which a Watch reads
+    # Calls. The wrapper of a module makes the call itself: through here it would take a level of recursion more.
+
+    def enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> _Call | None:
+        """Begin a call of a module. Return None where it is not recorded."""
+        thread, node = self._thread, self._nodes[number]
+        if thread.recording or (thread.call is None and self.paused):
+            return None
+        if thread.call is None or thread.batch is None:
+            thread.batch = self._begin_batch(node.name, module, args, kwargs)
+        batch = thread.batch
+        frame = Frame(batch.number, node.name, type(module).__name__, (), "forward", batch.recomputed)
+        thread.call = _Call(node, batch, thread.call, frame)
+        with self._lock:
+            self.counters["calls"] += 1
+        return thread.call
+
+    def leave(self, call: _Call, module: nn.Module, args: Any, kwargs: Any, outputs: tuple[Any, ...]) -> None:
+        """Record a call that has returned `outputs[0]`, or raised the exception being handled."""
+        thread = self._thread
+        completed, thread.call, thread.recording = False, call.caller, True
+        # No context managers, which need more of the stack than is perhaps left.
+        try:
+            if outputs and call.node.observed and self._is_due(call):
+                self._record(call, module, args, kwargs, *outputs)
+            completed = bool(outputs)
+        finally:
+            try:
+                if call.caller is None:
+                    self._end_batch(call.batch, completed)
+            finally:
+                thread.recording = False
+
+    def add_output(self, label: str, tensor: Tensor) -> None:
+        """Give the innermost observed call under way in this thread one more output."""
+        call = self._thread.call
+        while call is not None and not call.node.observed:
+            call = call.caller
+        if call is not None and self._settings.outputs:
+            call.added.append(("output", label, tensor))
+
+    def call_under_way(self) -> tuple[int, str, str] | None:
+        """Return the batch, and name and class of the module, of this thread's innermost call if it is recorded."""
+        call = None if self._thread.recording else self._thread.call
+        return call.frame[:3] if call is not None and self._is_due(call) else None
+
+    def outermost(self) -> str | None:
+        """Return the name of the module of this thread's outermost call."""
+        return None if self._thread.call is None else self._thread.call.batch.name
+
+    def _is_due(self, call: _Call) -> bool:
+        return not self.paused and call.batch.number % self._settings.every == 0
+
+    def _record(self, call: _Call, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        batch, settings = call.batch, self._settings
+        try:
+            values = call_values(settings, module, args, kwargs, output) + call.added
+            call.added.clear()
+            read = partial(observe, allow_inf=call.node.allow_inf, batch=batch.number, wanted=settings)
+            records = [read(x, label, role) for role, label, x in values]
+            if self._follows:
+                self._follow(call, values)
+        except RecursionError:
+            # The call itself was made: it needed less of the stack than its observation.
+            records = [Record("output", "output", None, "", None, None, None, None, _FULL_STACK)]
+        frame = call.frame._replace(records=tuple(records))
+        self._keep(frame, sum(record.isfinite is not None for record in records))
+        if self._reports(Event.FRAME) or batch.number in settings.traced:
+            self._events.on_frame(frame)
+        if any(record.is_fault for record in records):
+            caller = None if call.caller is None else call.caller.node.name
+            self._events.on_nonfinite(frame, caller, *batch.given, False)
+
+    # Batches, and their starts
+
+    def _begin_batch(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> _Batch:
+        self.settle()
+        # Called from a backward: activation checkpointing runs the forward again. That is no new batch.
+        recomputed = torch._C._current_graph_task_id() != -1
+        with self._lock:
+            self.latest_batch += not recomputed
+            batch = _Batch(self.latest_batch, name, recomputed, (args, kwargs or None))
+        if recomputed:
+            return batch
+        # Also of a batch that is not recorded: its thread is inside the model.
+        is_traced = batch.number in self._settings.traced
+        extra = self._events.on_batch_start(batch.number, is_traced, module, args, kwargs or None)
+        if self.keeps_starts:
+            if not hasattr(type(module), "is_watched_function"):
+                self.forget_starts(keeps_numbers=True)
+            start = Start.of(batch.number, module, args, kwargs or None, extra)._replace(module=None)
+            module_of, began = weakref.ref(module), time.monotonic()  # a model may keep its own output
+            batch.start = lambda: start._replace(module=module_of(), elapsed=time.monotonic() - began)
+        with self._lock:
+            self._batches.add(batch)
+        return batch
+
+    def _end_batch(self, batch: _Batch, completed: bool) -> None:
+        error = None if completed else sys.exc_info()[1]
+        is_reported = not completed or self._reports(Event.BATCH_END) or batch.number >= self.gathers_from
+        try:
+            if is_reported and not batch.recomputed:
+                self._events.on_batch_end(batch.number, completed)
+        except BaseException as raised:
+            # KeyboardInterrupt and SystemExit end the program, whatever came first.
+            if error is None or raised.__cause__ is error or not isinstance(raised, Exception):
+                raise
+        finally:
+            self._thread.batch, batch.given, batch.is_over = None, ((), None), True
 
     @property
     def num_other_threads(self) -> int:
         """Return how many other threads are inside a batch."""
-        root = self._thread.root
-        return self._num_inside - (root is not None and not root.frame.recomputed)
+        with self._lock:
+            return sum(not batch.is_over for batch in self._batches if batch is not self._thread.batch)
+
+    def start(self) -> Start | None:
+        """Return the start of the batch under way in this thread."""
+        return None if self._thread.batch is None else self._thread.batch.start()
+
+    def ended_starts(self) -> list[Start]:
+        """Return the starts of ended batches of which a gradient may still come: of the latest with its call."""
+        with self._lock:
+            starts = [batch.start() for batch in self._batches if batch.is_over]
+        return sorted([start for start in starts if start is not None and start.grad], key=lambda x: x.batch)
+
+    def forget_starts(self, *, keeps_numbers: bool = False) -> None:
+        """Forget the starts of ended batches, or no more than their calls."""
+        with self._lock:
+            for batch in self._batches:
+                if batch.is_over and (start := batch.start()) is not None:
+                    rest = start._replace(module=None, args=(), kwargs=None, versions=[], extra=None)
+                    batch.start = partial(Start, *rest) if keeps_numbers else lambda: None
+
+    # Frames, of calls, steps and backwards
+
+    def add_frame(self, batch: int, node: int, records: list[Record]) -> None:
+        """Keep a frame of an optimizer's step."""
+        known = self._nodes[node]
+        self._keep(Frame(batch, known.name, known.class_name, tuple(records), "step"))
+
+    def _keep(self, frame: Frame, num_read: int = 0) -> None:
+        with self._lock:
+            self._frames.append(frame)
+            if frame.phase == "forward":
+                self._called |= {frame.name for record in frame.records if record.role == "weight"}
+                if frame.batch >= self.gathers_from and not frame.recomputed:
+                    self._peaks.add(frame, self.gathers_inputs)  # an input counts at the module that made it
+            elif frame.phase == "backward" and self.gathers_gradient_peaks:
+                self._gradient_peaks.add(frame)
+            self.counters["frames"] += 1
+            self.counters["tensors"] += num_read
+            self.counters["tensors_read"] += num_read
+            self._num_frames[frame.batch] = self._num_frames.get(frame.batch, 0) + 1
+            if len(self._num_frames) > _COUNTED_BATCHES:
+                del self._num_frames[min(self._num_frames)]
 
     @property
     def frames_kept(self) -> int:
@@ -186,37 +344,6 @@ class PythonRecorder:
         """Return the names of the modules that were called and have weights."""
         return self._called.copy()
 
-    def start(self) -> Start | None:
-        """Return the start of the batch under way in this thread."""
-        return None if self._thread.root is None else self._thread.root.start()
-
-    def ended_starts(self) -> list[Start]:
-        """Return the starts of ended batches of which a gradient may still come: of the latest with its call."""
-        with self._lock:
-            starts = filter(None, [call.start() for call in self._ended])
-        return sorted(starts, key=lambda start: start.batch)
-
-    def forget_starts(self) -> None:
-        """Forget the starts of ended batches."""
-        self._forget_calls()
-        self._ended.clear()
-
-    def _forget_calls(self) -> None:
-        with self._lock:
-            for call in self._ended:
-                if (start := call.start()) is not None:
-                    forgotten = start._replace(module=None, args=(), kwargs=None, versions=[], extra=None)
-                    call.start = partial(Start, *forgotten)
-
-    def call_under_way(self) -> tuple[int, str, str] | None:
-        """Return the batch, and name and class of the module, of this thread's innermost call if it is recorded."""
-        call = None if self._thread.recording or not self._thread.calls else self._thread.calls[-1]
-        return call.frame[:3] if call is not None and self._records(call) else None
-
-    def outermost(self) -> str | None:
-        """Return the name of the module of this thread's outermost call."""
-        return self._thread.calls[0].node.name if self._thread.calls else None
-
     def take_peaks(self) -> tuple[int, list[PeakName], bytes]:
         """Return `(batch, new, values)`, and forget the peaks: `new` are the names that were not returned before.
 
@@ -229,132 +356,6 @@ class PythonRecorder:
         """Return the peaks of gradients likewise, and the latest of their batches."""
         with self._lock:
             return self._gradient_peaks.take()
-
-    # Calls. The wrapper of a module makes the call itself: through here it would take a level of recursion more.
-
-    def enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> _Call | None:
-        """Begin a call of a module. Return None where it is not recorded."""
-        thread, node = self._thread, self._nodes[number]
-        if thread.recording or (not thread.calls and self.paused):
-            return None
-        if thread.calls:
-            frame = thread.calls[-1].frame._replace(name=node.name, class_name=type(module).__name__)
-            call = _Call(node, thread.calls[-1], frame)
-        else:
-            call = thread.root = self._begin_batch(node, module, args, kwargs)
-        with self._lock:
-            self.counters["calls"] += 1
-            self._num_inside += call.caller is None and not call.frame.recomputed
-        thread.calls.append(call)
-        return call
-
-    def leave(self, call: _Call, module: nn.Module, args: Any, kwargs: Any, outputs: tuple[Any, ...]) -> None:
-        """Record a call that has returned `outputs[0]`, or raised the exception being handled."""
-        thread = self._thread
-        thread.calls.pop()
-        completed, thread.recording = False, True
-        # No context managers, which need more of the stack than is perhaps left.
-        try:
-            if outputs and call.node.observed and self._records(call):
-                self._record(call, module, args, kwargs, *outputs)
-            completed = bool(outputs)
-        finally:
-            try:
-                if call.caller is None:
-                    self._end_batch(call, completed)
-            finally:
-                thread.recording = False
-
-    def add_output(self, label: str, tensor: Tensor) -> None:
-        """Give the innermost observed call under way in this thread one more output."""
-        call = next((call for call in reversed(self._thread.calls) if call.node.observed), None)
-        if call is not None and self._settings.outputs:
-            call.added.append(("output", label, tensor))
-
-    def add_frame(self, batch: int, node: int, records: list[Record]) -> None:
-        """Keep a frame of an optimizer's step."""
-        known = self._nodes[node]
-        self._keep(Frame(batch, known.name, known.class_name, tuple(records), "step"))
-
-    def _records(self, call: _Call) -> bool:
-        return not self.paused and call.frame.batch % self._settings.every == 0
-
-    def _reports(self, event: Event) -> bool:
-        return any(known.active and known.events & event for known in self._subscriptions)
-
-    def _record(self, call: _Call, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        number, settings = call.frame.batch, self._settings
-        try:
-            values = call_values(settings, module, args, kwargs, output) + call.added
-            call.added.clear()
-            read = partial(observe, allow_inf=call.node.allow_inf, batch=number, wanted=settings)
-            records = [read(x, label, role) for role, label, x in values]
-            if self._follows:
-                self._follow(call, values)
-        except RecursionError:
-            # The call itself was made: it needed less of the stack than its observation.
-            records = [Record("output", "output", None, "", None, None, None, None, _FULL_STACK)]
-        frame = call.frame._replace(records=tuple(records))
-        self._keep(frame, sum(record.isfinite is not None for record in records))
-        if self._reports(Event.FRAME) or number in settings.traced:
-            self._events.on_frame(frame)
-        if any(record.is_fault for record in records):
-            root, caller = self._thread.root or call, call.caller.frame.name if call.caller else None
-            self._events.on_nonfinite(frame, caller, *root.given, False)
-
-    def _keep(self, frame: Frame, num_read: int = 0) -> None:
-        with self._lock:
-            self._frames.append(frame)
-            if frame.phase == "forward":
-                self._called |= {frame.name for record in frame.records if record.role == "weight"}
-                if frame.batch >= self.gathers_from and not frame.recomputed:
-                    self._peaks.add(frame, self.gathers_inputs)  # an input counts at the module that made it
-            elif frame.phase == "backward" and self.gathers_gradient_peaks:
-                self._gradient_peaks.add(frame)
-            self.counters["frames"] += 1
-            self.counters["tensors"] += num_read
-            self.counters["tensors_read"] += num_read
-            self._num_frames[frame.batch] = self._num_frames.get(frame.batch, 0) + 1
-            if len(self._num_frames) > _COUNTED_BATCHES:
-                del self._num_frames[min(self._num_frames)]
-
-    def _begin_batch(self, node: _Node, module: nn.Module, args: Any, kwargs: Any) -> _Call:
-        self.settle()
-        # Called from a backward: activation checkpointing runs the forward again. That is no new batch.
-        recomputed = torch._C._current_graph_task_id() != -1
-        with self._lock:
-            self.latest_batch += not recomputed
-            frame = Frame(self.latest_batch, node.name, type(module).__name__, (), "forward", recomputed)
-        call = _Call(node, None, frame, (args, kwargs or None))
-        if not recomputed:
-            # Also of a batch that is not recorded: its thread is inside the model.
-            is_traced = frame.batch in self._settings.traced
-            extra = self._events.on_batch_start(frame.batch, is_traced, module, *call.given)
-            if self.keeps_starts:
-                start = Start.of(frame.batch, module, *call.given, extra)._replace(module=None)
-                module_of, began = weakref.ref(module), time.monotonic()  # a model may keep its own output
-                call.start = lambda: start._replace(module=module_of(), elapsed=time.monotonic() - began)
-                if not hasattr(type(module), "is_watched_function"):
-                    self._forget_calls()
-        return call
-
-    def _end_batch(self, call: _Call, completed: bool) -> None:
-        batch, recomputed = call.frame.batch, call.frame.recomputed
-        is_reported = not completed or self._reports(Event.BATCH_END) or batch >= self.gathers_from
-        error = None if completed else sys.exc_info()[1]
-        try:
-            if is_reported and not recomputed:
-                self._events.on_batch_end(batch, completed)
-        except BaseException as raised:
-            # KeyboardInterrupt and SystemExit end the program, whatever came first.
-            if error is None or raised.__cause__ is error or not isinstance(raised, Exception):
-                raise
-        finally:
-            self._thread.root, call.given = None, ((), None)
-            with self._lock:
-                self._num_inside -= not recomputed
-                if (start := call.start()) is not None and start.grad:
-                    self._ended.add(call)
 
     # Gradients. A recorded call leaves a hook at each of its tensors; csrc/gradients/gradient_recorder.h says how.
 
@@ -369,24 +370,25 @@ class PythonRecorder:
                 # An output that is a leaf is handed through. An input that the module writes into is its output.
                 if place is None or (part == "output" if x.is_leaf else part == "input" and place in outputs):
                     continue
-                # A leaf outlives graphs: its hook keeps no call, and goes with it.
-                call_of = weakref.ref(call) if x.is_leaf else lambda: call
+                # An output alone keeps the call: an input would keep itself, by the start, and a leaf outlives graphs.
+                call_of = (lambda: call) if part == "output" else weakref.ref(call)
                 hook = partial(self._take, weakref.ref(self), call_of, part, f"{label}.grad", place)
                 hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save() warns of others
                 with self._lock:
                     handle = x.register_hook(hook)
-                    self._hooks.add(handle)
-                weakref.finalize(call, handle.remove).atexit = False
+                    if part != "output":
+                        self._hooks.add(handle)
+                        weakref.finalize(call, handle.remove).atexit = False
 
     def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
-        """Remove all hooks, and look at no gradient any more."""
+        """Remove the hooks from leaves, and look at no gradient any more."""
         self._follows = False
         with self._lock:
             for handle in [*self._hooks]:
                 handle.remove()
 
     @staticmethod
-    def _take(recorder_of: Any, call_of: Any, part: str, label: str, place: Any, gradient: Any) -> None:
+    def _take(recorder_of: Any, call_of: Any, part: Part, label: str, place: Any, gradient: Any) -> None:
         # Autograd gives None for a result that nobody used, as a part of unbind, and for a Function whose backward
         # returns none. Compiled autograd would follow this hook into code that it cannot compile.
         if gradient is None or is_compiling():
@@ -397,7 +399,7 @@ class PythonRecorder:
         if part == "output":
             call.backward = task
         # An argument or a weight may get its gradient from elsewhere, too: a call whose outputs had none has no part in
-        # this backward. Of weights, `_backward_frames` decides.
+        # this backward. Of weights, `backward_frames` decides.
         is_reached = call.backward == task
         if part == "input" and not is_reached:
             return
@@ -409,7 +411,7 @@ class PythonRecorder:
         if is_leaf and group:
             record = group[0][-1]._replace(label=label)
         else:
-            record = observe(gradient, label, "gradient", batch=call.frame.batch, wanted=recorder._settings)
+            record = observe(gradient, label, "gradient", batch=call.batch.number, wanted=recorder._settings)
         group.append((call, part, is_reached, record))
 
     def _gradients_of(self, task: int) -> _Gradients:
@@ -440,7 +442,7 @@ class PythonRecorder:
         _, gradients = self._backwards.pop(task, (None, None))
         if gradients is None or self.paused or not self._follows:
             return
-        calls, arrivals = _backward_frames(list(gradients.values()))
+        calls, arrivals = backward_frames(gradients.values())
         frames = [call.frame for call in calls]
         try:
             for frame in frames:
@@ -470,36 +472,6 @@ def _place_of(x: Any) -> tuple[Any, ...] | None:
         return ("leaf", id(x)) if x.grad_fn is None else (x.grad_fn._sequence_nr(), x.output_nr)
     except RuntimeError:
         return None  # one of several views whose base was written into: autograd refuses each use of it
-
-
-def _backward_frames(groups: Iterable[list[_Gradient]]) -> tuple[list[BackwardCall], list[Arrival]]:
-    """Return the calls with their frames, a parent after its children as in the forward, and the arrivals."""
-    received: list[tuple[int, _Call, Any, Record]] = []
-    for when, group in enumerate(groups, start=1):
-        users = set[tuple[int, str]]()
-        # A weight that is used past its module alone is the latest call's.
-        for call, part, _, record in [gradient for gradient in group if gradient[2]] or group[-1:]:
-            # The gradient of a weight is the sum over all calls of its module. It belongs to the first, which the
-            # backward reaches last.
-            if part != "weight" or (id(call.node), record.label) not in users:
-                received.append((when, call, part, record))
-            users.add((id(call.node), record.label))
-    records: dict[_Call | None, list[Record]] = {call: [] for _, call, *_ in received}
-    done: dict[_Call, None] = {}
-    for _, call, *_ in received:
-        # A call is done when it and all calls in it had their last gradient.
-        around: _Call | None = call
-        while around is not None and around in records:
-            done.pop(around, None)
-            done[around], around = None, around.caller
-    positions: dict[_Call | None, int] = {call: position for position, call in enumerate(done)}
-    arrivals = []
-    for when, call, part, record in received:
-        arrivals.append(Arrival(positions[call], len(records[call]), part, when))
-        records[call].append(record)
-    frames = [call.frame._replace(records=tuple(records[call]), phase="backward") for call in done]
-    callers = [positions.get(call.caller) for call in done]
-    return list(map(BackwardCall, frames, callers, [call.number for call in done])), arrivals
 
 
 class Peaks(dict[PeakName, float]):

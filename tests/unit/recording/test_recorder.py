@@ -22,7 +22,7 @@ from nanwatch.session.api import watch as start_watch
 from support.oracle import values_of
 from support.random_trees import Plain, run, tree
 from support.recorders import RECORDERS, needs_native, watched
-from support.toys import Does
+from support.toys import Does, Scale
 
 Record = tuple[str, str, Any, Any, Any]  # label, dtype, abs_min, abs_max, isfinite
 
@@ -227,29 +227,17 @@ def test_counts_are_those_of_each_tensor(recorder: str) -> None:
         assert (health.abs_min, health.abs_max) == (record.abs_min, record.abs_max) == (0.0, 2.0)
 
 
-class Poison(nn.Module):
-    """Passes its input on, and spoils the one of the call with this number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.at, self.calls = -1, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * float("nan") if self.calls - 1 == self.at else x + 1
-
-
 @pytest.mark.usefixtures("each_recorder")
 @pytest.mark.parametrize(
     ("max_frames", "place", "batches"), [(1, 0, 0), (3, 4, 3), (3, 29, 20), (100, 4, 20)]
 )
 def test_the_place_counts_what_the_ring_has_dropped(max_frames: int, place: int, batches: int) -> None:
     """The place is the number of calls that ended before in the batch, for any size of the ring and in any batch."""
-    model = nn.Sequential(*(Poison() for _ in range(30)))
+    model = nn.Sequential(*(Scale(1.0) for _ in range(30)))
     with start_watch(model, on_nonfinite="record", rerun=False, max_frames=max_frames) as watch:
         for _ in range(batches):
             model(torch.ones(2))
-        model[place].at = batches
+        model[place].factor = math.nan
         model(torch.ones(2))
         finding = watch.report().finding
     assert (finding.batch, finding.module, finding.sequence) == (batches, str(place), place)

@@ -55,9 +55,9 @@ def is_alive(reference: weakref.ref[Any]) -> bool:
 @pytest.mark.usefixtures("each_recorder")
 @pytest.mark.parametrize("observed", ["*", "0"])
 def test_the_inputs_of_an_evaluation_go_with_its_outputs(observed: str) -> None:
-    """In grad mode too, also where the outermost module is not observed; while an output lives, so do they."""
+    """In grad mode, with a graph of their own, also of a module that is not observed. Until then they are kept."""
     model = nn.Sequential(Root())
-    x = given()
+    x = given().requires_grad_() + 1
     alive = weakref.ref(x)
     with watch(model, gradients=True, modules=observed):
         y = model(x)
