@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import isinf, isnan
 from traceback import walk_stack
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..numerics import _reference
+from ..numerics._reference import without_repeats
 from ..numerics.readable import is_plain, only_our_dispatch
 from ..recording.events import Settings
 from ..recording.observe import observe
@@ -41,7 +42,7 @@ _OVERWRITING = frozenset(
 ) | {"log_normal_", "cauchy_", "geometric_", "_foreach_copy_", "_foreach_zero_"}
 _VALUE = re.compile("number|float|Tensor")
 # They give -inf for zero.
-_LOGARITHMS = frozenset({"log", "log_", "log2", "log2_", "log10", "log10_"})
+_LOGARITHMS = ("log", "log2", "log10")
 # A division or a logarithm does not forgive zeros and subnormals, which are usual among integers.
 _COUNTS = Settings(), Settings(counts=True)
 # Who wrote an element last is found with an int32 for each byte of a storage that several operations wrote to.
@@ -152,17 +153,11 @@ class Operation:
         self.allocates = self.base.startswith(("empty", "new_empty", "_empty"))
         self.pointwise = torch.Tag.pointwise in func.tags
 
-    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Return `(name, value)` of the arguments that were given."""
-        yield from zip(self.arguments, args, strict=False)
-        yield from kwargs.items()
-
-    def targets(self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
-        """Return the tensors that a call has written: its own arguments, and results that are new."""
-        values = [value for name, value in self.given(args, kwargs) if name in self.written]
+    def targets(self, named: Mapping[str, Any], result: Any) -> list[Tensor]:
+        """Return the tensors that a call with these arguments has written: some of them, and results that are new."""
         results = (result,) if self.num_results == 1 else result
-        values += [results[i] for i in self.fresh]
-        return [x for value in values for x in tensors_in(value)]
+        values = [named[name] for name in self.written if name in named]
+        return tensors_in([*values, *(results[i] for i in self.fresh)])
 
 
 operation_of = functools.cache(Operation)
@@ -171,31 +166,43 @@ operation_of = functools.cache(Operation)
 class Operands(NamedTuple):
     """The operands of a call of `operation`: its tensors, a record with counts for each, and its numbers by name.
 
-    `zero_one`: a logarithm was given zeros and ones, and nothing else.
+    `named` are all arguments of the call.
     """
 
     operation: Operation
+    named: Mapping[str, Any]
     tensors: list[Tensor]
     records: list[Record]
     numbers: list[tuple[str, float]]
-    zero_one: bool
+
+    @classmethod
+    def of(cls, operation: Operation, named: Mapping[str, Any]) -> Operands:
+        """Return the operands of a call that is about to be made, or has been made and wrote to none of them."""
+        numbers = [(x, named[x]) for x in named if x in operation.values and type(named[x]) in (int, float)]
+        is_read = operation.base != "lift_fresh"
+        tensors = tensors_in([named[x] for x in named if is_read and x not in operation.overwritten])
+        counts = [_COUNTS[x.dtype.is_floating_point] for x in tensors]
+        pairs = enumerate(zip(tensors, counts, strict=True))
+        records = [observe(x, f"operand[{i}]", "input", wanted=wanted) for i, (x, wanted) in pairs]
+        return cls(operation, named, tensors, records, numbers)
+
+    def shares(self, bad: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return for each operand the elements of the bad result that it made so; None where that cannot be compared.
+
+        It can for an elementwise operation.
+        """
+        # An operation in place has overwritten an operand.
+        is_comparable = self.operation.pointwise and not self.operation.written and len(bad) == 1
+        if not is_comparable or not all(map(is_plain, (*bad, *self.tensors))):
+            return None
+        shares = [_nonfinite(bad[0]) & _nonfinite(x) for x in self.tensors]
+        if self.operation.base == "where" and len(shares) == 3:
+            shares[1:] = [shares[1] & self.tensors[0], shares[2] & ~self.tensors[0]]
+        return shares
 
 
-def operands_of(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operands:
-    """Return the operands of a call that is about to be made, or has been made and wrote to none of them."""
-    tensors, numbers = list[Tensor](), list[tuple[str, float]]()
-    for name, value in operation.given(args, kwargs):
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            numbers += [(name, value)] if name in operation.values else []
-        elif operation.base != "lift_fresh" and name not in operation.overwritten:
-            tensors += tensors_in(value)
-    labelled = ((f"operand[{i}]", x, _COUNTS[x.dtype.is_floating_point]) for i, x in enumerate(tensors))
-    records = [observe(x, label, "input", wanted=wanted) for label, x, wanted in labelled]
-    # Zeros alone choose nothing: a value that has vanished looks so.
-    is_zero_one = operation.base in _LOGARITHMS and all(
-        is_plain(x) and bool(((x == 0) | (x == 1)).all()) and bool((x == 1).any()) for x in tensors
-    )
-    return Operands(operation, tensors, records, numbers, is_zero_one)
+def _nonfinite(x: Tensor) -> Tensor:
+    return ~torch.isfinite(_reference._to_arithmetic(x.detach()))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -238,8 +245,7 @@ class WriteLog:
         writes, latest = self._places.get(place, ([], None))
         if latest is None:
             return writes[-1:]  # type: ignore[no-any-return]
-        latest, once = _bytes_of(x, latest), x.detach().as_strided(*_once(x), x.storage_offset())
-        nonfinite = ~torch.isfinite(_reference._to_arithmetic(once))
+        latest, nonfinite = _bytes_of(x, latest), _nonfinite(without_repeats(x)[0])
         numbers = latest[nonfinite].unique().tolist() if bool(nonfinite.any()) else latest.unique().tolist()
         return [writes[number - 1] for number in numbers if number]
 
@@ -249,17 +255,11 @@ def _place_of(x: Tensor) -> tuple[Tensor, Any]:
     return x, x.untyped_storage() if is_plain(x) else x
 
 
-def _once(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and strides of the tensor with one index for all of a dimension without a stride."""
-    pairs = zip(x.shape, x.stride(), strict=True)
-    return tuple(1 if stride == 0 and size else size for size, stride in pairs), tuple(x.stride())
-
-
 def _bytes_of(x: Tensor, memory: Tensor) -> Tensor:
     """Return what `memory` has for the bytes of `x`, with the bytes of one element in the last dimension."""
-    size, (shape, strides) = x.itemsize, _once(x)
-    strides = (*(stride * size for stride in strides), 1)
-    return memory.as_strided((*shape, size), strides, int(x.storage_offset()) * size)
+    x, size = without_repeats(x)[0], x.itemsize
+    strides = (*(stride * size for stride in x.stride()), 1)
+    return memory.as_strided((*x.shape, size), strides, int(x.storage_offset()) * size)
 
 
 # The expression of the program that an operation belongs to, and the module whose call is around it.
@@ -296,10 +296,11 @@ class ProvenanceMode(TorchDispatchMode):
         operation = operation_of(func) if self.active and hasattr(func, "_schema") else None
         if operation is None or not (operation.written or operation.fresh):
             return func(*args, **kwargs)
+        named = {**dict(zip(operation.arguments, args, strict=False)), **kwargs}
         # An operation in place overwrites its operand, so the operands are read before it runs.
-        before = self._safely(operands_of, operation, args, kwargs) if operation.written else None
+        before = self._safely(Operands.of, operation, named) if operation.written else None
         result = func(*args, **kwargs)
-        self._safely(self._look, operation, args, kwargs, before, result)
+        self._safely(self._look, operation, named, before, result)
         return result
 
     def origin(self, x: Tensor, record: Record) -> Step | None:
@@ -325,41 +326,36 @@ class ProvenanceMode(TorchDispatchMode):
             return None
 
     def _look(
-        self, operation: Operation, args: Any, kwargs: Any, before: Operands | None, result: Any
+        self, operation: Operation, named: Mapping[str, Any], before: Operands | None, result: Any
     ) -> None:
         self._number += 1
         sequence = torch._C._autograd._get_sequence_nr()
         if sequence != self._sequence:  # autograd has made a node just before
             self._sequence = sequence
             self._nodes[sequence - 1] = self._site()[0]
-        targets = operation.targets(args, kwargs, result)
-        if operation.allocates:
-            step = Step(self._number, operation.name, remarks=(_UNWRITTEN,))
-            step.place, step.module = self._site()[0]
-            for x in targets:
-                self._writes.put(x, step)
-            return
-        pairs = [(x, observe(x, "", "output")) for x in targets]
-        values = frozenset[Value]().union(*(values_of(record) for _, record in pairs))
-        step = Step(self._number, operation.name, values)
-        if step.values:
-            (step.place, step.module), node = self._site()
+        targets, step = operation.targets(named, result), None
+        records = [] if operation.allocates else [observe(x, "", "output") for x in targets]
+        bad = [x for x, record in zip(targets, records, strict=False) if record.isfinite is False]
+        if bad or operation.allocates:
+            (place, module), node = self._site()
+            step = Step(self._number, node or operation.name, frozenset().union(*map(values_of, records)))
+            step.place, step.module, step.remarks = place, module, () if bad else (_UNWRITTEN,)
             step.in_backward = torch._C._current_autograd_node() is not None
-            step.operation = node or step.operation
-            given = before or operands_of(operation, args, kwargs)
-            bad = [x for x, record in pairs if record.isfinite is False]
-            self._explain(step, given, bad, dict(operation.given(args, kwargs)))
+        if step is not None and bad:
+            self._explain(step, before or Operands.of(operation, named), bad)
             if len(self.steps) < _MOST_STEPS:
                 self.steps.append(step)
-        for x, record in pairs:
-            self._writes.put(x, step if record.isfinite is False else None)
+        for x in targets:
+            is_bad = operation.allocates or any(x is y for y in bad)
+            self._writes.put(x, step if is_bad else None)
 
-    def _explain(self, step: Step, given: Operands, bad: Sequence[Tensor], named: dict[str, Any]) -> None:
+    def _explain(self, step: Step, given: Operands, bad: Sequence[Tensor]) -> None:
         """Fill in where the step's values in the `bad` tensors come from, and what is so of its operands."""
         step.operands = tuple(given.records)
-        suspects = [i for i, record in enumerate(given.records) if record.isfinite is False]
-        writers = {i: self._writes.find(given.tensors[i]) for i in suspects}
-        guilty = _guilty(given, suspects, bad)
+        guilty = [i for i, record in enumerate(given.records) if record.isfinite is False]
+        if guilty and (shares := given.shares(bad)) is not None:
+            guilty = [i for i in guilty if bool(shares[i].any())]
+        writers = {i: self._writes.find(given.tensors[i]) for i in guilty}
         sources = [writer for i in guilty for writer in writers[i]]
         strangers = [i for i in guilty if not writers[i] and given.records[i].note != _MASK]
         is_live = any(not source.meant for source in sources)
@@ -372,46 +368,45 @@ class ProvenanceMode(TorchDispatchMode):
         step.strangers = tuple(given.tensors[i] for i in strangers)
         name = given.operation.name
         remarks = [f"{name} was given the number {key} = {value!r}" for key, value in given.numbers]
-        remarks += [_of_meant(i, _origin(writers[i], False)) for i in guilty if i not in strangers]
+        for i in [i for i in guilty if i not in strangers]:
+            origin, words = _origin(writers[i], False), f"operand[{i}] is an additive mask"
+            if origin is not None:
+                at = f" at {origin.place}" if origin.place else ""
+                put = f"{origin.spelt} that {origin.operation}{at} put there"
+                words = f"operand[{i}] holds {put}, on purpose as it seems"
+            remarks.append(words)
         if not step.meant:
-            remarks += causes(given.operation.base, named, given.tensors, strangers, self.open_calls)
+            remarks += causes(given.operation.base, given.named, given.tensors, strangers, self.open_calls)
         step.remarks = tuple(remarks)
 
     def _site(self) -> tuple[Site, str]:
-        """Return the site of the operation under way, and the name of the node of the graph that runs it."""
-        node, (frame, is_of_engine) = torch._C._current_autograd_node(), _program_frame(self._outermost)
-        if node is not None and is_of_engine:
+        """Return the site of the operation under way, and the name of the node of the graph that runs it.
+
+        The site is in the innermost frame of the program: neither PyTorch's nor ours, nor that of a mode on the way.
+        The node runs the operation unless such a frame does, inside a backward of the engine's.
+        """
+        node, innermost, is_of_engine = torch._C._current_autograd_node(), None, False
+        for frame, _ in walk_stack(sys._getframe(1)):
+            code = frame.f_code
+            if code is self._outermost:
+                break
+            if code.co_name in _HANDLERS:
+                innermost = None
+            elif innermost is None and code in ENGINE:
+                is_of_engine = True
+            elif innermost is None and not code.co_filename.startswith(SKIPPED_FILES):
+                innermost = frame
+        if node is not None and (is_of_engine or innermost is None):
             return self.site_of(node), node.name()
         module = self.open_calls[-1].name if self.open_calls else None
         if module is None and node is not None:  # in a backward written in Python
             module = self.site_of(node)[1]
-        if frame is None:
+        if innermost is None:
             return (None, module), ""
-        code, positions = frame.f_code, None
+        code, positions = innermost.f_code, None
         if sys.version_info >= (3, 11):  # an older Python does not know where in its line an expression is
-            positions = next(islice(code.co_positions(), frame.f_lasti // 2, None), None)
-        return (Expression(code.co_filename, frame.f_lineno, positions, code), module), ""
-
-
-def _program_frame(outermost: CodeType) -> tuple[FrameType | None, bool]:
-    """Return the innermost frame of the program: neither PyTorch's nor ours, nor that of a mode on the way.
-
-    None if there is none inside the function whose code is `outermost`. The second value says whether autograd's engine
-    runs what is under way, and not that frame inside a backward of it.
-    """
-    innermost: FrameType | None = None
-    is_of_engine = False
-    for frame, _ in walk_stack(sys._getframe(1)):
-        code = frame.f_code
-        if code is outermost:
-            break
-        if code.co_name in _HANDLERS:
-            innermost = None
-        elif innermost is None and code in ENGINE:
-            is_of_engine = True
-        elif innermost is None and not code.co_filename.startswith(SKIPPED_FILES):
-            innermost = frame
-    return innermost, is_of_engine or innermost is None
+            positions = next(islice(code.co_positions(), innermost.f_lasti // 2, None), None)
+        return (Expression(code.co_filename, innermost.f_lineno, positions, code), module), ""
 
 
 def _origin(steps: Sequence[Step], nan: bool) -> Step | None:
@@ -425,51 +420,25 @@ def _origin(steps: Sequence[Step], nan: bool) -> Step | None:
     return min(origins, key=lambda step: step.number, default=None)
 
 
-def _guilty(given: Operands, suspects: list[int], bad: Sequence[Tensor]) -> list[int]:
-    """Return the operands that made the result non-finite: of an elementwise one, those non-finite where it is."""
-    if not suspects or not _is_elementwise(given, bad):
-        return suspects
-    hit = _nonfinite(bad[0])
-    where = [hit] * len(given.tensors)
-    if given.operation.base == "where" and len(given.tensors) == 3:
-        condition = given.tensors[0]
-        where[1:] = [hit & condition, hit & ~condition]
-    return [i for i in suspects if bool((where[i] & _nonfinite(given.tensors[i])).any())]
-
-
-def _nonfinite(x: Tensor) -> Tensor:
-    return ~torch.isfinite(_reference._to_arithmetic(x))
-
-
-def _is_elementwise(given: Operands, bad: Sequence[Tensor]) -> bool:
-    """Return whether result and operands can be compared, element by element."""
-    # An operation in place has overwritten an operand.
-    is_comparable = given.operation.pointwise and not given.operation.written and len(bad) == 1
-    return is_comparable and all(map(is_plain, (*bad, *given.tensors)))
-
-
 def _is_meant(
     given: Operands, step: Step, bad: Sequence[Tensor], guilty: Sequence[int], sources: Sequence[Step]
 ) -> bool:
     """Return whether infinities are meant: written as constants, or passed on from such."""
-    if given.operation.base == "lift_fresh" or any(isinf(value) for _, value in given.numbers):
+    operation, tensors = given.operation, given.tensors
+    if operation.base == "lift_fresh" or any(isinf(value) for _, value in given.numbers):
         return True
     # Also one whose rows are masked throughout, which has the dtype's minimum and no note.
     is_masked = any(x.note == _MASK or (x.ends and x.abs_max == x.ends.largest) for x in given.records)
     if not guilty:
-        # The sum of two masks that hold the dtype's minimum; the logarithm of a mask of zeros and ones.
-        return "inf" not in step.values and (is_masked or given.zero_one)
-    if _is_elementwise(given, bad):
+        # The sum of two masks that hold the dtype's minimum; the logarithm of a mask of zeros and ones. Zeros alone
+        # choose nothing: a value that has vanished looks so.
+        if operation.base in _LOGARITHMS and is_plain(x := tensors[0]):
+            is_masked |= bool(((x == 0) | (x == 1)).all()) and bool((x == 1).any())
+        return "inf" not in step.values and is_masked
+    if (shares := given.shares(bad)) is not None:
         made = _nonfinite(bad[0])
         for i in guilty:
-            made &= ~_nonfinite(given.tensors[i])
+            made &= ~shares[i]
         return not bool(made.any())
     meant = {value for source in sources for value in source.values}
     return step.values <= (meant | {"-inf"} if is_masked else meant)
-
-
-def _of_meant(operand: int, origin: Step | None) -> str:
-    if origin is None:
-        return f"operand[{operand}] is an additive mask"
-    at = f" at {origin.place}" if origin.place else ""
-    return f"operand[{operand}] holds {origin.spelt} that {origin.operation}{at} put there, on purpose as it seems"
