@@ -29,7 +29,7 @@ from ..precision.casting import caches_parametrizations, swap_parametrizations
 from ..recording.events import Start
 from ..recording.walk import Unwalked, call_leaves
 from ..util.modules import each_module, each_parameter
-from ..util.program_code import is_library, names_of
+from ..util.program_code import frame_values, is_library, names_of
 from . import isolation
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -369,10 +369,6 @@ def left_calls(error: BaseException) -> list[LeftCall]:
 
 
 def _left_call(frame: FrameType) -> LeftCall:
-    values = frame.f_locals
+    values = frame_values(frame)
     output = values.get("result")
-    call = LeftCall(values["self"], values["args"], values["kwargs"], () if output is None else output)
-    # Python keeps this copy of the locals with the frame, past `traceback.clear_frames()`. Since 3.13 there is none.
-    if type(values) is dict:
-        values.clear()
-    return call
+    return LeftCall(values["self"], values["args"], values["kwargs"], () if output is None else output)

@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ..numerics.ranges import tensor_health
@@ -26,6 +26,9 @@ from ..recording.walk import call_leaves
 from ..report.finding import Cure, Finding
 from ..util.visible import suppressed
 from .batch_snapshot import BatchSnapshot
+
+if TYPE_CHECKING:
+    from .provenance import Operands
 
 # The least and the largest operand of each operation. A guard is right if rounding took the operand past them, and
 # hides a mistake otherwise, such as vectors that are not normalised.
@@ -38,21 +41,19 @@ DOMAINS = {
 _COUNTED = Settings(counts=True)
 
 
-def named_arguments(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, tuple[str, Tensor]]:
+def named_arguments(call: BatchSnapshot) -> dict[str, tuple[str, Tensor]]:
     """Return the tensors of a call with the names that they have in its forward, by label.
 
     The tensor of the label `input[1]` may have the name `labels`.
     """
     names: list[str] = []
     with suppress(Exception):  # a scripted forward cannot be inspected
-        names = list(inspect.signature(module.forward).parameters)
+        names = list(inspect.signature(call.module.forward).parameters)
     arguments = {}
-    for label, x in call_leaves(args, kwargs):
+    for label, x in call_leaves(call.args, call.kwargs):
         if isinstance(x, Tensor):
             first, _, rest = label.removeprefix("input[").partition("]")
-            is_position = first.isdecimal() and int(first) < min(len(args), len(names))
+            is_position = first.isdecimal() and int(first) < min(len(call.args), len(names))
             arguments[label] = (names[int(first)] if is_position else first) + rest, x
     return arguments
 
@@ -64,18 +65,13 @@ def came_in(name: str, x: Tensor) -> str:
     return f"`{name}` came in with " + " and ".join(f"{count:,} {word}" for count, word in counts if count)
 
 
-def causes(
-    base: str,
-    named: Mapping[str, Any],
-    operands: Sequence[Tensor],
-    strangers: Sequence[int],
-    calls: Sequence[BatchSnapshot],
-) -> Iterator[str]:
+def causes(given: Operands, strangers: Sequence[int], calls: Sequence[BatchSnapshot]) -> Iterator[str]:
     """Yield sentences on what an operation was given, by name, and on the arguments and weights of the open calls.
 
-    `base` is its name in the dispatcher, and `strangers` are the numbers of the operands that were non-finite before.
+    `strangers` are the numbers of the operands that were non-finite before.
     """
-    arguments = [named_arguments(call.module, call.args, call.kwargs).values() for call in calls]
+    base, named, operands = given.operation.base, given.named, given.tensors
+    arguments = [named_arguments(call).values() for call in calls]
     # The program has written to these tensors, so they no longer hold what it was given.
     written = {id(x) for call in calls for x in call.written().values()}
     for i in strangers:

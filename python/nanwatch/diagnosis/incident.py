@@ -73,11 +73,9 @@ def attempt(what: str, step: Callable[[], _T], remark: Callable[[str], object]) 
 
 def write_failure(incident: Incident, call: BatchSnapshot | None, output_dir: Path) -> None:
     """Write the report of a failure in its forms, a capsule and a patch, and note the files in the report."""
-    finding = incident.finding
-    is_forward = finding.phase == "forward"
-    why = "no call was seen to make the value a second time" if is_forward else "a capsule replays a forward"
-    folder = output_dir / f"batch-{finding.batch}"
-    incident.report = _write_folder(folder, incident.report, call, why)
+    finding, why = incident.finding, "a capsule replays a forward"
+    why = "no call was seen to make the value a second time" if finding.phase == "forward" else why
+    incident.report = _write_folder(output_dir / f"batch-{finding.batch}", incident.report, call, why)
 
 
 def write_spike(

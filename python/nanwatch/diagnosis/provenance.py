@@ -376,7 +376,7 @@ class ProvenanceMode(TorchDispatchMode):
                 words = f"operand[{i}] holds {put}, on purpose as it seems"
             remarks.append(words)
         if not step.meant:
-            remarks += causes(given.operation.base, given.named, given.tensors, strangers, self.open_calls)
+            remarks += causes(given, strangers, self.open_calls)
         step.remarks = tuple(remarks)
 
     def _site(self) -> tuple[Site, str]:

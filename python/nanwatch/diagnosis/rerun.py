@@ -278,15 +278,13 @@ def find_operation(
         called, reason = find_called(model, finding.module), no_second_run(snapshot.module)
         module = None if called is None else called.module
         if finding.origin in ("weight", "buffer", "data"):
-            there = _of_data(finding, snapshot) if finding.origin == "data" else _of_state(finding, module)
-            if reason or finding.origin == "weight":
-                return Diagnosis(there)
+            may_run = not reason and finding.origin != "weight"
             # The model itself may fill what it was given, as it does a key-value cache, and then does so again.
-            if "][" in finding.label and module is not None:
+            if may_run and "][" in finding.label and module is not None:
                 made = _of_forward(snapshot, replace(finding, origin="produced"), module, model, allows)
                 if (step := made.step) is not None and step.call is not None and not step.strangers:
                     return made._replace(finding=_made_in(made.finding, step.call.name), call=step.call)
-            return _of_spread(there, snapshot)
+            return _of_present(finding, snapshot, module, may_run)
         if reason:
             return Diagnosis(_completed(finding, remarks=[f"no re-run was made: {reason}"]))
         if finding.phase in ("backward", "step"):
@@ -332,30 +330,30 @@ def _made_in(finding: Finding, module: str) -> Finding:
 # A value that was there before
 
 
-def _of_state(finding: Finding, module: nn.Module | None) -> Finding:
-    state = () if module is None else _tensors_of(module)
-    return _completed(finding, next((x for _, label, x in state if label == finding.label), None))
-
-
-def _of_data(finding: Finding, snapshot: BatchSnapshot) -> Finding:
-    arguments = named_arguments(snapshot.module, snapshot.args, snapshot.kwargs)
-    bad = [pair for label, pair in arguments.items() if observe(pair[1], label, "input").is_fault]
-    remarks = [": ".join(filter(None, (came_in(name, x), describe(x)))) for name, x in bad]
-    return _completed(finding, arguments.get(finding.label, ("", None))[1], remarks=remarks)
-
-
-def _of_spread(finding: Finding, snapshot: BatchSnapshot) -> Diagnosis:
-    """Return the finding of a value that was there before, with the operation that makes the most of it.
+def _of_present(
+    finding: Finding, snapshot: BatchSnapshot, module: nn.Module | None, may_run: bool
+) -> Diagnosis:
+    """Say where in a weight, a buffer or the data the values are, and find the operation that makes the most of them.
 
     It is the first to turn inf into nan, else the first product, which should have masked it, else the first operation
     that passed it on.
     """
-    provenance = run(replace(snapshot, grad=False), {}, follows=True).provenance
-    steps = [] if provenance is None else [step for step in provenance.steps if step.place is not None]
+    tensors = {} if module is None else {label: x for _, label, x in _tensors_of(module)}
+    remarks, steps = list[str](), list[Step]()
+    if finding.origin == "data":
+        arguments = named_arguments(snapshot)
+        tensors = {label: x for label, (_, x) in arguments.items()}
+        bad = [pair for label, pair in arguments.items() if observe(pair[1], label, "input").is_fault]
+        remarks = [": ".join(filter(None, (came_in(name, x), describe(x)))) for name, x in bad]
+    if (
+        may_run
+        and (provenance := run(replace(snapshot, grad=False), {}, follows=True).provenance) is not None
+    ):
+        steps = [step for step in provenance.steps if step.place is not None]
     turned = [x for x in steps if "nan" in x.values and all("nan" not in values_of(y) for y in x.operands)]
     products = [step for step in steps if step.operation.startswith("aten.mul.")]
     step = next(iter([*turned, *products, *steps]), None)
-    return Diagnosis(_completed(finding, step=step), step)
+    return Diagnosis(_completed(finding, tensors.get(finding.label), step, remarks), step)
 
 
 # A value that the re-run makes again

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from nanwatch import Finding, NonFiniteError, watch
 from nanwatch.diagnosis.isolation import ChildEndedError, RerunEndedError, can_fork, run_in_child, send
 from support.examined import exponential
-from support.processes import until
 from support.spy import Spy
 from support.toys import Does
 
@@ -57,28 +56,6 @@ def second_time(does: Callable[[], Any]) -> nn.Module:
         return part(x)
 
     return Does(forward, Does(exponential))
-
-
-@pytest.mark.skipif(IS_NO_LINUX, reason="no child process")
-def test_a_child_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
-    """As where the system kills that for its memory."""
-    mark = tmp_path / "child"
-
-    def work() -> None:
-        (tmp_path / "begun").write_text(str(os.getpid()))
-        (tmp_path / "begun").rename(mark)
-        time.sleep(60)
-
-    parent = os.fork()
-    if parent == 0:
-        with contextlib.suppress(BaseException):
-            list(run_in_child(work, 60.0))
-        os._exit(1)
-    until(mark.exists)
-    os.kill(parent, signal.SIGKILL)
-    os.waitpid(parent, 0)
-    state = Path("/proc", mark.read_text(), "stat")
-    until(lambda: not state.exists() or ") Z " in state.read_text())
 
 
 def test_a_lock_that_does_not_come_ends_a_run_by_its_clock(place: str) -> None:

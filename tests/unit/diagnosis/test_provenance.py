@@ -134,11 +134,16 @@ def written_out(x: Tensor) -> Tensor:
     return torch.exp(x * 1000, out=memory)  # culprit aten.exp.out
 
 
+def of_an_infinite_number(x: Tensor) -> Tensor:
+    """An infinity that is written is meant, the nan that it makes is not."""
+    return (x - x) * INF  # culprit aten.mul.Tensor
+
+
 PROGRAMS = (
     exponential, in_place, column_by_column, made_of_python, under_a_mode, masked_row,
     behind_a_mask, to_the_sign_of_a_mask, behind_an_older_mask, behind_an_older_inf, other_sign,
     logarithm_of_counts, logarithm_of_zeros, unwritten, unwritten_and_made, overwritten,
-    written_out,
+    written_out, of_an_infinite_number,
 )  # fmt: skip
 
 
@@ -196,6 +201,16 @@ def test_infinities_in_the_result_that_are_meant() -> None:
     _, seen = look(Does(forward), torch.zeros(3, 3))
     assert (seen.step.operation, str(seen.step.place)) == ("aten.masked_fill.Scalar", culprit(forward))
     assert any("allow='inf:" in remark for remark in seen.finding.remarks)
+
+
+def test_what_was_there_before_is_meant_if_it_is_a_mask() -> None:
+    """A product with 0 makes nan of an additive mask. Another infinity is to blame itself, also in a filled tensor."""
+    mask, scale = torch.zeros(3, 3).masked_fill(MASK, -INF), torch.full((3, 3), INF)
+    _, seen = look(Does(lambda x, mask: (x + mask) * 0), torch.ones(3, 3), mask)
+    assert (seen.step.operation, seen.step.strangers) == ("aten.mul.Tensor", ())
+    _, seen = look(Does(lambda x: scale.masked_fill(MASK, -INF) * x), torch.ones(3, 3))
+    assert seen.step.operation == "aten.masked_fill.Scalar"
+    assert not any("allow=" in remark for remark in seen.finding.remarks)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
