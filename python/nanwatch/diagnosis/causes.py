@@ -1,4 +1,4 @@
-"""Causes of a non-finite value in the words of the program: its arguments, its weights, its labels, its optimizer.
+"""Operands of an operation, and causes of a non-finite value in the words of the program: its arguments, its weights.
 
 Each sentence says what is so of the operands of the operation that made the value. The step of an optimizer is computed
 with once more from the state that it left, in the formats of the state. Fused and foreach steps leave the same state as
@@ -7,28 +7,29 @@ plain ones.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from ..numerics import _reference
 from ..numerics.ranges import tensor_health
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch
 from ..recording.events import Settings
 from ..recording.observe import observe
-from ..recording.walk import call_leaves
+from ..recording.walk import call_leaves, leaves
+from ..records.record import Record
 from ..report.finding import Cure, Finding
 from ..util.visible import suppressed
 from .batch_snapshot import BatchSnapshot
-
-if TYPE_CHECKING:
-    from .provenance import Operands
 
 # The least and the largest operand of each operation. A guard is right if rounding took the operand past them, and
 # hides a mistake otherwise, such as vectors that are not normalised.
@@ -39,6 +40,103 @@ DOMAINS = {
     "acosh": (1, math.inf),
 }
 _COUNTED = Settings(counts=True)
+# In-place operations that do not look at what was there before.
+_OVERWRITING = frozenset(
+    {"copy_", "fill_", "zero_", "set_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"}
+) | {"log_normal_", "cauchy_", "geometric_", "_foreach_copy_", "_foreach_zero_"}
+_VALUE = re.compile("number|float|Tensor")
+# A division or a logarithm does not forgive zeros and subnormals, which are usual among integers.
+_COUNTS = Settings(), _COUNTED
+
+
+# Operations as the dispatcher has them
+
+
+class Operation:
+    """The schema of an overload, as far as a re-run needs it.
+
+    `values` are the arguments that take part in the arithmetic (an `int` is a dimension or a size), `written` those
+    that it writes to, `overwritten` those of them that it does not read before; `fresh` are the positions of the
+    results that are memory of their own. `allocates`: it leaves that memory unwritten.
+    """
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.name, self.base = str(func), schema.name.split("::")[-1]
+        self.arguments = [x.name for x in schema.arguments]
+        # A Python number is also given where the schema has a tensor, as in x * 2.
+        self.values = {x.name for x in schema.arguments if _VALUE.search(str(x.type))}
+        self.written = [x.name for x in schema.arguments if x.alias_info and x.alias_info.is_write]
+        results = [x.name for x in schema.arguments if x.kwarg_only and x.name in self.written]
+        self.overwritten = self.written[:1] if self.base in _OVERWRITING else results
+        # Its result is its argument, by the schema: memory that Python data was written to, unseen.
+        is_lifted = self.base == "lift_fresh"
+        self.fresh = [i for i, x in enumerate(schema.returns) if is_lifted or x.alias_info is None]
+        self.num_results = len(schema.returns)
+        self.allocates = self.base.startswith(("empty", "new_empty", "_empty"))
+        self.pointwise = torch.Tag.pointwise in func.tags
+
+    def targets(self, named: Mapping[str, Any], result: Any) -> list[Tensor]:
+        """Return the tensors that a call with these arguments has written: some of them, and results that are new."""
+        results = (result,) if self.num_results == 1 else result
+        values = [named[name] for name in self.written if name in named]
+        return tensors_in([*values, *(results[i] for i in self.fresh)])
+
+
+operation_of = functools.cache(Operation)
+
+
+class Operands(NamedTuple):
+    """The operands of a call of `operation`: its tensors, a record with counts for each, and its numbers by name.
+
+    `named` are all arguments of the call.
+    """
+
+    operation: Operation
+    named: Mapping[str, Any]
+    tensors: list[Tensor]
+    records: list[Record]
+    numbers: list[tuple[str, float]]
+
+    @classmethod
+    def of(cls, operation: Operation, named: Mapping[str, Any]) -> Operands:
+        """Return the operands of a call that is about to be made, or has been made and wrote to none of them."""
+        numbers = [(x, named[x]) for x in named if x in operation.values and type(named[x]) in (int, float)]
+        is_read = operation.base != "lift_fresh"
+        tensors = tensors_in([named[x] for x in named if is_read and x not in operation.overwritten])
+        counts = [_COUNTS[x.dtype.is_floating_point] for x in tensors]
+        pairs = enumerate(zip(tensors, counts, strict=True))
+        records = [observe(x, f"operand[{i}]", "input", wanted=wanted) for i, (x, wanted) in pairs]
+        return cls(operation, named, tensors, records, numbers)
+
+    def shares(self, bad: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return for each operand the elements of the bad result that it made so; None where that cannot be compared.
+
+        It can for an elementwise operation.
+        """
+        # An operation in place has overwritten an operand.
+        is_comparable = self.operation.pointwise and not self.operation.written and len(bad) == 1
+        if not is_comparable or not all(map(is_plain, (*bad, *self.tensors))):
+            return None
+        shares = [nonfinite(bad[0]) & nonfinite(x) for x in self.tensors]
+        if self.operation.base == "where" and len(shares) == 3:
+            shares[1:] = [shares[1] & self.tensors[0], shares[2] & ~self.tensors[0]]
+        return shares
+
+
+def nonfinite(x: Tensor) -> Tensor:
+    """Return the elements that are nan or infinite."""
+    return ~torch.isfinite(_reference._to_arithmetic(x.detach()))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of an argument or a result. The attributes of an object are no part of it."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [x for _, x in leaves(value, "", objects=False) if isinstance(x, Tensor)]
+
+
+# What an operation was given, in words
 
 
 def named_arguments(call: BatchSnapshot) -> dict[str, tuple[str, Tensor]]:

@@ -32,8 +32,9 @@ from ..recording.observe import observe
 from ..recording.walk import leaves
 from ..util.program_code import SKIPPED_FILES, frame_values
 from . import isolation
+from .causes import tensors_in
 from .patching import source
-from .provenance import ENGINE, Expression, tensors_in
+from .provenance import ENGINE, Expression
 
 # Lightning has twenty between the loss and the engine.
 _MOST_FRAMES = 32

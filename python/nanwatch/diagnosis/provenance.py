@@ -7,8 +7,6 @@ that left non-finite values, with its place in the program.
 
 from __future__ import annotations
 
-import functools
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,35 +14,25 @@ from itertools import islice
 from math import isinf, isnan
 from traceback import walk_stack
 from types import CodeType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..numerics import _reference
 from ..numerics._reference import without_repeats
 from ..numerics.readable import is_plain, only_our_dispatch
-from ..recording.events import Settings
 from ..recording.observe import observe
-from ..recording.walk import leaves
 from ..records.record import Note, Record
 from ..report.finding import Place, Value
 from ..util.program_code import SKIPPED_FILES
 from ..util.visible import spell
 from .batch_snapshot import BatchSnapshot
-from .causes import addressable, causes
+from .causes import Operands, Operation, addressable, causes, nonfinite, operation_of
 
-# In-place operations that do not look at what was there before.
-_OVERWRITING = frozenset(
-    {"copy_", "fill_", "zero_", "set_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"}
-) | {"log_normal_", "cauchy_", "geometric_", "_foreach_copy_", "_foreach_zero_"}
-_VALUE = re.compile("number|float|Tensor")
 # They give -inf for zero.
 _LOGARITHMS = ("log", "log2", "log10")
-# A division or a logarithm does not forgive zeros and subnormals, which are usual among integers.
-_COUNTS = Settings(), Settings(counts=True)
 # Who wrote an element last is found with an int32 for each byte of a storage that several operations wrote to.
 _MOST_BYTES = 1 << 28
 _VALUES: tuple[Value, ...] = ("nan", "inf", "-inf")
@@ -126,92 +114,6 @@ def values_of(record: Record) -> frozenset[Value]:
     return frozenset(value for value, count in zip(_VALUES, counts, strict=True) if count)
 
 
-# Operations as the dispatcher has them
-
-
-class Operation:
-    """The schema of an overload, as far as a re-run needs it.
-
-    `values` are the arguments that take part in the arithmetic (an `int` is a dimension or a size), `written` those
-    that it writes to, `overwritten` those of them that it does not read before; `fresh` are the positions of the
-    results that are memory of their own. `allocates`: it leaves that memory unwritten.
-    """
-
-    def __init__(self, func: Any) -> None:
-        schema = func._schema
-        self.name, self.base = str(func), schema.name.split("::")[-1]
-        self.arguments = [x.name for x in schema.arguments]
-        # A Python number is also given where the schema has a tensor, as in x * 2.
-        self.values = {x.name for x in schema.arguments if _VALUE.search(str(x.type))}
-        self.written = [x.name for x in schema.arguments if x.alias_info and x.alias_info.is_write]
-        results = [x.name for x in schema.arguments if x.kwarg_only and x.name in self.written]
-        self.overwritten = self.written[:1] if self.base in _OVERWRITING else results
-        # Its result is its argument, by the schema: memory that Python data was written to, unseen.
-        is_lifted = self.base == "lift_fresh"
-        self.fresh = [i for i, x in enumerate(schema.returns) if is_lifted or x.alias_info is None]
-        self.num_results = len(schema.returns)
-        self.allocates = self.base.startswith(("empty", "new_empty", "_empty"))
-        self.pointwise = torch.Tag.pointwise in func.tags
-
-    def targets(self, named: Mapping[str, Any], result: Any) -> list[Tensor]:
-        """Return the tensors that a call with these arguments has written: some of them, and results that are new."""
-        results = (result,) if self.num_results == 1 else result
-        values = [named[name] for name in self.written if name in named]
-        return tensors_in([*values, *(results[i] for i in self.fresh)])
-
-
-operation_of = functools.cache(Operation)
-
-
-class Operands(NamedTuple):
-    """The operands of a call of `operation`: its tensors, a record with counts for each, and its numbers by name.
-
-    `named` are all arguments of the call.
-    """
-
-    operation: Operation
-    named: Mapping[str, Any]
-    tensors: list[Tensor]
-    records: list[Record]
-    numbers: list[tuple[str, float]]
-
-    @classmethod
-    def of(cls, operation: Operation, named: Mapping[str, Any]) -> Operands:
-        """Return the operands of a call that is about to be made, or has been made and wrote to none of them."""
-        numbers = [(x, named[x]) for x in named if x in operation.values and type(named[x]) in (int, float)]
-        is_read = operation.base != "lift_fresh"
-        tensors = tensors_in([named[x] for x in named if is_read and x not in operation.overwritten])
-        counts = [_COUNTS[x.dtype.is_floating_point] for x in tensors]
-        pairs = enumerate(zip(tensors, counts, strict=True))
-        records = [observe(x, f"operand[{i}]", "input", wanted=wanted) for i, (x, wanted) in pairs]
-        return cls(operation, named, tensors, records, numbers)
-
-    def shares(self, bad: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return for each operand the elements of the bad result that it made so; None where that cannot be compared.
-
-        It can for an elementwise operation.
-        """
-        # An operation in place has overwritten an operand.
-        is_comparable = self.operation.pointwise and not self.operation.written and len(bad) == 1
-        if not is_comparable or not all(map(is_plain, (*bad, *self.tensors))):
-            return None
-        shares = [_nonfinite(bad[0]) & _nonfinite(x) for x in self.tensors]
-        if self.operation.base == "where" and len(shares) == 3:
-            shares[1:] = [shares[1] & self.tensors[0], shares[2] & ~self.tensors[0]]
-        return shares
-
-
-def _nonfinite(x: Tensor) -> Tensor:
-    return ~torch.isfinite(_reference._to_arithmetic(x.detach()))
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of an argument or a result. The attributes of an object are no part of it."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [x for _, x in leaves(value, "", objects=False) if isinstance(x, Tensor)]
-
-
 class WriteLog:
     """Log of non-finite writes: which one wrote each element that is in memory.
 
@@ -245,8 +147,8 @@ class WriteLog:
         writes, latest = self._places.get(place, ([], None))
         if latest is None:
             return writes[-1:]  # type: ignore[no-any-return]
-        latest, nonfinite = _bytes_of(x, latest), _nonfinite(without_repeats(x)[0])
-        numbers = latest[nonfinite].unique().tolist() if bool(nonfinite.any()) else latest.unique().tolist()
+        latest, bad = _bytes_of(x, latest), nonfinite(without_repeats(x)[0])
+        numbers = latest[bad].unique().tolist() if bool(bad.any()) else latest.unique().tolist()
         return [writes[number - 1] for number in numbers if number]
 
 
@@ -436,7 +338,7 @@ def _is_meant(
             is_masked |= bool(((x == 0) | (x == 1)).all()) and bool((x == 1).any())
         return "inf" not in step.values and is_masked
     if (shares := given.shares(bad)) is not None:
-        made = _nonfinite(bad[0])
+        made = nonfinite(bad[0])
         for i in guilty:
             made &= ~shares[i]
         return not bool(made.any())

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 from ...instrumentation.slot import is_of_thread
 from ...numerics._extension import instances_of
-from ..provenance import Expression, tensors_in
+from ..causes import tensors_in
+from ..provenance import Expression
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 # Larger ones are generated, and parsing them takes seconds.
