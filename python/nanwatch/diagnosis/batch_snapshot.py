@@ -6,6 +6,7 @@ After a re-run the snapshot puts back random states, buffers, training flags and
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import weakref
@@ -38,7 +39,7 @@ _CONSTANTS = int, float, complex, str, bytes, tuple, type(None)
 # A model that a watched loss is given is trusted as the watched model itself is.
 _PLAIN = torch.dtype, torch.device, slice, type(...), type, nn.Module, *_CONSTANTS
 # Libraries whose modules talk to other ranks.
-_SHARDING = frozenset({"deepspeed", "fairscale", "megatron", "colossalai", "horovod", "transformer_engine"})
+_SHARDING = re.compile("torch.distributed|deepspeed|fairscale|megatron|colossalai|horovod|transformer_engine")
 _OWN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 # Bytes of the largest buffer that is copied at the start of a batch: the statistics of 16,384 channels.
 _MOST_BYTES = 1 << 16
@@ -284,12 +285,10 @@ def no_second_run(root: nn.Module) -> str:
         # A collective that the model's own code calls is refused when it comes; see `_NoCollectives`.
         modules = [x for x in root.modules() if not isinstance(x, nn.parallel.DistributedDataParallel)]
         made_by = {kind.__module__ for module in modules for kind in type(module).__mro__}
-        is_sharding = any(
-            x.startswith("torch.distributed") or x.partition(".")[0] in _SHARDING for x in made_by
-        )
         # FSDP leaves weights whose memory is gone until the next forward.
         tensors = (*root.parameters(), *root.buffers())
-        if is_sharding or any(type(x) not in _OWN_TENSORS or unreadable(x) for x in tensors):
+        is_sharded = any(type(x) not in _OWN_TENSORS or unreadable(x) for x in tensors)
+        if is_sharded or any(map(_SHARDING.match, made_by)):
             return f"in a job of {number} processes it would wait for the others"
     weights = (x for x in each_parameter(root) if x.device.type == "cpu" and is_plain(x))
     if any(x.is_shared() for x in weights if not unreadable(x)):

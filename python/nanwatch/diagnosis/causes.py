@@ -40,10 +40,8 @@ DOMAINS = {
     "acosh": (1, math.inf),
 }
 _COUNTED = Settings(counts=True)
-# In-place operations that do not look at what was there before.
-_OVERWRITING = frozenset(
-    {"copy_", "fill_", "zero_", "set_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"}
-) | {"log_normal_", "cauchy_", "geometric_", "_foreach_copy_", "_foreach_zero_"}
+# In-place operations that do not look at what was there before, as none does that draws random numbers.
+_OVERWRITING = frozenset({"copy_", "fill_", "zero_", "set_", "_foreach_copy_", "_foreach_zero_"})
 _VALUE = re.compile("number|float|Tensor")
 # A division or a logarithm does not forgive zeros and subnormals, which are usual among integers.
 _COUNTS = Settings(), _COUNTED
@@ -68,7 +66,8 @@ class Operation:
         self.values = {x.name for x in schema.arguments if _VALUE.search(str(x.type))}
         self.written = [x.name for x in schema.arguments if x.alias_info and x.alias_info.is_write]
         results = [x.name for x in schema.arguments if x.kwarg_only and x.name in self.written]
-        self.overwritten = self.written[:1] if self.base in _OVERWRITING else results
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        self.overwritten = self.written[:1] if is_drawn or self.base in _OVERWRITING else results
         # Its result is its argument, by the schema: memory that Python data was written to, unseen.
         is_lifted = self.base == "lift_fresh"
         self.fresh = [i for i, x in enumerate(schema.returns) if is_lifted or x.alias_info is None]

@@ -206,14 +206,16 @@ class ProvenanceMode(TorchDispatchMode):
         return result
 
     def origin(self, x: Tensor, record: Record) -> Step | None:
-        """Return the step that made the non-finite values of `x`, or its nans, as its record has it; None if unseen."""
-        with only_our_dispatch(), torch.no_grad():
-            return _origin(self._writes.find(x), "nan" in values_of(record))
+        """Return the step that made the non-finite values of `x`, or its nans, as its record has it; None if unseen.
 
-    def last_write(self, x: Tensor) -> Step | None:
-        """Return the last step that wrote to non-finite elements of `x`."""
+        Where the run began with what an earlier one wrote to `x`, that is the last to write there.
+        """
         with only_our_dispatch(), torch.no_grad():
-            return next(reversed(self._writes.find(x)), None)
+            steps = self._writes.find(x)
+            step = _origin(steps, "nan" in values_of(record))
+            before = () if step is None else filter(is_plain, step.strangers)
+            was_there = is_plain(x) and any(x.data_ptr() == y.data_ptr() for y in before)
+            return steps[-1] if was_there else step
 
     def site_of(self, node: Any) -> Site:
         """Return where the forward made this node of the graph."""

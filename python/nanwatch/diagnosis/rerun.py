@@ -105,9 +105,8 @@ class _Rerun:
         incident.finding, step, self.call, holder = self._find(snapshot, incident.finding)
         self.send()
         if holder is not None:
-            incident.report = replace(
-                incident.report, frames=tuple(with_earlier(incident.report.frames, holder))
-            )
+            frames = with_earlier(incident.report.frames, holder)
+            incident.report = replace(incident.report, frames=tuple(frames))
         if incident.finding.transient is False or (was_there and step is not None):
             if doubts := snapshot.doubts():
                 incident.remark(f"no cure was tried, as {doubts[0]}")
@@ -285,14 +284,13 @@ def find_operation(
                 if (step := made.step) is not None and step.call is not None and not step.strangers:
                     return made._replace(finding=_made_in(made.finding, step.call.name), call=step.call)
             return _of_present(finding, snapshot, module, may_run)
+        is_backward = finding.phase in ("backward", "step")
+        if module is None and not is_backward:
+            reason = reason or f"the model has no module {finding.module!r} any more"
         if reason:
             return Diagnosis(_completed(finding, remarks=[f"no re-run was made: {reason}"]))
-        if finding.phase in ("backward", "step"):
+        if module is None or is_backward:
             return _of_backward(snapshot, finding, model, allows)
-        if module is None:
-            return Diagnosis(
-                _completed(finding, remarks=[f"the model has no module {finding.module!r} any more"])
-            )
         return _of_forward(snapshot, finding, module, model, allows)
     except Exception as error:
         return Diagnosis(_completed(finding, remarks=[f"the finding could not be examined: {spell(error)}"]))
@@ -339,17 +337,14 @@ def _of_present(
     that passed it on.
     """
     tensors = {} if module is None else {label: x for _, label, x in _tensors_of(module)}
-    remarks, steps = list[str](), list[Step]()
+    remarks = list[str]()
     if finding.origin == "data":
         arguments = named_arguments(snapshot)
         tensors = {label: x for label, (_, x) in arguments.items()}
         bad = [pair for label, pair in arguments.items() if observe(pair[1], label, "input").is_fault]
         remarks = [": ".join(filter(None, (came_in(name, x), describe(x)))) for name, x in bad]
-    if (
-        may_run
-        and (provenance := run(replace(snapshot, grad=False), {}, follows=True).provenance) is not None
-    ):
-        steps = [step for step in provenance.steps if step.place is not None]
+    provenance = run(replace(snapshot, grad=False), {}, follows=True).provenance if may_run else None
+    steps = [] if provenance is None else [step for step in provenance.steps if step.place is not None]
     turned = [x for x in steps if "nan" in x.values and all("nan" not in values_of(y) for y in x.operands)]
     products = [step for step in steps if step.operation.startswith("aten.mul.")]
     step = next(iter([*turned, *products, *steps]), None)
@@ -370,7 +365,7 @@ def _of_forward(
     for grad in sorted({False, snapshot.grad}):
         experiment = run(replace(snapshot, grad=grad), names, allows=allows, follows=True, sought=sought)
         if experiment.fault is not None:
-            return _of_fault(finding, names, experiment, *experiment.fault)
+            return _of_fault(finding, names, experiment)
         if experiment.error is None:
             break
     remarks, doubts = list[str](), snapshot.doubts()
@@ -385,23 +380,13 @@ def _of_forward(
     return Diagnosis(_completed(finding, remarks=remarks, transient=None if remarks else True))
 
 
-def _of_fault(
-    finding: Finding,
-    names: Mapping[nn.Module, str],
-    experiment: Experiment,
-    x: Tensor,
-    call: BatchSnapshot,
-    caller: BatchSnapshot,
-) -> Diagnosis:
-    """Find what made the tensor that is the fault of the run, in this call or in its caller."""
-    step, provenance = experiment.failure, experiment.provenance
-    assert provenance is not None
+def _of_fault(finding: Finding, names: Mapping[nn.Module, str], experiment: Experiment) -> Diagnosis:
+    """Find what made the tensor that is the fault of the run, in its call or in the caller of that."""
+    assert experiment.fault is not None
+    assert experiment.provenance is not None
+    (x, call, caller), step, provenance = experiment.fault, experiment.failure, experiment.provenance
     is_producer = finding.origin == "produced"
     guilty, completed = call if is_producer else caller, finding
-    if is_producer and finding.label.startswith("input") and step is not None:
-        # The re-run began with what the first run wrote there.
-        was_there = any(x.data_ptr() == y.data_ptr() for y in step.strangers)
-        step = (provenance.last_write(x) if was_there else None) or step
     maker = None if step is None else step.call
     is_inside = maker is not None and is_producer and is_in(maker.name, finding.module)
     if maker is not None and maker is not guilty and not is_inside:

@@ -280,6 +280,18 @@ def test_a_nested_input_that_was_changed_in_place() -> None:
     assert any("] was written to, in place" in one for one in seen.finding.remarks)
 
 
+def test_what_an_earlier_run_has_written_is_that_of_its_last_write() -> None:
+    """A second run begins with the nan, and all operations on the tensor are given it."""
+
+    def forward(x: Tensor) -> Tensor:
+        x.sub_(1)
+        return x.div_(x)  # culprit
+
+    with watch(model := Does(forward)):
+        finding = fault_of(model, torch.ones(2)).finding
+    assert (finding.origin, finding.label, finding.source) == ("produced", "input[0]", culprit(forward))
+
+
 def test_a_call_that_writes_to_what_it_is_given() -> None:
     """The arguments of the guilty call are no longer what they were, and that is said."""
     _, seen = look(Does(lambda part, x: part(x * 2), Does(lambda x: x.add_(1) / 0)), torch.ones(2))

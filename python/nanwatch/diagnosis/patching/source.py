@@ -26,8 +26,6 @@ from ..causes import tensors_in
 from ..provenance import Expression
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-# Larger ones are generated, and parsing them takes seconds.
-_MOST_BYTES = 4 << 20
 # What ends a line of Python; git knows the first two.
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 # Stands in compiled code for the object that takes its place among the constants.
@@ -70,10 +68,7 @@ class SourceFile:
         """Return the UTF-8 file of that name, or the notebook cell that linecache has; None without either."""
         path = Path(name)
         try:
-            if path.is_file():
-                is_small = path.stat().st_size <= _MOST_BYTES
-                return cls(name, path.read_bytes().decode()) if is_small else None
-            text = "".join(linecache.getlines(name))
+            text = path.read_bytes().decode() if path.is_file() else "".join(linecache.getlines(name))
             return cls(name, text) if text else None
         except (OSError, SyntaxError, ValueError):
             return None
