@@ -282,14 +282,9 @@ def test_a_nested_input_that_was_changed_in_place() -> None:
 
 def test_what_an_earlier_run_has_written_is_that_of_its_last_write() -> None:
     """A second run begins with the nan, and all operations on the tensor are given it."""
-
-    def forward(x: Tensor) -> Tensor:
-        x.sub_(1)
-        return x.div_(x)  # culprit
-
-    with watch(model := Does(forward)):
+    with watch(model := Does(lambda x: x.sub_(1).div_(x))):
         finding = fault_of(model, torch.ones(2)).finding
-    assert (finding.origin, finding.label, finding.source) == ("produced", "input[0]", culprit(forward))
+    assert (finding.origin, finding.label, finding.operation) == ("produced", "input[0]", "aten.div_.Tensor")
 
 
 def test_a_call_that_writes_to_what_it_is_given() -> None:
