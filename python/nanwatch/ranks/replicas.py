@@ -35,7 +35,7 @@ from ..numerics.readable import local_shard, only_our_dispatch, unreadable
 from ..recording.events import StepWeight
 from ..report.events import ReplicaDifference
 from ..util.job import rank_and_world_size
-from ..util.modules import each_parameter
+from ..util.modules import each_parameter, parameters_of
 from ..util.visible import warn_user
 from .consensus import process_group
 from .exchange import MOST_RANKS, Exchange, Ranks, Side, Verdict
@@ -145,8 +145,7 @@ class ReplicaWatch:
         if not self._has_stepped and optimizer not in self._optimizers:
             model = self._replicas.model()
             weights = set[int]() if model is None else {*map(id, each_parameter(model))}
-            stepped = (id(x) for group in optimizer.param_groups for x in group["params"])
-            self._optimizers[optimizer] = not weights.isdisjoint(stepped)
+            self._optimizers[optimizer] = not weights.isdisjoint(map(id, parameters_of(optimizer)))
         self._has_stepped = self._has_stepped or self._optimizers[optimizer]
 
     def batch_started(self, batch: int, module: nn.Module | None = None, args: tuple[Any, ...] = ()) -> None:

@@ -35,9 +35,9 @@ from ..records.record import Frame, Note
 from ..report import text
 from ..report.events import SkippedStep
 from ..util.job import rank
-from ..util.modules import each_parameter
+from ..util.modules import each_parameter, parameters_of
 from ..util.visible import suppressed, warn_user
-from .reports import OPTIMIZER, Reports, parameters_of
+from .reports import OPTIMIZER, Reports
 
 # Skipped steps that are kept. All are counted.
 _MAX_KEPT = 100

@@ -45,7 +45,7 @@ from ..report.finding import Finding, OriginKind, find, finding_of, with_earlier
 from ..report.report import Report, report_of
 from ..report.text import culprit
 from ..util.job import rank
-from ..util.modules import is_in
+from ..util.modules import is_in, parameters_of
 from ..util.visible import suppressed, suppressing
 from .options import Options
 
@@ -416,8 +416,3 @@ def _recorded_names(model: nn.Module) -> dict[int, str]:
 def _likeness(record: Record) -> tuple[Any, ...]:
     health = record.health
     return record.shape, None if health is None else (health.num_nan, health.num_posinf, health.num_neginf)
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters in all groups of an optimizer."""
-    return [x for group in optimizer.param_groups for x in group["params"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 
 def each_module(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -23,6 +24,11 @@ def each_parameter(root: nn.Module) -> Iterator[Tensor]:
     """Yield each parameter of the tree once, in the order of `root.parameters()`."""
     tensors = (x for _, module in each_module(root) for x in list(module._parameters.values()))
     yield from {id(x): x for x in tensors if x is not None}.values()
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters in all groups of an optimizer."""
+    return [x for group in optimizer.param_groups for x in group["params"]]
 
 
 def is_in(module: str, above: str) -> bool:
