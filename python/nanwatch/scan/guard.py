@@ -11,7 +11,6 @@ covered, also where they imported it before. Modules that are imported later are
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import os
 import sys
@@ -20,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import partial, reduce, wraps
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,6 +33,7 @@ from ..numerics.readable import local_shard, only_our_dispatch
 from ..recording.observe import holds_fractions, nonfinite, observe, state_tensors
 from ..records.record import Frame, Record, Role
 from ..util.imports import when_imported
+from ..util.modules import parameters_of
 from ..util.visible import first_few, suppressed, suppressing, visible, warn_user, without_wrappers
 from .files import tensors_in
 
@@ -85,20 +86,20 @@ class CheckpointGuard:
         # Infinities that the model began with are meant: a buffer for a running minimum, a bias that masks.
         self._meant: set[str] = set()
         with suppressing("the infinities that a model began with could not be read"), only_our_dispatch():
-            tensors = {id(x): (name, x) for name, x in self._model_tensors()}
-            bad = nonfinite(x for _, x in tensors.values())
-            self._meant = {tensors[id(x)][0] for x in bad if not bool(torch.isnan(x).any())}
+            names = {id(x): name for name, x in self._model_tensors()}
+            bad = nonfinite({id(x): x for _, x in self._model_tensors()}.values())
+            self._meant = {names[id(x)] for x in bad if not bool(torch.isnan(x).any())}
         self.remove = weakref.finalize(self, _forget, reference := weakref.ref(self))
         with _changing:
             _guards.append(reference)
             for seam in _SEAMS if len(_guards) == 1 else ():
-                _undo.append(when_imported(seam.module, functools.partial(_replace, seam)))
+                _undo.append(when_imported(seam.module, partial(_replace, seam)))
 
-    def examine(self, save: Save) -> list[Record]:
+    def examine(self, content: Any) -> list[Record]:
         """Return the records of what is not finite in it and is the watched model's."""
         faults = list[Record]()
         with suppressing("a checkpoint could not be read"), only_our_dispatch(), torch.no_grad():
-            tensors = [(keys, x) for keys, x in tensors_in(save.content) if holds_fractions(x)]
+            tensors = [(keys, x) for keys, x in tensors_in(content) if holds_fractions(x)]
             bad = {id(x) for x in nonfinite(x for _, x in tensors)}
             owned = [*self._model_tensors(), *self._states()] if bad else []
             for keys, x in tensors:
@@ -106,56 +107,54 @@ class CheckpointGuard:
                     name, tensor = owner
                     label = name if _storage(tensor) == _storage(x) else ".".join(keys)
                     role: Role = "weight" if isinstance(tensor, torch.nn.Parameter) else "buffer"
-                    faults.append(observe(x, label, role, self._allows_inf(name)))
+                    module, _, key = name.rpartition(".")
+                    allows_inf = not key.endswith("]") and self._reports.options.allows("inf", module)
+                    faults.append(observe(x, label, role, allows_inf or name in self._meant))
         return [record for record in faults if record.is_fault]
 
-    def _allows_inf(self, name: str) -> bool:
-        module, _, label = name.rpartition(".")
-        is_state = label.endswith("]")
-        return name in self._meant or (not is_state and self._reports.options.allows("inf", module))
-
-    def wrote(self, save: Save) -> None:
+    def wrote(self, content: Any) -> None:
         """Let older checkpoints be deleted again once a good one of the model is written."""
         if self.keeps:
             weights = list(self._model_tensors())
-            self.keeps = all(_owner(weights, keys, x) is None for keys, x in tensors_in(save.content))
+            self.keeps = all(_owner(weights, keys, x) is None for keys, x in tensors_in(content))
 
     def divert(self, save: Save, records: list[Record]) -> Any:
         """Save beside the name that was asked for, and act on the failure."""
         names = first_few([visible(record.label) or "the tensor" for record in records])
         which = "a tensor that is" if len(records) == 1 else f"{len(records):,} tensors that are"
         text = f"{save.seam.called} was given {which} not finite ({names})"
-        result = error = None
+        self.keeps, changed = True, dict[str, Any]()
         if save.is_joint:
-            try:  # the other ranks wait, and only an error of the save itself reaches them
-                save.write(planner=CheckpointRefusedError(text))
-            except BaseException as refusal:
-                error = refusal
-            text += ": no rank writes it"
+            changed, text = {"planner": CheckpointRefusedError(text)}, f"{text}: no rank writes it"
         elif save.path is not None:
             stem, ending = (save.path.rstrip("/"), "") if save.seam.is_folder else os.path.splitext(save.path)
-            beside = f"{stem}{_MARK}{ending}"
-            result = save.write(**{save.seam.place: beside})
-            self.keeps = True
-            text += f": the checkpoint is in {beside}, and {save.path} is untouched"
+            changed = {save.seam.place: f"{stem}{_MARK}{ending}"}
+            text += f": the checkpoint is in {stem}{_MARK}{ending}, and {save.path} is untouched"
         else:
-            result = None if self._raises else save.write()
             text += f", and wrote {'nothing' if self._raises else 'it'}: an open file has no other name"
+        # First, as the ranks of a joint save wait for this one.
+        result = self.write(save, **changed) if changed or not self._raises else None
         batch = max(self._reports.recorder.latest_batch, 0)
         frame = Frame(batch, "(checkpoint)", save.seam.called, tuple(records), "save")
         incident = self._reports.of_frame(frame)
         incident.remark(text)
         self._failures.step_follows(incident)
         warn_user(text)
-        return result if error is None else self.refused(save, error)
+        return result
 
-    def refused(self, save: Save, error: BaseException) -> None:
-        """Raise the error of a save, or warn where a rank has refused and the run goes on."""
-        failures = getattr(error, "failures", None)  # of a CheckpointException, which is no Exception
-        pairs = [x for x in failures.values() if isinstance(x, tuple)] if isinstance(failures, dict) else []
-        if self._raises or not any(isinstance(x, CheckpointRefusedError) for pair in pairs for x in pair):
-            raise error
-        warn_user(f"{save.seam.called}: a rank refused a checkpoint that is not finite, and no rank wrote it")
+    def write(self, save: Save, **changed: Any) -> Any:
+        """Save. Where a rank has refused, warn if the run goes on, or if it is this rank, which says so itself."""
+        try:
+            return save.write(**changed)
+        except BaseException as error:  # such as a CheckpointException, which has the failures by rank
+            is_joint = type(error).__name__ == "CheckpointException"
+            failures = getattr(error, "failures", {}) if is_joint else {}
+            is_refused = any(isinstance(x, CheckpointRefusedError) for x, _ in failures.values())
+            if not is_refused or (self._raises and "planner" not in changed):
+                raise
+            warn_user(
+                f"{save.seam.called}: a rank refused a checkpoint that is not finite, and no rank wrote it"
+            )
 
     def _model_tensors(self) -> Iterator[_Owned]:
         model = self._reports.model()
@@ -170,8 +169,8 @@ class CheckpointGuard:
         names = {} if model is None else parameter_names(model)
         for optimizer in instances_of(Optimizer):
             with suppressing("the state of an optimizer could not be listed"):
-                parameters = [x for group in optimizer.param_groups for x in group["params"]]
-                if optimizer is self._reports.options.optimizer or any(id(x) in names for x in parameters):
+                is_models = any(id(x) in names for x in parameters_of(optimizer))
+                if is_models or optimizer is self._reports.options.optimizer:
                     yield from ((label, x) for _, label, x in state_tensors(optimizer, names))
 
 
@@ -216,18 +215,17 @@ class Save:
         if place is None:
             place = getattr(bound.arguments.get("storage_writer"), "path", None)
         self.path = os.fsdecode(place) if isinstance(place, str | os.PathLike) else None
-        # No guard reads what goes beside a good one already, nor one tensor of many of DCP.
-        is_beside = self.path is not None and _MARK in os.path.basename(self.path.rstrip("/"))
-        self.is_left_alone = is_beside or (self.path is None and isinstance(self.content, Tensor))
+        # DCP saves each of its tensors in a thread of its own.
+        self.is_left_alone = self.path is None and isinstance(self.content, Tensor)
 
     @property
     def is_joint(self) -> bool:
         """Whether several ranks save the same checkpoint, and fail or succeed together."""
-        get = self._bound.arguments.get
-        if get("no_dist") or not get("use_collectives", True) or not self.seam.called.startswith(_DCP):
+        get, is_dcp = self._bound.arguments.get, self.seam.called.startswith(_DCP)
+        is_alone = get("no_dist") or not get("use_collectives", True)
+        if not is_dcp or is_alone or not distributed.is_available() or not distributed.is_initialized():
             return False
-        is_distributed = distributed.is_available() and distributed.is_initialized()
-        return is_distributed and distributed.get_world_size(get("process_group")) > 1
+        return distributed.get_world_size(get("process_group")) > 1
 
     def write(self, **changed: Any) -> Any:
         """Save as asked, or with changed arguments, past all guards."""
@@ -269,11 +267,11 @@ def _forget(reference: weakref.ref[CheckpointGuard]) -> None:
 def _replace(seam: Seam) -> None:
     try:
         *owners, name = seam.name.split(".")
-        owner: Any = functools.reduce(getattr, owners, sys.modules[seam.module])
+        owner: Any = reduce(getattr, owners, sys.modules[seam.module])
         function = _guarded(seam, original := vars(owner)[name])
         with _changing:
             if _guards:
-                _undo.append(functools.partial(_swap, owner, function, original))
+                _undo.append(partial(_swap, owner, function, original))
                 _swap(owner, original, function)
     except Exception:  # another version of the library
         suppressed(f"{seam.module}.{seam.name} could not be guarded")
@@ -292,7 +290,7 @@ def _swap(owner: Any, old: Any, new: Any) -> None:
 def _guarded(seam: Seam, original: Any) -> Any:
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
+    @wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
         guards = [guard for reference in tuple(_guards) if (guard := reference()) is not None]
         if not seam.called and any(guard.keeps for guard in guards):
@@ -304,14 +302,11 @@ def _guarded(seam: Seam, original: Any) -> Any:
         if call is None or call.is_left_alone:
             return original(*args, **kwargs)
         for guard in guards:
-            if faults := guard.examine(call):
+            if faults := guard.examine(call.content):
                 return guard.divert(call, faults)
-        try:
-            result = call.write()
-        except BaseException as error:
-            return guards[0].refused(call, error)
+        result = guards[0].write(call)
         for guard in guards:
-            guard.wrote(call)
+            guard.wrote(call.content)
         return result
 
     return save

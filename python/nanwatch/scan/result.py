@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..numerics.formats import BY_NAME, TensorHealth
 from ..records.reading import plain
-from ..util.visible import first_few, visible, without_wrappers
+from ..util.visible import visible, without_wrappers
 
-SCHEMA, VERSION = "nanwatch.scan", 5
+SCHEMA, VERSION = "nanwatch.scan", 6
 _MOST_LINES = 10  # of one kind in the text
-_UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +36,26 @@ class TensorScan:
     first_dead_rows: tuple[int, ...] = ()
 
     @property
-    def is_encoded(self) -> bool:
-        """Whether its elements share scales in blocks of GGUF."""
-        return self.health is not None and self.dtype not in BY_NAME
-
-    @property
     def is_float(self) -> bool:
-        """Whether its elements are numbers of floating point with a sign."""
-        return self.is_encoded or (self.dtype in BY_NAME and BY_NAME[self.dtype].has_sign_bit)
+        """Whether its values were read and are numbers of floating point with a sign, also as blocks of GGUF."""
+        return self.health is not None and (self.dtype not in BY_NAME or BY_NAME[self.dtype].has_sign_bit)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Something that a scan met. A fault makes a checkpoint unsound, anything else is worth a look.
 
-    `kind` is "file", "lost", "non-finite", "mask", "all zero", "zeros", "dead", "subnormal", "range", "outlier" or
-    "not checked".
+    `kind` is "file", "lost", "non-finite", "mask", "zeros", "dead", "range", "outlier" or "not checked".
     """
 
     kind: str
     is_fault: bool
     text: str
     tensors: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        names = f"{', '.join(self.tensors)}: " if self.tensors else ""
+        return f"{self.kind:<12} {names}{self.text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,7 @@ class Change:
 
     `kind` is "equal" (to the bit), "converted" (each element is the nearest in the narrower format), "changed",
     "missing there", "only there", or "not compared" with the reason in `text`. `relative` is the norm of the difference
-    by that of the original, `largest` the largest difference of an element, at number `at` in C order.
+    by that of the original.
     """
 
     name: str
@@ -75,12 +72,11 @@ class Change:
     kind: str
     text: str = ""
     relative: float = 0.0
-    largest: float = 0.0
-    at: int = -1
 
     def __str__(self) -> str:
         names = " -> ".join(dict.fromkeys(name for name in (self.name, self.other) if name))
-        return f"{names} ({self.text})" if self.text else names
+        text = f" ({self.text})" if self.text else ""
+        return f"{self.relative:>9.3g} {self.kind:>13}  {names}{text}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -123,49 +119,35 @@ class Scan:
             verdict = f"{num_faults} fault{'s' * (num_faults > 1)}"
         not_checked = f", {num_unread} tensors not checked" if num_unread else ""
         size = sum(tensor.nbytes for tensor in self.tensors)
-        unit, name = next((pair for pair in _UNITS if size >= pair[0]), _UNITS[-1])
         dtypes = Counter(tensor.dtype for tensor in self.tensors).most_common()
         listed = f" ({', '.join(f'{dtype} {count:,}' for dtype, count in dtypes)})" if dtypes else ""
-        amount = f"{len(self.tensors):,} tensors, {size / unit:.3g} {name}{listed}"
-        lines = [f"{', '.join(self.paths)}: {verdict}{not_checked}", amount]
-        for title, is_fault in (("Faults", True), ("Worth a look", False)):
-            by_kind: dict[str, list[str]] = {}
-            for problem in self.problems:
-                if problem.is_fault is is_fault:
-                    names = f"{first_few(problem.tensors)}: " if problem.tensors else ""
-                    by_kind.setdefault(problem.kind, []).append(f"  {problem.kind:<12} {names}{problem.text}")
-            lines += ["", f"{title}:"] if by_kind else []
-            lines += [line for texts in by_kind.values() for line in _shortened(texts)]
-        return "\n".join(map(visible, [*lines, *self._change_lines()]))
+        lines = [f"{', '.join(self.paths)}: {verdict}{not_checked}"]
+        lines += [f"{len(self.tensors):,} tensors, {size / 1e6:,.2f} MB{listed}"]
+        for title, is_fault in (("Faults:", True), ("Worth a look:", False)):
+            lines += _section(title, [problem for problem in self.problems if problem.is_fault is is_fault])
+        if self.against is not None:
+            counts = Counter(change.kind for change in self.changes).items()
+            listed = ", ".join(f"{count:,} {kind}" for kind, count in counts) or "nothing to compare"
+            lines += ["", f"Original: {', '.join(self.paths)}. What became of it: {self.against}."]
+            lines += [f"{'Faithful' if self.is_faithful else 'Not the same'}: {listed}"]
+            changes = [x for x in self.changes if x.kind != "equal" or _is_renamed(x)]
+            changes.sort(key=lambda change: -change.relative)
+            lines += _section(f"{'relative':>11} {'':>13}  tensor", changes)
+        return "\n".join(map(visible, lines))
 
     __repr__ = to_text
 
-    def _change_lines(self) -> Iterator[str]:
-        """Yield which side is the original, the verdict, the largest changes, and what has another name or none."""
-        if self.against is None:
-            return
 
-        def of(*kinds: str) -> list[Change]:
-            return [change for change in self.changes if change.kind in kinds]
-
-        counts = Counter(change.kind for change in self.changes).items()
-        listed = ", ".join(f"{count:,} {kind}" for kind, count in counts)
-        yield from ("", f"Original: {', '.join(self.paths)}. What became of it: {self.against}.")
-        yield f"{'Faithful' if self.is_faithful else 'Not the same'}: {listed or 'nothing to compare'}"
-        if compared := of("converted", "changed", "not compared"):
-            yield from ("", f"  {'relative':>9} {'largest':>9} {'kind':>12}  tensor")
-        compared.sort(key=lambda change: -change.relative)
-        yield from _shortened([f"  {x.relative:>9.3g} {x.largest:>9.3g} {x.kind:>12}  {x}" for x in compared])
-        renamed = [row for row in of("equal") if without_wrappers(row.name) != without_wrappers(row.other)]
-        for words, changes in (
-            ("equal under other names", renamed),
-            ("in the original only", of("missing there")),
-            (f"in {self.against} only", of("only there")),
-        ):
-            if changes:
-                yield f"  {words}: {first_few([*map(str, changes)])}"
+def _is_renamed(change: Change) -> bool:
+    return without_wrappers(change.name) != without_wrappers(change.other)
 
 
-def _shortened(lines: list[str]) -> list[str]:
-    left = len(lines) - _MOST_LINES
-    return [*lines[:_MOST_LINES], *([f"    and {left:,} more (--json has them all)"] if left > 0 else [])]
+def _section(title: str, rows: Sequence[Problem | Change]) -> Iterator[str]:
+    """Yield the title and the first rows of each kind, nothing where there are no rows."""
+    if rows:
+        yield from ("", title)
+    for kind in dict.fromkeys(row.kind for row in rows):
+        texts = [str(row) for row in rows if row.kind == kind]
+        yield from (f"  {text}" for text in texts[:_MOST_LINES])
+        if (left := len(texts) - _MOST_LINES) > 0:
+            yield f"    and {left:,} more (--json has them all)"

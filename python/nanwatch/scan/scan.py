@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from math import inf, isinf, prod, sqrt
 from os import PathLike
 from pathlib import Path
@@ -31,18 +31,16 @@ from .result import Change, Problem, Scan, TensorScan
 
 PART = 1 << 22  # bytes: a call reads two or three, so that threads rarely wake and memory stays small
 _STEP = 1 << 18  # elements of a comparison: its temporaries stay in the caches
-_MANY_ZEROS, _MANY_ENCODED_ZEROS = 0.1, 0.25  # blocks of 4 bits make up to 17 % of random numbers zero
-_MANY_SUBNORMALS = 0.01
+_MANY_ZEROS = 0.25  # blocks of 4 bits make up to 17 % of random numbers zero
 _SHOWN = 5  # dead rows whose numbers are kept
 _CASTS = {dtype: BY_NAME[dtype_name(dtype)].ends for dtype in (torch.float16, torch.bfloat16)}
 _MOST_THREADS = 16  # more are no faster, and each has a part in memory
 # Relative, of a tensor: rounding to float8_e5m2 takes at most this. A cast that makes everything zero takes more.
 _MOST_ROUNDED = 0.125
-_NO_SUMS = torch.empty(0, dtype=torch.int64)
 
 Member: TypeAlias = tuple[Stored, TensorScan]
+_Part: TypeAlias = tuple[Stored, Tensor]
 _Row: TypeAlias = tuple[list[float], Tensor]  # of a part: its health, and sums for the fingerprint
-_Part: TypeAlias = "tuple[_Reading, int, Tensor]"  # its first element, and the bytes to decode
 
 
 def scan(
@@ -96,13 +94,10 @@ def scan(
 
 
 @torch.inference_mode()  # without autograd a tensor of 1 MiB takes a tenth less
-def _read_all(
-    paths: Sequence[str | PathLike[str]], tell: Tell, *, fingerprints: bool
-) -> tuple[list[Member], list[Problem]]:
+def _read_all(paths: Sequence[Any], tell: Tell, *, fingerprints: bool) -> tuple[list[Member], list[Problem]]:
     entries = [entry for path in paths for entry in open_checkpoint(Path(path))]
     readings: list[_Reading] = []
-    num_threads = min(torch.get_num_threads(), _MOST_THREADS)
-    with ThreadPoolExecutor(num_threads, "nanwatch-scan", _compute_alone) as pool:
+    with ThreadPoolExecutor(min(torch.get_num_threads(), _MOST_THREADS), initializer=_compute_alone) as pool:
         # No thread reads meanwhile: it would wake when a call of PyTorch here lets go of the interpreter, as most do.
         for number, entry in enumerate(entries):
             if isinstance(entry, Stored):
@@ -127,14 +122,13 @@ def _compute_alone() -> None:
 
 
 class _Reading:
-    """One tensor while it is read: the fields of its TensorScan, its parts, and by their first elements their rows."""
+    """One tensor while it is read: its parts of `step` elements, and the fields of its TensorScan."""
 
     def __init__(self, stored: Stored) -> None:
-        self.stored, self.is_mapped = stored, False
-        self.facts: dict[str, Any] = {}
-        self.parts: list[_Part] = []
-        self.rows: dict[int, _Row] = {}
+        self.stored, self.is_mapped, self.step = stored, False, 0
         self.x: Tensor | None = None
+        self.parts: Sequence[Tensor] = ()
+        self.facts: dict[str, Any] = {}
         try:
             x = stored.load()
             shape = () if x.is_nested else tuple(x.shape)  # some sizes of a nested tensor are no numbers
@@ -144,72 +138,76 @@ class _Reading:
             if not is_plain(x):
                 self.facts["health"] = tensor_health(x)
                 return
-            step = PART // (4 if stored.encoding else x.element_size())
-            parts = [(self, start, raw) for start, raw in stored.parts(x, step)]
             if stored.encoding is not None:
                 self.facts.update(dtype=stored.encoding.name.lower(), shape=stored.shape)
                 stored.decode(x.reshape(-1)[: stored.block[1]])  # raises where gguf has no decoder
-            address = parts[0][2].data_ptr() if parts else 0  # the parts of a transposed tensor are a copy
-            self.is_mapped = any(address in region for region in stored.regions)
-            self.x, self.parts = x, parts
+            self.facts["nbytes"], self.x = x.nbytes, x
+            self.step = PART // (4 if stored.encoding else x.element_size())
+            self.parts = stored.parts(x, self.step)
+            self.is_mapped = any(self.parts[0].data_ptr() in region for region in stored.regions)
         except Exception as error:
             # PyTorch does not read the dtype or layout, or a library meets the damage when it loads the tensor.
             kind = "unread" if isinstance(error, TypeError | NotImplementedError) else "lost"
             self.facts[kind] = spell(error)
 
-    def conclude(self, fingerprints: bool) -> None:
-        """Put together what the parts have, and let go of the tensor."""
-        x, facts, parts, self.x, self.parts = self.x, self.facts, self.parts, None, []
+    def conclude(self, rows: Sequence[_Row], fingerprints: bool) -> None:
+        """Put together what was read of the parts, and let go of the tensor."""
+        x, self.x, self.parts = self.x, None, ()
         if x is None:
             return
-        columns = {start: self.rows[start][0] for _, start, _ in parts}
-        facts["nbytes"], facts["health"] = x.nbytes, health_of_parts(columns, facts["shape"])
+        columns = {number * self.step: row for number, (row, _) in enumerate(rows)}
+        health = self.facts["health"] = health_of_parts(columns, self.facts["shape"])
         if fingerprints:
-            sums = torch.cat([_NO_SUMS, *(self.rows[start][1] for _, start, _ in parts)])
-            facts["fingerprint"] = sealed(sums, dtype_name(x.dtype), x.shape)
+            self.facts["fingerprint"] = sealed(
+                torch.cat([sums for _, sums in rows]), dtype_name(x.dtype), x.shape
+            )
         has_rows = self.stored.encoding is None and x.is_floating_point() and x.dim() > 1
         # With fewer zeros than a row has elements no row is dead.
-        if has_rows and 1 < (width := prod(x.shape[1:])) <= facts["health"].num_zero:
-            facts["dead_rows"], facts["first_dead_rows"] = _dead_rows(self.stored, x, width)
+        if has_rows and 1 < (width := prod(x.shape[1:])) <= health.num_zero:
+            dead = _dead_rows(self.stored, x.reshape(-1, width))
+            self.facts["dead_rows"], self.facts["first_dead_rows"] = dead
 
 
 def _read(pool: ThreadPoolExecutor, tell: Tell, fingerprints: bool, readings: Sequence[_Reading]) -> None:
     groups, room = list[list[_Part]](), 0
-    for part in (part for reading in readings for part in reading.parts):
+    for stored, part in ((reading.stored, part) for reading in readings for part in reading.parts):
         if room <= 0:
             groups.append([])
             room = 2 * PART
-        groups[-1].append(part)
+        groups[-1].append((stored, part))
         # A part that is to be decoded becomes as large as PART, and is read alone.
-        room = 0 if part[0].stored.encoding else room - part[2].nbytes
-    for number, _ in enumerate(pool.map(partial(_read_group, fingerprints=fingerprints), groups)):
+        room = 0 if stored.encoding else room - part.nbytes
+    rows: list[_Row] = []
+    for number, group_rows in enumerate(pool.map(partial(_read_group, fingerprints), groups)):
         tell("reading", number, len(groups), "parts")
+        rows += group_rows
+    rows_left = iter(rows)
     for reading in readings:
-        reading.conclude(fingerprints)
+        reading.conclude([*islice(rows_left, len(reading.parts))], fingerprints)
 
 
 @torch.inference_mode()
-def _read_group(group: Sequence[_Part], fingerprints: bool) -> None:
+def _read_group(fingerprints: bool, group: Sequence[_Part]) -> Sequence[_Row]:
     """Read the parts by one call, and give their pages back."""
-    rows = healths([reading.stored.decode(raw) for reading, _, raw in group])
-    for (reading, start, raw), row in zip(group, rows, strict=True):
-        reading.rows[start] = row, block_sums(raw) if fingerprints else _NO_SUMS
-    for stored in {reading.stored.regions: reading.stored for reading, *_ in group}.values():
-        stored.release(*(raw for *_, raw in group))
+    columns = healths([stored.decode(part) for stored, part in group])
+    rows = [(row, block_sums(x) if fingerprints else x) for row, (_, x) in zip(columns, group, strict=True)]
+    for stored in {stored.regions: stored for stored, _ in group}.values():
+        stored.release(*(part for _, part in group))
+    return rows
 
 
-def _dead_rows(stored: Stored, x: Tensor, width: int) -> tuple[int, tuple[int, ...]]:
-    """Return how many rows of this width are all zero, and the numbers of the first."""
-    # One tensor for all rows: small results between the temporaries of `any` would keep their memory from the next.
-    live = torch.zeros(x.numel() // width, dtype=torch.bool)
-    parts = stored.parts(x, max((1 << 20) // width, 1) * width)
-    for (_, before), (start, raw) in pairwise([(0, x[:0]), *parts]):
-        values = raw.float() if raw.element_size() == 1 else raw  # `any` refuses formats of 8 bits
-        live[start // width :][: len(values) // width] = values.view(-1, width).any(1)
-        stored.release(before, raw)  # with the first page Linux has mapped pages of the part before again
-    num_dead = len(live) - int(live.count_nonzero())
-    dead = (number for number, is_live in enumerate(live.numpy()) if not is_live)
-    return num_dead, tuple(islice(dead, min(num_dead, _SHOWN)))
+def _dead_rows(stored: Stored, rows: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Return how many rows are all zero, and the numbers of the first."""
+    count, first = 0, list[int]()
+    step = max((1 << 19) // rows.shape[1], 1)
+    for start in range(0, len(rows), step):
+        # PyTorch's `any` refuses formats of 8 bits.
+        dead = rows[start : start + step].double().any(1).logical_not_().nonzero().flatten().numpy()
+        count += len(dead)
+        first += (start + dead[: _SHOWN - len(first)]).tolist()
+        # With the first page Linux has mapped pages of the part before again.
+        stored.release(rows[max(start - step, 0) : start + step])
+    return count, tuple(first)
 
 
 # Search for problems in the tensors.
@@ -230,29 +228,21 @@ def _remarks(tensor: TensorScan) -> Iterator[tuple[str, bool, str]]:
         counts = {"nan": health.num_nan, "inf": health.num_posinf, "-inf": health.num_neginf}
         text = ", ".join(f"{count:,} {value}" for value, count in counts.items() if count)
         text += f" of {numel:,}, the first at {[*(health.first_nonfinite or ())]}"
-        text += "; all others are 0, as in a mask" if is_mask else ""
-        yield "mask" if is_mask else "non-finite", not is_mask, text
-    if tensor.is_float and num_zero == numel > 1:
-        yield "all zero", False, f"all {numel:,} elements"
-    if is_mask or not tensor.is_float or num_zero == numel:
+        yield ("mask", False, f"{text}; all others are 0") if is_mask else ("non-finite", True, text)
+    if is_mask or not tensor.is_float:
         return
-    if num_zero >= (_MANY_ENCODED_ZEROS if tensor.is_encoded else _MANY_ZEROS) * numel:
+    if num_zero > 1 and num_zero >= _MANY_ZEROS * numel:
         yield "zeros", False, f"{num_zero / numel:.1%} of {numel:,}"
-    if count := tensor.dead_rows:
+    if 0 < (count := tensor.dead_rows) < tensor.shape[0]:
         listed = ", ".join(map(str, tensor.first_dead_rows)) + (", ..." if count > _SHOWN else "")
         yield "dead", False, f"{count:,} rows are all zero: {listed}"
-    if health.num_subnormal >= _MANY_SUBNORMALS * numel:
-        share = f"{health.num_subnormal / numel:.1%}"
-        yield "subnormal", False, f"{share} of {numel:,} are subnormal in {tensor.dtype}"
     ends = limits(tensor.dtype)
     for dtype, narrow in _CASTS.items():
-        if ends is None or ends.largest <= narrow.largest or largest == 0:  # nothing but zeros and nan
-            continue
-        target = dtype_name(dtype)
-        if largest > narrow.largest and isinf(torch.tensor(largest, dtype=torch.float64).to(dtype)):
-            yield "range", False, f"abs max {largest:.4g} overflows in {target}"
-        elif largest < narrow.smallest_normal:
-            text = f"abs max {largest:.4g}: every element would be subnormal or zero in {target}"
+        is_wider = ends is not None and ends.largest > narrow.largest
+        if is_wider and isinf(torch.tensor(largest, dtype=torch.float64).to(dtype)):
+            yield "range", False, f"abs max {largest:.4g} overflows in {dtype_name(dtype)}"
+        elif is_wider and 0 < largest < narrow.smallest_normal:
+            text = f"abs max {largest:.4g}: every element would be subnormal or zero in {dtype_name(dtype)}"
             yield "range", False, text
 
 
@@ -273,27 +263,24 @@ def _outliers(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
 def _changes(first: Sequence[Member], second: Sequence[Member], tell: Tell) -> Iterator[Change]:
     """Yield how the tensors of `second` differ from those of `first`.
 
-    They are matched by name, and by fingerprint where names differ.
+    They are matched by name, and by fingerprint where names differ. Names that occur twice, as in a folder with the
+    random states of several ranks, are matched in their order.
     """
-    by_name = dict(zip(_names(second), second, strict=True))
-    matches = [by_name.pop(name, None) for name in _names(first)]
-    by_value = {_value(tensor): name for name, (_, tensor) in by_name.items()}
+    by_name, by_value = defaultdict[str, deque[Member]](deque), defaultdict[int | None, deque[Member]](deque)
+    for member in second:
+        by_name[without_wrappers(member[1].name)].append(member)
+    named = [by_name[without_wrappers(tensor.name)] for _, tensor in first]
+    matches = [members.popleft() if members else None for members in named]
+    for member in (member for members in by_name.values() for member in members):
+        by_value[_value(member[1])].append(member)
     for number, (member, match) in enumerate(zip(first, matches, strict=True)):
         tell("comparing", number, len(first), "tensors")
-        if match is None and (value := _value(member[1])) is not None:
-            match = by_name.pop(by_value.pop(value, ("", 0)), None)
+        value = _value(member[1])
+        if match is None and value is not None and by_value[value]:
+            match = by_value[value].popleft()
         yield Change(member[1].name, "", "missing there") if match is None else _change(member, match)
-    for _, tensor in by_name.values():
-        yield Change("", tensor.name, "only there")
-
-
-def _names(members: Sequence[Member]) -> Iterator[tuple[str, int]]:
-    """Yield each name and how often it came before, as in a folder with the random states of several ranks."""
-    counts = Counter[str]()
-    for _, tensor in members:
-        name = without_wrappers(tensor.name)
-        yield name, counts[name]
-        counts[name] += 1
+    left = (member for members in by_value.values() for member in members)
+    yield from (Change("", tensor.name, "only there") for _, tensor in left)
 
 
 def _value(tensor: TensorScan) -> int | None:
@@ -319,33 +306,23 @@ def _change(first: Member, second: Member) -> Change:
 
 def _distance(first: Member, second: Member) -> Change:
     (stored, a), (other, b) = first, second
-    noise = square = largest = 0.0
-    at, num_lost = -1, 0  # finite elements that are nan or inf in the second
-    unrounded = [0, 0]  # elements that are not the nearest in the second's format, and in the first's
-    parts = (member.parts(member.load(), _STEP) for member in (stored, other))
-    for (start, raw), (_, other_raw) in zip(*parts, strict=True):
+    noise = square = 0.0
+    is_cast = True  # each element of the narrower format is the nearest to the other's
+    for raw, other_raw in zip(*(side.parts(side.load(), _STEP) for side in (stored, other)), strict=True):
         x, y = stored.decode(raw), other.decode(other_raw)
-        unrounded = [unrounded[0] + _unrounded(x, y), unrounded[1] + _unrounded(y, x)]
+        is_cast = is_cast and (_equal(x.to(y.dtype), y) or _equal(y.to(x.dtype), x))
         x, y = x.double(), y.double()
-        num_lost += int((x.isfinite() & ~y.isfinite()).sum())
         difference = (y - x).masked_fill((x == y) | (x.isnan() & y.isnan()), 0).nan_to_num(inf, inf, -inf)
         noise += float(difference.square().sum())
         square += float(x.nan_to_num(0, 0, 0).square().sum())
-        most, place = torch.max(difference.abs(), 0)
-        if float(most) > largest:
-            largest, at = float(most), start + int(place)
         stored.release(raw)
         other.release(other_raw)
     relative = sqrt(noise / square) if square else (inf if noise else 0.0)
-    remarks = [f"{a.dtype} to {b.dtype}"] if a.dtype != b.dtype else []
-    remarks += [f"{num_lost:,} finite elements become nan or inf"] if num_lost else []
-    is_rounded = 0 in unrounded and relative <= _MOST_ROUNDED and not (a.is_encoded or b.is_encoded)
-    kind = "equal" if noise == 0 and a.dtype == b.dtype else "converted" if is_rounded else "changed"
-    return Change(a.name, b.name, kind, ", ".join(remarks), relative, largest, at)
+    if a.dtype == b.dtype:
+        return Change(a.name, b.name, "changed" if noise else "equal", "", relative)
+    kind = "converted" if is_cast and relative <= _MOST_ROUNDED else "changed"
+    return Change(a.name, b.name, kind, f"{a.dtype} to {b.dtype}", relative)
 
 
-def _unrounded(a: Tensor, b: Tensor) -> int:
-    """Return the number of elements of `b` that are not the nearest to those of `a`."""
-    # PyTorch does not compare numbers of 8 bits.
-    nearest, actual = (x.float() if x.element_size() == 1 else x for x in (a.to(b.dtype), b))
-    return int(((nearest != actual) & ~(nearest.isnan() & actual.isnan())).sum())
+def _equal(x: Tensor, y: Tensor) -> bool:
+    return torch.allclose(x.double(), y.double(), rtol=0, atol=0, equal_nan=True)

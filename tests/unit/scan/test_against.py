@@ -29,9 +29,8 @@ def test_a_change_is_measured_and_placed(weights, tmp_path):
     result = compared(weights, other, tmp_path)
     (change,) = [change for change in result.changes if change.kind != "equal"]
     difference = (other[name].double() - weights[name].double()).norm() / weights[name].double().norm()
-    assert (change.name, change.kind, change.at) == (name, "changed", 2 * 8 + 3)
+    assert (change.name, change.kind) == (name, "changed")
     assert change.relative == pytest.approx(float(difference))
-    assert change.largest == pytest.approx(0.5)
     assert not result.is_faithful
 
 
@@ -53,8 +52,7 @@ def test_bits_that_are_cut_off_in_place_of_rounded_are_a_change(weights, tmp_pat
 def test_a_cast_that_does_more_than_round_is_a_change(value, dtype, tmp_path):
     x = torch.full((4, 4), value)
     (change,) = compared({"x": x}, {"x": x.to(dtype)}, tmp_path).changes
-    assert change.kind == "changed"
-    assert ("16 finite elements become nan or inf" in change.text) == (value == 1e6)
+    assert (change.kind, change.relative) == ("changed", float("inf") if value == 1e6 else 1.0)
 
 
 def test_renamed_missing_and_reshaped_tensors_are_named(weights, tmp_path):
@@ -72,10 +70,11 @@ def test_renamed_missing_and_reshaped_tensors_are_named(weights, tmp_path):
     assert kinds["layers.1.k.weight"] == "converted"  # a nan in both is no difference
     assert kinds["layers.0.q.weight"] == "equal"
     text = f"{result.to_text()}\n"
-    original, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    assert f"Original: {original}. What became of it: {other}.\nNot the same: " in text
-    assert "equal under other names: layers.0.q.weight -> h.q\n" in text
-    assert f"in the original only: norm\n  in {other} only: extra\n" in text
+    names = f"Original: {tmp_path}/a.safetensors. What became of it: {tmp_path}/b.safetensors."
+    assert f"{names}\nNot the same: " in text
+    rows = ("equal  layers.0.q.weight -> h.q", "missing there  norm", "only there  extra")
+    assert all(f" {row}\n" in text for row in rows)
+    assert " layers.0.k.weight" not in text  # equal under its own name
 
 
 def test_names_that_occur_twice_are_matched_in_order(tmp_path):

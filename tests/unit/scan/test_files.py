@@ -69,11 +69,9 @@ def test_each_format_has_the_tensors_that_were_written(kind, tmp_path):
     path, expected = write(kind, tmp_path)
     result = nanwatch.scan(path, against=path)
     tensors = {tensor.name: tensor for tensor in result.tensors}
-    assert (result.is_sound, result.is_faithful) == (True, True)
-    assert tensors.keys() == expected.keys()
+    assert (result.is_sound, result.is_faithful, tensors.keys()) == (True, True, expected.keys())
     for name, x in expected.items():
-        assert tensors[name].shape == tuple(x.shape)
-        assert tensors[name].health == nanwatch.tensor_health(x)
+        assert (tensors[name].shape, tensors[name].health) == (tuple(x.shape), nanwatch.tensor_health(x))
         if name != "q8":
             assert tensors[name].fingerprint == nanwatch.fingerprint(x)
 
@@ -87,9 +85,9 @@ def test_blocks_are_decoded_part_by_part(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf, "dequantize", calls.dequantize)
     monkeypatch.setattr(scan_module, "healths", calls.healths)
     assert nanwatch.scan(write("gguf", tmp_path)[0]).is_sound
-    names = [call[0] for call in calls.mock_calls]
-    assert names.count("dequantize") == 5  # one tells whether gguf can
-    assert "dequantize dequantize" not in " ".join(names)
+    names = " ".join(call[0] for call in calls.mock_calls)
+    assert names.count("dequantize") == 5  # one asks whether gguf can
+    assert "dequantize dequantize" not in names
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dcp"])
@@ -168,10 +166,17 @@ def test_an_index_names_missing_files_and_tensors(tmp_path):
     assert ["'../x.safetensors'" in files[0], "'two.safetensors'" in files[1]] == [True, True]
 
 
-def test_a_missing_file_of_dcp_is_named(tmp_path):
+def test_a_missing_part_or_file_of_dcp_is_lost(tmp_path):
     path, _ = write("dcp", tmp_path)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["norm"].chunks.clear()  # as where a rank had no part in the save
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (problem,) = nanwatch.scan(path).problems
+    assert (problem.tensors, problem.is_fault) == (("norm",), True)
+    assert "0 of 7 elements" in problem.text
     (path / "__0_0.distcp").unlink()
-    assert all("__0_0.distcp" in tensor.lost for tensor in nanwatch.scan(path).tensors)
+    lost = [tensor.lost for tensor in nanwatch.scan(path).tensors if tensor.name != "norm"]
+    assert all("__0_0.distcp" in text for text in lost)
 
 
 @pytest.mark.parametrize(

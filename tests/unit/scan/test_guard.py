@@ -71,7 +71,7 @@ SAVES: dict[str, Callable[[Run], object]] = {
     ),
     "dcp": lambda run: dcp.save(run.everything(), checkpoint_id=run.folder / "a"),
     "dcp writer": lambda run: dcp.save(
-        run.everything(), storage_writer=dcp.FileSystemWriter(run.folder / "step-1.5")
+        run.everything(), storage_writer=dcp.FileSystemWriter(run.folder / "step-1.5", thread_count=2)
     ),
     "dcp async": lambda run: dcp.async_save(run.everything(), checkpoint_id=str(run.folder / "a")).result(),
 }
