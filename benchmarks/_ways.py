@@ -20,8 +20,7 @@ from torch import nn
 
 import nanwatch
 from nanwatch.instrumentation.slot import attach, detach, wrappers
-from nanwatch.session.api import start_watch
-from nanwatch.session.options import make_options
+from nanwatch.session.api import make_options, start_watch
 
 Way = Callable[[], AbstractContextManager[Any]]
 

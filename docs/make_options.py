@@ -7,11 +7,9 @@ A test fails where the page is not what this script writes.
 
 from __future__ import annotations
 
-from dataclasses import Field
 from pathlib import Path
-from typing import Any
 
-from nanwatch.session.options import OPTIONS
+from nanwatch.session.api import GIVEN, TEXTS
 
 PLACE = Path(__file__).with_name("options.md")
 HEAD = """\
@@ -20,8 +18,7 @@ HEAD = """\
 These are the keyword arguments of `nanwatch.watch` and of the [callbacks for trainers](integrations.md), the flags of
 `nanwatch run` (`ignore_modules` is `--ignore-modules`), and the words of the environment variable
 [`NANWATCH_OPTIONS`](environment.md#options-without-code); `optimizer` is for code alone. What the variable says
-replaces what the code says. `audit`, `replicas` and `attention` take a number N for every N-th step or batch; `True`
-means every 100th.
+replaces what the code says. `True` for `audit`, `replicas` and `attention` means every 100th step or batch.
 
 | option and default | meaning |
 |---|---|
@@ -61,15 +58,8 @@ TAIL = """
 
 
 def page() -> str:
-    options = "".join(
-        f"| `{name}={default(option)}` | {option.metadata['text']} |\n" for name, option in OPTIONS.items()
-    )
-    return HEAD + options + TAIL
-
-
-def default(option: Field[Any]) -> str:
-    is_words = isinstance(option.default, tuple) and option.default
-    return repr(" ".join(option.default) if is_words else option.default)
+    options = (f"| `{name}={default!r}` | {TEXTS[name]} |\n" for name, default in GIVEN.items())
+    return HEAD + "".join(options) + TAIL
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from .session.api import Watch as Watch
     from .session.api import replay as replay
     from .session.api import watch as watch
-    from .session.options import Audit as Audit
-    from .session.options import Trace as Trace
+    from .session.kinds import Audit as Audit
+    from .session.kinds import Trace as Trace
     from .sinks.sink import Sink as Sink
     from .trace.comparison import diff as diff
 else:
@@ -61,7 +61,7 @@ else:
         "report.finding": ("Finding",),
         "report.report": ("NonFiniteError", "Report"),
         "session.api": ("Watch", "replay", "watch"),
-        "session.options": ("Audit", "Trace"),
+        "session.kinds": ("Audit", "Trace"),
         "trace.comparison": ("diff",),
     }
     _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

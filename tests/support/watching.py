@@ -6,8 +6,7 @@ from unittest import mock
 
 from torch import nn
 
-from nanwatch.session.api import start_watch
-from nanwatch.session.options import OPTIONS, Options, make_options
+from nanwatch.session.api import OPTIONS, Options, make_options, start_watch
 from nanwatch.session.watch import Watch
 from nanwatch.sinks.sink import Sink
 from nanwatch.sinks.trackers import sink_for

@@ -23,9 +23,9 @@ from ..blackbox.process import process_box
 from ..report import text
 from ..report.report import NonFiniteError
 from ..session import model_finder
-from ..session.api import Watch, start_watch
+from ..session.api import GIVEN, OPTIONS, TEXTS, Options, Watch, make_options, start_watch
+from ..session.kinds import flag, flag_or_none, parts
 from ..session.model_finder import MAX_MODELS, ModelFinder
-from ..session.options import OPTIONS, Options, flag, flag_or_none, make_options, parts
 from ..util.visible import spell, visible
 from .commands import Parser, UseError
 
@@ -85,14 +85,14 @@ def run_parser() -> argparse.ArgumentParser:
 
 
 def _add_flag(group: argparse._ArgumentGroup, option: Field[Any]) -> None:
-    text, how = option.metadata["text"], {"metavar": option.metadata["metavar"]}
+    default, text = GIVEN[option.name], TEXTS.get(option.name, "")
+    how: dict[str, Any] = {"metavar": option.metadata["metavar"]}
     if option.metadata["kind"] in (flag, flag_or_none):
         how = {"action": argparse.BooleanOptionalAction}
-    elif option.default == ():
+    elif default == ():
         how |= {"action": "extend", "type": parts}
         text += "; may be repeated"
-    if option.default not in (None, False, ()):
-        default = " ".join(option.default) if isinstance(option.default, tuple) else option.default
+    if default not in (None, False, ()):
         text += f" (default: {'on' if default is True else default})"
     group.add_argument(
         f"--{option.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text.replace("%", "%%"), **how

@@ -10,6 +10,7 @@ import copyreg
 import sys
 from collections import deque
 from collections.abc import Container, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -25,7 +26,8 @@ from ..recording.observe import observe, own_tensors
 from ..records.record import Frame, Note, Record, Role
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError
-from ..session.options import MAX_BATCH, Options, whole
+from ..session.api import DEFAULTS
+from ..session.kinds import MAX_BATCH, whole
 from ..session.watch import EventDispatch, Watch
 from ..util.imports import when_imported
 from ..util.visible import visible, warn_user, with_utf8
@@ -153,8 +155,7 @@ class DebugUnderflowOverflow:
         self.model = model
         batches: Any = () if trace_batch_nums is None else trace_batch_nums
         if isinstance(batches, str | bytes) or not isinstance(batches, Container):
-            accepted = "a container of batch numbers such as [0, 3]"
-            raise TypeError(f"trace_batch_nums should be {accepted}, got {batches!r}")
+            raise TypeError(f"trace_batch_nums should be a container of batches like [0, 3], got {batches!r}")
         self.trace_batch_nums: Container[int] = batches
         self.abort_after_batch_num = abort_after_batch_num
         self.batch_number = 0
@@ -169,9 +170,8 @@ class DebugUnderflowOverflow:
         watched = original_module(model)
         room = max(1, _MOST_FRAMES if max_frames_to_save is None else min(max_frames_to_save, _MOST_FRAMES))
         # "module": the original prints at the call that holds the value.
-        options = Options(
-            read=("weights", "inputs", "outputs"), max_frames=room, act_at="module", forecast=False
-        )
+        parts = "weights", "inputs", "outputs"
+        options = replace(DEFAULTS, read=parts, max_frames=room, act_at="module", forecast=False)
         self._watch = DebugWatch(watched, options, events=_DebugEvents(self))
         self._watch._batch_ends.active = abort_after_batch_num is not None
         self._recorder = self._watch._recorder

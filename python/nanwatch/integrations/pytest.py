@@ -18,9 +18,9 @@ from torch import nn
 
 from ..report import text
 from ..report.report import NonFiniteError, Report
-from ..session.api import start_watch
+from ..session.api import make_options, start_watch
+from ..session.kinds import Trace
 from ..session.model_finder import ModelFinder
-from ..session.options import Trace, make_options
 from ..session.watch import Watch, watch_starts
 from ..trace.columns import TraceError, arrow
 from ..trace.comparison import diff

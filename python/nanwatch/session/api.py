@@ -1,13 +1,22 @@
-"""The names to import: `watch`, Watch, `replay`, and for the callbacks of trainers DeferredWatch."""
+"""The names to import: `watch` with its options, Watch, `replay`, and for the callbacks of trainers DeferredWatch.
+
+The flags of `nanwatch run`, NANWATCH_OPTIONS and docs/options.md are made from the declaration of `watch`.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import warnings
 import weakref
-from collections.abc import Iterable, MutableMapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from inspect import getdoc, signature
+from pathlib import Path
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -16,14 +25,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..capsule.capsule import Capsule
 from ..capsule.replay import Model, Replayed, call_again
 from ..instrumentation.calls import check_model
-from ..instrumentation.wrapped_names import named_modules, original_module, parameter_names
+from ..instrumentation.wrapped_names import for_names, named_modules, original_module, parameter_names
+from ..recording.events import ActAt, Settings
+from ..recording.masks import Excuses, excuses
 from ..report.report import Report
 from ..sinks.sink import Sink
-from ..util.visible import visible
-from .options import SWITCH, Audit, OnNonfinite, Options, Trace, make_options
+from ..trace.columns import arrow
+from ..util.visible import close_names, first_few, visible
+from . import kinds
+from .kinds import Audit, OnNonfinite, Trace
 from .reports import Describe
 from .watch import Watch
 
+VARIABLE, SWITCH = "NANWATCH_OPTIONS", "NANWATCH"
 __all__ = ["DeferredWatch", "Watch", "replay", "watch"]
 
 
@@ -50,7 +64,7 @@ def watch(
     replicas: int = False,
     attention: int = False,
     guard_checkpoints: bool = False,
-    **unknown: Any,
+    **unknown: NoReturn,
 ) -> Watch:
     """Start to watch `model` and return the Watch, which is also a context manager.
 
@@ -59,38 +73,35 @@ def watch(
     Args:
         model: any nn.Module, also a compiled one. Modules that it gets later are watched too.
         read: which tensors to read in the forward. Integer buffers are skipped.
-        gradients: in every backward, read the gradients of the tensors that are read in the forward. A step that is
-            about to take a non-finite one is a failure, before any weight changes (docs/gradients.md).
-        optimizer: read the state of this optimizer after each of its steps: moments, weights of its own.
-        modules, ignore_modules: glob patterns on the names of modules, such as "encoder.block.*"; `*` crosses dots.
-            Names may have or lack what DistributedDataParallel and other wrappers put before them.
+        gradients: read gradients too, and stop a step that would take a bad one. These are of the tensors that are read
+            in the forward. The step has changed no weight by then (docs/gradients.md).
+        optimizer: read this optimizer's state after each step. That is moments, and weights of its own.
+        modules: watch only modules named like "encoder.*". A glob's `*` crosses dots. Names may have or lack what
+            DistributedDataParallel and other wrappers put before them.
+        ignore_modules: do not watch modules named so.
         every: read only every n-th batch.
-        max_frames: keep this many of the latest frames, calls of modules.
-        on_nonfinite: "raise" a NonFiniteError; "warn" when non-finite values begin, and of their sum at `stop()`;
-            only "record"; or a callable that gets the Report of each non-finite batch (docs/watching.md).
-        allow: values that are meant, with patterns on the names of the modules that may hold them: "inf:mask*",
-            "nan:embed". The model itself is "nan:(root)". Masks are recognised without it (docs/watching.md).
-        rerun: after a failure run the batch once more to find operation, line and cures. None does so if the failure
-            ends the batch or a function gets it, True also if the run goes on (docs/rerun.md).
-        output_dir: a folder into which each failure's report (text, JSON, HTML) and capsule are written.
-        trace: a file (`run.parquet`) or a folder to write the range of every tensor into, or a `nanwatch.Trace` with
-            what else to keep. Needs `pyarrow` (docs/traces.md).
-        sinks: what gets headroom, failures, forecasts and spikes: a name such as "tensorboard:runs/a", an object of a
-            tracker, a function, a `nanwatch.Sink`, or several of these (docs/trackers.md).
-        black_box: keep the latest calls in a file of 4 MiB that outlives a killed process, in `output_dir`, else in
-            `~/.local/state/nanwatch` (docs/blackbox.md). None is True with `output_dir`. Needs the compiled part.
-        forecast: warn of the module that will overflow first, at most three times in 10,000 batches
-            (docs/forecasts.md).
-        spikes: when the loss or the gradients jump, report the first module that left its own history. Reads gradients
-            as `gradients` does (docs/spikes.md).
-        audit: audit the optimizer's steps 1, 2, 3 and every n-th: which weights get no gradient, do not move, or move
-            though a `nanwatch.Audit` names them as frozen. True is every 100th (docs/updates.md).
-        replicas: every n steps compare, to the bit, the weights that the ranks of a job should hold alike. True is
-            every 100 steps (docs/how-to/replicas.md).
-        attention: in every n-th batch read the largest attention logit of each head. True is every 100th
-            (docs/attention.md).
-        guard_checkpoints: save a checkpoint with a non-finite weight or optimizer state beside the good one, and act on
-            the failure (docs/how-to/good-checkpoint.md).
+        max_frames: keep the latest n calls of modules for the report. Each is a frame.
+        on_nonfinite: at a nan or an inf "raise", "warn", only "record", or from code call a function with the Report.
+            Warns when non-finite values begin, and of their sum at `stop()` (docs/watching.md).
+        allow: infinities or nans that are meant, by module: "inf:mask*", "nan:embed". The names are patterns, "(root)"
+            is the model itself. Masks are recognised without it (docs/watching.md).
+        rerun: run a failed batch again to find operation and cure. None does so if the failure ends the batch or a
+            function gets it, True also if the run goes on (docs/rerun.md).
+        output_dir: a folder for each failure's report and capsule. The report is text, JSON and HTML.
+        trace: a Parquet file, or a folder, for the range of every tensor. Or a `nanwatch.Trace` with what else to keep.
+            Needs `pyarrow` (docs/traces.md).
+        sinks: send headroom, failures, forecasts and spikes to a tracker: "tensorboard:runs/a", "wandb", "slack:URL".
+            Or to a tracker's object, a function, a `nanwatch.Sink`, or several of these (docs/trackers.md).
+        black_box: keep the latest calls in a file that outlives the process; None is on with output_dir. The file of
+            4 MiB is there, else in `~/.local/state/nanwatch` (docs/blackbox.md). Needs the compiled part.
+        forecast: warn of tensors that lose headroom and will overflow. At most 3 in 10,000 batches (docs/forecasts.md).
+        spikes: name what left its history when loss or gradients jump; reads gradients too (docs/spikes.md).
+        audit: audit steps 1, 2, 3 and every n-th: weights without gradient, that rest, or are frozen and move. A
+            `nanwatch.Audit` names the frozen ones. True is every 100th (docs/updates.md).
+        replicas: every n steps compare to the bit what ranks hold alike. True is every 100 (docs/how-to/replicas.md).
+        attention: every n batches read each head's largest attention logit. True is every 100 (docs/attention.md).
+        guard_checkpoints: save a bad checkpoint beside the good one. Then act on the failure. Bad is a non-finite
+            weight or optimizer state (docs/how-to/good-checkpoint.md).
 
     Raises TypeError or ValueError, naming the given and the accepted values, for a `model` whose calls cannot be seen,
     an option with a wrong value, an unknown option, a pattern that matches nothing, and a place where nothing can be
@@ -128,6 +139,194 @@ def start_watch(model: nn.Module, options: Options, *, must_match: bool = True) 
     model = original_module(model)
     names = [named.name for named in named_modules(model)]
     return Watch(model, options.for_model(names, parameter_names(model).values(), must_match=must_match))
+
+
+# The declaration: the signature and the docstring of `watch`, and for each parameter a field of Options.
+
+
+def _option(kind: Callable[[str, Any], Any], metavar: str = "") -> Any:
+    """Declare what a parameter of `watch` accepts; `metavar` stands for its value in the help of `nanwatch run`."""
+    return field(metadata={"kind": kind, "metavar": metavar})
+
+
+def _setting(default: Any, variable: str, kind: Callable[[str, str], Any]) -> Any:
+    """Declare a setting that a variable of the environment changes, in one program of a hundred."""
+    return field(default=default, metadata={"kind": kind, "variable": variable})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `watch`, checked."""
+
+    read: tuple[str, ...] = _option(kinds.read_words, "WORDS")
+    gradients: bool = _option(kinds.flag)
+    optimizer: torch.optim.Optimizer | None = _option(kinds.to_optimizer)
+    modules: tuple[str, ...] = _option(kinds.patterns, "PATTERN")
+    ignore_modules: tuple[str, ...] = _option(kinds.patterns, "PATTERN")
+    every: int = _option(kinds.whole, "N")
+    # A frame of a small call takes 2 kB, and a report writes it as text: more than this is no report.
+    max_frames: int = _option(partial(kinds.whole, most=1_000_000), "N")
+    on_nonfinite: OnNonfinite = _option(kinds.to_policy, kinds.POLICIES)
+    allow: tuple[str, ...] = _option(kinds.allowed, "VALUE:NAME")
+    rerun: bool | None = _option(kinds.flag_or_none)
+    output_dir: Path | None = _option(kinds.to_path, "DIR")
+    trace: Trace | None = _option(kinds.to_trace, "PATH")
+    sinks: tuple[Any, ...] = _option(kinds.to_sinks, "NAME")
+    black_box: bool | None = _option(kinds.flag_or_none)
+    forecast: bool = _option(kinds.flag)
+    spikes: bool = _option(kinds.flag)
+    audit: Audit | None = _option(kinds.to_audit, "N")
+    replicas: int = _option(kinds.every_nth, "N")
+    attention: int = _option(kinds.every_nth, "N")
+    guard_checkpoints: bool = _option(kinds.flag)
+
+    enabled: bool = _setting(
+        True, SWITCH, lambda variable, text: kinds.one_of(("0", "1"), variable, text) == "1"
+    )
+    act_at: ActAt = _setting("auto", "NANWATCH_ACT_AT", partial(kinds.one_of, ("auto", "module", "batch")))
+    peer_timeout: float = _setting(30.0, "NANWATCH_PEER_TIMEOUT", kinds.seconds)
+    stall_timeout: float | None = _setting(None, "NANWATCH_STALL_TIMEOUT", kinds.seconds)
+    rerun_in: str = _setting("child", "NANWATCH_RERUN", partial(kinds.one_of, ("in-process", "child")))
+    scaler: Any = None  # a trainer's
+    max_skipped_steps: int = 20
+
+    @property
+    def acts(self) -> bool:
+        """True if the user gets the report of each failure. Otherwise the run goes on by itself."""
+        return self.on_nonfinite == "raise" or callable(self.on_nonfinite)
+
+    @property
+    def reruns(self) -> bool:
+        """True if a failed batch is run again. "warn" and "record" promise a run that goes on without a pause."""
+        return self.acts if self.rerun is None else self.rerun
+
+    def observes(self, name: str) -> bool:
+        """Return whether the calls of the module of this name are recorded."""
+        return (not self.modules or _matches(name, self.modules)) and not _matches(name, self.ignore_modules)
+
+    def is_frozen(self, name: str) -> bool:
+        """Return whether the weight, or the module that has it, is meant to stay as it is."""
+        frozen, words = () if self.audit is None else self.audit.frozen, name.split(".")
+        return any(_matches(".".join(words[: i + 1]), frozen) for i in range(len(words)))
+
+    def allows(self, value: Literal["inf", "nan"], name: str) -> bool:
+        """Return whether this value is meant in the module of this name."""
+        return _matches(name, [entry[4:] for entry in self.allow if entry.startswith(value)])
+
+    def excuses(self, name: str, module: nn.Module) -> bool | Excuses:
+        """Return whether infinities in this module are meant, or the judge of a module that may hold masks or nans."""
+        inf, nan = self.allows("inf", name), self.allows("nan", name)
+        return excuses(module, inf=inf, nan=nan, reads_inputs="inputs" in self.read)
+
+    @property
+    def trace_batches(self) -> Collection[int]:
+        """The batches to trace, () for every one."""
+        return () if self.trace is None else self.trace.batches
+
+    def recorder_settings(self, max_frames: int = 1) -> Settings:
+        """Return the settings of a recorder for these options; it may hold more frames than are shown."""
+        # Most have the name of an option or of an argument of Trace.
+        values = vars(self) | ({} if self.trace is None else vars(self.trace))
+        values |= {part: part in self.read for part in kinds.PARTS} | {"traced": tuple(self.trace_batches)}
+        values |= {"max_frames": max_frames, "black_box": bool(self.black_box)}
+        return Settings(**{name: values[name] for name in Settings.__slots__ if name in values})
+
+    def for_model(
+        self, names: Sequence[str], weights: Iterable[str] = (), *, must_match: bool = True
+    ) -> Options:
+        """Return the options with patterns on these names of modules and weights, without a wrapper's prefix.
+
+        Raises ValueError for a pattern that matches nothing, of `modules` only where not `must_match`, and where no
+        module is left.
+        """
+
+        def fitted(option: str, entries: Iterable[str], names: Sequence[str] = names) -> tuple[str, ...]:
+            length, patterns = len("inf:") if option == "allow" else 0, list[str]()
+            for entry in entries:
+                pattern = for_names(entry[length:], names) or kinds.ROOT
+                has_match = any(_matches(name, [pattern]) for name in names)
+                if not has_match and (must_match or option == "modules"):
+                    what = "no module and no weight" if option == "frozen" else "no module"
+                    hint = close_names(pattern, names)
+                    raise ValueError(f"{option} pattern {entry!r} matches {what}; {hint}")
+                patterns.append(entry[:length] + pattern)
+            return tuple(patterns)
+
+        with_patterns = "modules", "ignore_modules", "allow"
+        changed: Any = {name: fitted(name, getattr(self, name)) for name in with_patterns}
+        if self.audit is not None:
+            frozen = fitted("frozen", self.audit.frozen, [*names, *weights])
+            changed["audit"] = replace(self.audit, frozen=frozen)
+        options = replace(self, **changed)
+        if not any(map(options.observes, names)):
+            what = f"modules={options.modules!r} and ignore_modules={options.ignore_modules!r}"
+            raise ValueError(f"{what} leave no module to watch; loosen one of them")
+        return options
+
+
+def _matches(name: str, entries: Iterable[str]) -> bool:
+    return any(fnmatchcase(name or kinds.ROOT, entry) for entry in entries)
+
+
+OPTIONS = {option.name: option for option in fields(Options) if "metavar" in option.metadata}
+GIVEN = {
+    name: parameter.default for name, parameter in signature(watch).parameters.items() if name in OPTIONS
+}
+DEFAULTS = Options(**{name: OPTIONS[name].metadata["kind"](name, default) for name, default in GIVEN.items()})
+# The first sentence of each entry of the docstring, without a reference to the docs.
+_SENTENCE = re.compile(r"^    (\w+): (.+?)(?: \(docs/\S+\))?\.\s", re.DOTALL | re.MULTILINE)
+TEXTS = {name: " ".join(text.split()) for name, text in _SENTENCE.findall(getdoc(watch) or "")}
+
+
+def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
+    """Return the options that NANWATCH_OPTIONS says, and else `given`, or raise TypeError or ValueError.
+
+    `settings` go before what the environment says.
+    """
+    chosen = {**given, **_options_of_environment()}
+    values = {name: _checked(name, value) for name, value in chosen.items()}
+    for setting in fields(Options):
+        variable = setting.metadata.get("variable", "")
+        if text := os.environ.get(variable):
+            values[setting.name] = setting.metadata["kind"](variable, text)
+    options = replace(DEFAULTS, **{**values, **settings})
+    if options.trace is not None:
+        arrow("pyarrow.parquet", "trace=")
+    has_box = options.output_dir is not None if options.black_box is None else options.black_box
+    options = replace(options, gradients=options.gradients or options.spikes, black_box=has_box)
+    for name in ("gradients", "attention"):
+        if getattr(options, name) and "outputs" not in options.read:
+            raise ValueError(f'{name} needs the outputs of modules; add "outputs" to read={options.read}')
+    if missed := sorted(batch for batch in options.trace_batches if batch % options.every):
+        raise ValueError(
+            f"batches of the Trace has {first_few([*map(str, missed)])}, and every={options.every} reads only multiples"
+            f" of {options.every}; trace such batches, or set every=1"
+        )
+    return (
+        options
+        if options.enabled
+        else replace(DEFAULTS, enabled=False, on_nonfinite="record", forecast=False)
+    )
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name not in OPTIONS:
+        raise TypeError(f"watch has no option {name!r}; {close_names(name, OPTIONS, 'see docs/options.md')}")
+    return OPTIONS[name].metadata["kind"](name, value)
+
+
+def _options_of_environment() -> dict[str, Any]:
+    """Return what NANWATCH_OPTIONS says, such as "gradients=true output_dir=out", or raise ValueError."""
+    text, chosen = os.environ.get(VARIABLE, ""), {}
+    try:
+        for word in shlex.split(text):
+            name, equals, value = word.partition("=")
+            if not equals:
+                raise ValueError(f"{word!r} should be option=value, such as gradients=true output_dir=out")
+            chosen[name] = _checked(name, value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{VARIABLE}={text!r}: {error}") from None
+    return chosen
 
 
 class DeferredWatch:
@@ -208,5 +407,5 @@ def rerun(
     if os.environ.get(SWITCH) == "0":
         raise ValueError(f"{SWITCH}=0 switches every watch off, and a replay is nothing without; unset it")
     # The re-run comes when the call is over.
-    options = Options(on_nonfinite=lambda _: None, act_at="batch", rerun=True)
+    options = replace(DEFAULTS, on_nonfinite=lambda _: None, act_at="batch", rerun=True)
     return call_again(capsule, model, lambda module: Watch(module, options), dtype, device)

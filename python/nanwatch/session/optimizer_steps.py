@@ -182,10 +182,7 @@ class OptimizerSteps:
         return None if deferred is None else deferred.incident
 
     def settle(self, *, only_known: bool = False) -> None:
-        """Find out whether the step of the deferred backward was skipped.
-
-        only_known: gradients that are merely gone do not count.
-        """
+        """Find out whether the deferred backward's step was skipped. `only_known`: gone gradients do not count."""
         if (deferred := self.deferred) is None:
             return
         before, after = deferred.scale, self._scale()

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,9 @@ from ..report.text import culprit
 from ..util.job import rank
 from ..util.modules import is_in, parameters_of
 from ..util.visible import suppressed, suppressing
-from .options import Options
+
+if TYPE_CHECKING:
+    from .api import Options
 
 # A host's remarks on a finding, whose record is None where no frame has it.
 Describe: TypeAlias = Callable[[Finding, Record | None], tuple[str, ...]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -29,8 +29,10 @@ from ..sinks.sink import SinkStream, Warnings
 from ..sinks.trackers import sink_for
 from ..trace.tracer import ring_size, start_tracer
 from .failure_handler import FailureHandler
-from .options import Options
 from .reports import Reports
+
+if TYPE_CHECKING:
+    from .api import Options
 
 # hook(watch, model), called when a watch begins.
 watch_starts = GlobalHooks()

@@ -10,8 +10,8 @@ from torch import nn
 
 from nanwatch.report.report import NonFiniteError
 from nanwatch.session.api import DeferredWatch, watch
+from nanwatch.session.kinds import Audit
 from nanwatch.session.model_finder import ModelFinder
-from nanwatch.session.options import Audit
 from nanwatch.sinks.sink import Sink
 from support.toys import Scale
 

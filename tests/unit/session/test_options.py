@@ -16,16 +16,8 @@ import nanwatch
 from nanwatch.cli.run import run_parser
 from nanwatch.records.record import Note
 from nanwatch.report.report import Report
-from nanwatch.session.options import (
-    OPTIONS,
-    VARIABLE,
-    Audit,
-    Trace,
-    flag,
-    flag_or_none,
-    make_options,
-    to_sinks,
-)
+from nanwatch.session.api import GIVEN, OPTIONS, TEXTS, VARIABLE, make_options
+from nanwatch.session.kinds import Audit, Trace, flag, flag_or_none, to_sinks
 from nanwatch.sinks.sink import Sink
 from support.toys import Scale, fault_of, mlp, names
 from support.watching import watch
@@ -88,15 +80,14 @@ def test_allowed_infinities_are_noted_and_no_fault(allow: Any) -> None:
 
 
 def test_signature_fields_flags_and_page_agree() -> None:
-    """`watch`, its docstring, `Options`, `nanwatch run` and docs/options.md have the same options."""
+    """`watch`, its docstring, `Options`, `nanwatch run` and docs/options.md have the same options, each with a text."""
     signature = inspect.signature(nanwatch.watch).parameters
     assert list(OPTIONS) == [name for name, option in signature.items() if option.kind is option.KEYWORD_ONLY]
-    for name, option in OPTIONS.items():
-        check = option.metadata["kind"]
-        assert check(name, option.default) == check(name, signature[name].default)
+    assert signature["unknown"].annotation == "NoReturn"  # a type checker then refuses every other name
+    assert vars(make_options({name: signature[name].default for name in OPTIONS})) == vars(make_options({}))
     described = inspect.getdoc(nanwatch.watch).partition("Args:")[2].partition("\n\n")[0]  # type: ignore[union-attr]
-    entries = re.findall(r"^    (\w[\w, ]*): ", described, re.MULTILINE)
-    assert ", ".join(entries).split(", ") == ["model", *OPTIONS]
+    assert re.findall(r"^    (\w+): ", described, re.MULTILINE) == ["model", *OPTIONS]
+    assert (TEXTS["every"], TEXTS["replicas"][-5:]) == ("read only every n-th batch", "alike")
     flags = {action.dest: action.default for action in run_parser()._actions if action.dest in OPTIONS}
     assert set(flags.values()) == {argparse.SUPPRESS}
     assert OPTIONS.keys() - flags.keys() == {"optimizer"}
@@ -130,7 +121,7 @@ def test_an_option_means_the_same_everywhere(monkeypatch: pytest.MonkeyPatch, te
     assert vars(make_options({name: parsed}))[name] == value
     assert vars(make_options({name: value}))[name] == value
     monkeypatch.setenv(VARIABLE, text)
-    assert vars(make_options({name: OPTIONS[name].default}))[name] == value
+    assert vars(make_options({name: GIVEN[name]}))[name] == value
 
 
 def test_arguments_of_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
