@@ -105,10 +105,8 @@ def test_both_recorders_see_what_hooks_see(seed: int, poison: float) -> None:
     # repr: so that nan equals nan.
     assert repr(found["native"]) == repr(found["python"])
     assert repr([(f.name, rows_of(f)) for f in found["native"]]) == repr(frames)
-    places = [
-        None if (finding := report.finding) is None else (finding.batch, finding.module, finding.label)
-        for report in reports.values()
-    ]
+    findings = [report.finding for report in reports.values()]
+    places = [None if x is None else (x.batch, x.module, x.label) for x in findings]
     assert places[0] == places[1]
     # The first fault, or what a call around it had been given: inside, another tensor of that call may have become bad.
     first = next((number for number, frame in enumerate(found["python"]) if frame.fault is not None), None)
@@ -179,22 +177,23 @@ def test_the_walk_of_a_call_is_that_of_leaves(make: Callable[[], Any], recorder:
     with watched(model, recorder) as w:
         model(value, **{"two words": None})
     expected = call_leaves((value,), {"two words": None}) + leaves(value, "output")
-    assert [(record.label, str(record.note or "")) for record in w.frames[0].records] == [
-        (label, note_of(leaf)) for label, leaf in expected
-    ]
+    assert w.counters["tensors"] == sum(isinstance(leaf, Tensor) for _, leaf in expected)
+    found = [(record.label, str(record.note or "")) for record in w.frames[0].records]
+    assert found == [(label, note_of(leaf)) for label, leaf in expected]
 
 
 @pytest.mark.parametrize("recorder", RECORDERS)
 def test_the_start_of_a_batch_has_its_arguments_and_generators(recorder: str, monkeypatch: Any) -> None:
-    """The versions of tensors one level deep, and the states from which the batch draws, here a stand-in for CUDA's."""
-    stand_in = torch.Generator().manual_seed(1)
-    monkeypatch.setattr(torch.cuda, "default_generators", (stand_in,))
+    """Versions one level deep, and states that it draws from, also of a stand-in for CUDA, beside a second thread."""
+    monkeypatch.setattr(torch.cuda, "default_generators", (stand_in := torch.Generator().manual_seed(1),))
     a, b, c, d = (torch.ones(1) for _ in range(4))
     starts: list[Any] = []
 
     def forward(*args: Any, **kwargs: Any) -> None:
-        torch.rand(1, generator=stand_in)
-        starts.append(w._recorder.start())
+        if args:
+            ThreadPoolExecutor(1).submit(model).result(60)
+            torch.rand(1, generator=stand_in)
+            starts.append(w._recorder.start())
 
     model = Does(forward)
     b.add_(1)
@@ -222,8 +221,7 @@ def test_counts_are_those_of_each_tensor(recorder: str) -> None:
         for _ in range(2):
             model(x.T)
     for record in watch.frames[-1].records:
-        health = record.health
-        assert (health.numel, health.num_zero, health.num_subnormal) == (4, 1, 1)
+        assert ((health := record.health).numel, health.num_zero, health.num_subnormal) == (4, 1, 1)
         assert (health.abs_min, health.abs_max) == (record.abs_min, record.abs_max) == (0.0, 2.0)
 
 
@@ -282,9 +280,8 @@ def test_trainings_in_threads_are_counted_once() -> None:
     """Four threads train one model and keep the graphs: as many batches, calls and frames as in an unwatched run."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
     steps, threads, outputs = 80, 4, list[Tensor]()
-    with start_watch(
-        model, on_nonfinite="record", rerun=True, forecast=False, gradients=True, max_frames=10_000
-    ) as watch:
+    options = {"on_nonfinite": "record", "rerun": True, "forecast": False, "gradients": True}
+    with start_watch(model, max_frames=10_000, **options) as watch:
 
         def train() -> None:
             for _ in range(steps):

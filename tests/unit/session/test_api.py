@@ -27,6 +27,9 @@ def test_record_keeps_the_start_of_the_failure() -> None:
         first = w.report()
         assert (first.batch, first.finding.batch, first.finding.module) == (1, 1, "1")
         assert [(f.batch, f.name) for f in first.frames] == [(0, ""), (1, "0"), (1, "1")]
+        w.pause()
+        model(torch.ones(1))
+        w.resume()
         assert (w.batch, [f.batch for f in w.frames]) == (3, [3, 3, 3])
         model[1].factor = INF
         model(torch.ones(1))
