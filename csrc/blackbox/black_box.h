@@ -42,6 +42,7 @@ namespace nanwatch::box {
   X(names)                                                         \
   X(step_ticks)     /* the latest step of an optimizer began */    \
   X(gradient_ticks) /* the latest gradient came */                 \
+  X(backward_ticks) /* the latest backward was over */             \
   X(gradient_batch)                                                \
   X(gradient_module)                                               \
   X(gradient_part)                                                 \
@@ -131,6 +132,7 @@ class BlackBox {
   void add_sample(std::string_view text);
 
   void step_begins() { state_->step_ticks = ticks(); }
+  void backward_ends() { state_->backward_ticks = ticks(); }
   // A gradient came: from any thread, without the interpreter lock. `part` as in gradients/gradient_recorder.h.
   void gradient_came(uint32_t module, uint32_t part, int64_t batch);
   // Called about once a second: a sign of life. Returns for how many seconds no call has begun or ended.

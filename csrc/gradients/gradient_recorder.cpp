@@ -231,8 +231,6 @@ void GradientRecorder::on_gradient(const at::Tensor& gradient, const void* at, u
     const py::object keep = kept_owner();
     if (keep && !recorder_->notify("on_backward_start", py::make_tuple())) throw_error();
   }
-  if (box::BlackBox* const box = box::BlackBox::active(); box != nullptr && users[0].call->box != box::kUnnamed)
-    box->gradient_came(users[0].call->box, uint32_t(users[0].part), users[0].call->batch);
   const GradientPlace place(at, nr, gradient);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -242,6 +240,9 @@ void GradientRecorder::on_gradient(const at::Tensor& gradient, const void* at, u
     if (users.size() == 1 && users[0].part == Part::input && users[0].call->task != task) return;
     if (backward->is_known(place)) return backward->add_known(users);
   }
+  // Of its users the first alone: the innermost module whose output it is of. That module's backward runs now.
+  if (box::BlackBox* const box = box::BlackBox::active(); box != nullptr && users[0].call->box != box::kUnnamed)
+    box->gradient_came(users[0].call->box, uint32_t(users[0].part), users[0].call->batch);
   GradientEvent event{.row = {users[0].label, Role::gradient}};
   int64_t bytes = 0;
   if (!read(gradient, users[0].call->batch, &event, &bytes)) return;
@@ -316,6 +317,7 @@ void GradientRecorder::over(int64_t task, bool completed) {
     if (Backward* const backward = find(task)) backward->is_over = true;
     return;
   }
+  if (box::BlackBox* const box = box::BlackBox::active()) box->backward_ends();
   const py::gil_scoped_acquire lock;
   const py::object keep = kept_owner();
   if (keep && !survived([&] { return finish(take(task)); })) throw_error();

@@ -185,7 +185,8 @@ def _where_words(report: BlackBoxReport, *, with_time: bool = True) -> str:
         return "before the first call of a watched module"
     if report.phase == "backward":
         module, part = report.gradient or ("?", "?")
-        return f"batch {report.batch:,}, backward: the latest gradient was of the {part} of {module_name(module)}"
+        where = "inside" if part == "output" else f"the latest gradient was of the {part} of"
+        return f"batch {report.batch:,}, backward: {where} {module_name(module)}"
     if report.phase == "step":
         return f"after batch {report.batch:,}, in the optimizer's step or after it"
     return f"after the forward of batch {report.batch:,}, outside of watched modules"
