@@ -188,7 +188,7 @@ class _Part:
     `body`: they bind the loss to `_RESULT`, or end with the call; [] where they make nothing. `reads`: values of the
     names that they read. `is_whole`: they make all that has a graph. Else a parameter of the function has one that its
     caller has made. `kept`: the model whose calls are left out, if any: the names of their results keep their values.
-    `following`: statements behind a backward, up to the call of a step.
+    `following`: statements behind a backward, up to the call of a step. `data`: bad values that have no graph, by name.
     """
 
     def __init__(
@@ -197,6 +197,7 @@ class _Part:
         self._caller, self._values, self.kept = caller, caller.names, kept
         self.body: list[ast.stmt] = []
         self.reads: dict[str, Any] = {}
+        self.data: dict[str, Any] = {}
         # Names that a later statement binds: their values are no longer those that an earlier one read.
         self._bound = {name for x in chain(*following) for name in source.names_in(x, ast.Store)}
         statement = last = path[-1][1]
@@ -249,8 +250,11 @@ class _Part:
             is_gone = name in self._caller.code.co_varnames and name not in self._values.maps[0]
             # A module keeps its weights: made anew, it would have others.
             is_bound = name in self._bound and not isinstance(value, nn.Module)
-            # The statement that made a bad value is sought. Weights have none.
-            is_bad = any(not x.requires_grad and observe(x, "", "output").is_fault for x in tensors)
+            # The statement that made a bad value is sought, unless samples are. Weights have none.
+            is_bad = self.kept is None and any(
+                not x.requires_grad and observe(x, "", "output").is_fault for x in tensors
+            )
+            self.data |= {name: value} if is_bad else {}
             if is_gone or is_bound or is_bad or any(x.grad_fn is not None for x in tensors):
                 needed.add(name)
             elif name in self._values:
@@ -335,7 +339,7 @@ class _Part:
         """Return whether the statement assigns what a call of the kept model, or of a part of it, returned."""
         modules = [] if self.kept is None or not isinstance(statement, ast.Assign) else self.kept.modules()
         callees = [self._value_of(x.func) for x in ast.walk(statement) if isinstance(x, ast.Call)]
-        return any(module is callee for module in modules for callee in callees)
+        return any(module is callee for module in modules for callee in callees[:1])  # the outermost
 
     def _value_of(self, node: ast.AST) -> Any:
         """Return the value of `name` or `name.attribute`, None where it is not known."""
@@ -399,7 +403,7 @@ class LossStatements(nn.Module):
     def __init__(self, model: nn.Module, caller: Caller, file: source.SourceFile, part: _Part) -> None:
         super().__init__()
         self.model = model
-        self.is_whole = part.is_whole
+        self.is_whole, self.data = part.is_whole, part.data
         first, last = part.body[0].lineno, part.body[-1].end_lineno or 0
         self._lines = range(first, last + 1)
         lines = f"line {first}" if first == last else f"lines {first} to {last}"

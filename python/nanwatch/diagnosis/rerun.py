@@ -45,7 +45,6 @@ _ADVICE = "put the loss into a function below `@nanwatch.watched`: a report then
 _NOT_KEPT = (
     "the start of the batch was not kept. Run it alone, uncompiled, with one call of the model, for that"
 )
-_AGAIN = "found by running {} again"
 # Runs of a part of the batch. One of 64 samples takes 9.
 _MOST_RUNS = 24
 # Beyond this a bool for every element asks too much of a device that is full.
@@ -139,7 +138,7 @@ class _Rerun:
         self._cure(start, step, "forward" if call is not None and call.is_bad else "backward")
         size = batch_size(start if snapshot is None else snapshot)
         is_part = isinstance(module := start.module, LossStatements)
-        incident.remark(_AGAIN.format(module.where if is_part else "the batch without its loss"))
+        incident.remark(f"found by running {module.where if is_part else 'the batch without its loss'} again")
         if call is not None and is_part and incident.finding.is_of_loss:
             # The outputs have the samples, also where an attribute holds what the model was called with.
             with suppress(Refused):
@@ -328,6 +327,11 @@ def _made_in(finding: Finding, module: str) -> Finding:
 # A value that was there before
 
 
+def _came_in(arguments: Mapping[str, tuple[str, Tensor]]) -> list[str]:
+    bad = [pair for label, pair in arguments.items() if observe(pair[1], label, "input").is_fault]
+    return [": ".join(filter(None, (came_in(name, x), describe(x)))) for name, x in bad]
+
+
 def _of_present(
     finding: Finding, snapshot: BatchSnapshot, module: nn.Module | None, may_run: bool
 ) -> Diagnosis:
@@ -341,8 +345,7 @@ def _of_present(
     if finding.origin == "data":
         arguments = named_arguments(snapshot)
         tensors = {label: x for label, (_, x) in arguments.items()}
-        bad = [pair for label, pair in arguments.items() if observe(pair[1], label, "input").is_fault]
-        remarks = [": ".join(filter(None, (came_in(name, x), describe(x)))) for name, x in bad]
+        remarks = _came_in(arguments)
     provenance = run(replace(snapshot, grad=False), {}, follows=True).provenance if may_run else None
     steps = [] if provenance is None else [step for step in provenance.steps if step.place is not None]
     turned = [x for x in steps if "nan" in x.values and all("nan" not in values_of(y) for y in x.operands)]
@@ -392,9 +395,9 @@ def _of_fault(finding: Finding, names: Mapping[nn.Module, str], experiment: Expe
     if maker is not None and maker is not guilty and not is_inside:
         guilty, completed = maker, _made_in(finding, maker.name)
     remarks = list[str]()
-    if step is None:
+    if step is None and finding.operation is None:
         remarks.append("no operation that goes through PyTorch's dispatcher was seen to make the value")
-    elif step.meant and x.numel() > 1:  # a single number is a loss, and no mask
+    elif step is not None and step.meant and x.numel() > 1:  # a single number is a loss, and no mask
         excuse = f"inf:{finding.module or '(root)'}"
         advice = f"if that is meant, as in a mask, watch with allow={excuse!r}"
         remarks.append(f"{step.operation} put {step.spelt} there; {advice}")
@@ -443,8 +446,19 @@ def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, al
         if len(x) != len(y) or torch.isclose(x, y, equal_nan=True)[~x.isfinite()].float().mean() < 0.5:
             remark = "the gradients of the latest backward alone fail in another way"
             return Diagnosis(_completed(finding, remarks=[remark]))
-    remarks = [*step.remarks]
-    if guilty is None and step.module is not None and not step.in_backward:
+    remarks, data = [*step.remarks], getattr(snapshot.module, "data", {})
+    first_call = 0 if experiment.provenance is None else experiment.provenance.first_call
+    # No statement makes a bad operand, or one makes the value before it calls the model.
+    is_given = (
+        all(x.grad_fn is None for x in step.strangers) if step.strangers else 0 < step.number < first_call
+    )
+    if finding.is_of_loss and data and is_given:
+        finding = replace(finding, origin="data")
+        remarks = [
+            *_came_in(named_arguments(replace(snapshot, args=(), kwargs=data))),
+            *([] if step.strangers else remarks),
+        ]
+    elif guilty is None and step.module is not None and not step.in_backward:
         # The loss read this auxiliary loss from an attribute, and the module has no bad gradient yet.
         remarks.append(f"it was made in the forward of {f'`{step.module}`' if step.module else 'the model'}")
     elif step.module is not None and not (guilty is not None and is_in(step.module, guilty)):

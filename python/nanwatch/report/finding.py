@@ -94,7 +94,7 @@ class Finding:
 
     In the `phase` "backward" the module's backward "produced" it from finite gradients of its outputs, or "received"
     it: from code of `source_module` between the calls of its submodules, or, with None, from outside the model, such as
-    the loss.
+    the loss. With "data" the loss was given it, as in labels.
 
     `num_nonfinite` and `index` (of the first non-finite element, a number per dimension) are None where they could not
     be counted. `sequence` is the place of the frame among all frames of its batch, from 0, dropped ones included, or
@@ -147,7 +147,7 @@ class Finding:
     @property
     def is_of_loss(self) -> bool:
         """Return whether the value came into a backward from outside the model, as from the loss."""
-        return (self.phase, self.origin, self.source_module) == ("backward", "received", None)
+        return (self.phase, self.source_module) == ("backward", None) and self.origin in ("received", "data")
 
 
 def with_earlier(frames: Iterable[Frame], earlier: Frame) -> list[Frame]:

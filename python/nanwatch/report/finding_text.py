@@ -108,6 +108,7 @@ SENTENCES = {
     " read are all finite{largest_gradient}.",
     "from a backward": "it came out of the backward of {giver}, which had been given finite gradients: code between the"
     " calls of its submodules made it, or a submodule that is not watched.",
+    "data of the loss": "the loss was given it: it was in the labels, or in other data that the loss reads.",
     "from the loss": "it came from the loss, or from what lies between the model's output and the loss.",
     "gradient of unknown origin": "no gradient of this module's outputs was seen, as its calls are compiled or its"
     " weight is used without it: where the value was made is not known.",
@@ -135,6 +136,7 @@ SENTENCES = {
     "writer of the gradient": "look at what happens to gradients between backward() and the step, such as a division by"
     " a number of tokens; at the sum of several backwards in a short format; at the reports of the other ranks.",
     "writer of the weight": f"look at what wrote it last; {_GRADIENTS} finds a bad gradient before a step takes it.",
+    "labels": "look at the data: at the loader and the preprocessing of this batch, and at its labels.",
     "loss": "look at the loss, at what it is scaled with, and at what is computed from the model's output.",
     "short format": "look for a format with a shorter range that the gradient passes through, and lower the loss scale;"
     f" without one, {_UNSEEN}",
@@ -275,6 +277,8 @@ def _why_backward(finding: Finding, frame: Frame | None) -> Statement:
         return _of(f"made by the {maker}'s backward", largest_gradient=max(peaks, default=None))
     if finding.source_module is not None:
         return _of("from a backward", giver=finding.source_module)
+    if finding.origin == "data":
+        return _of("data of the loss")
     is_known = finding.label.startswith("output") or finding.operation is not None
     return _of("from the loss" if is_known else "gradient of unknown origin")
 
@@ -285,12 +289,12 @@ def _next_backward(finding: Finding, frame: Frame | None, record: Record | None)
             return _next_weight(finding, after_backward=True)
         return _of("writer of the gradient" if finding.label.endswith(".grad") else "optimizer state")
     # The advice on a derivative does not fit an operation of the forward, or of a loss.
-    is_behind = finding.origin == "received" and finding.source_module is None
+    is_behind = finding.is_of_loss
     is_of_forward = is_behind or (finding.operation or "").startswith("aten.")
     if is_of_forward and any(cure.works and (cure.patch or cure.code) for cure in finding.cures):
         return _of("apply the cure")
     if is_behind:
-        return _of("loss")
+        return _of("labels" if finding.origin == "data" else "loss")
     if finding.origin == "received" and finding.value in ("inf", "-inf"):
         return _of("short format")
     narrow = _narrowest(finding, record)
