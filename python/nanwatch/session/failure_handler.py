@@ -244,9 +244,8 @@ class FailureHandler:
         examines = options.reruns and (is_of_batch or call is not None)
         # A module that is not watched is not judged either.
         allows = lambda name, module: not options.observes(name) or options.excuses(name, module)  # noqa: E731
-        facts: Any = {"model": model, "output_dir": options.output_dir, "call": call, "allows": allows}
-        facts["loss_scale"] = scale_of(options.scaler)
-        examine: Any = partial(rerun.examine, incident, **facts)
+        facts: Any = {"call": call, "allows": allows, "loss_scale": scale_of(options.scaler)}
+        examine: Any = partial(rerun.examine, incident, model=model, output_dir=options.output_dir, **facts)
         try:
             if not examines or (start is None and call is None):
                 examine(start, examines=examines)

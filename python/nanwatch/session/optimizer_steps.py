@@ -80,7 +80,7 @@ class OptimizerSteps:
         self.num_skipped = self._in_a_row = 0
         self.num_untaken = 0  # non-finite backwards after which a step took finite gradients
         self._skipped_weights = set[int]()  # of the latest skipped step
-        # A loss that is nan, and its batch, where a gradient is not finite either.
+        # A loss that is nan or inf, and its batch, where a gradient is not finite either.
         self._loss: tuple[Tensor, int] | None = None
         scaler = options.scaler
         self._scaler: Callable[[], Any] | None = None if scaler is None else weakref.ref(scaler)
@@ -107,7 +107,7 @@ class OptimizerSteps:
     # A backward
 
     def backward_started(self) -> None:
-        """Look at the loss of a backward that begins: one that is nan is a failure, though its gradients be finite."""
+        """Look at the loss of a backward that begins: nan or inf is a failure, though its gradients be finite."""
         self.settle()
         if self.spikes is not None:
             self.spikes.backward_started()
@@ -116,12 +116,15 @@ class OptimizerSteps:
             return
         batch, self._loss, numbers = self._recorder.latest_batch, None, Numbers(loss)
 
+        # Of half precision, a loss may be inf by its scale alone.
+        is_bad: Any = isnan if loss.dtype is torch.float16 else lambda number: not isfinite(number)
+
         def ended() -> None:
-            if isnan(numbers.wait()[0]):
-                self._loss_is_nan(loss, batch)
+            if is_bad(numbers.wait()[0]):
+                self._loss_is_bad(loss, batch)
 
         # At the end of a backward the host waits for the gradients of a GPU anyway.
-        if loss.device.type == "cuda" or isnan(numbers.wait()[0]):
+        if loss.device.type == "cuda" or is_bad(numbers.wait()[0]):
             torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
@@ -143,8 +146,8 @@ class OptimizerSteps:
         batches = {calls[x.call].frame.batch for x in bad}
         self._defer(Incident(report), batches, is_of_weight=any(x.part == "weight" for x in bad))
 
-    def _loss_is_nan(self, loss: Tensor, batch: int) -> None:
-        """Act on a loss that is nan. If a gradient is not finite either, leave it to the step, which may be skipped."""
+    def _loss_is_bad(self, loss: Tensor, batch: int) -> None:
+        """Act on a bad loss. If a gradient is not finite either, leave it to the step, which may be skipped."""
         if self._failures.knows(batch):
             return
         if self.deferred is not None:
@@ -296,7 +299,7 @@ class OptimizerSteps:
         loss, self._loss = self._loss, None
         is_nonfinite = bool(bad_parameters) or loss is not None
         if loss is not None and not bad_parameters and self.deferred is None:
-            self._loss_is_nan(*loss)
+            self._loss_is_bad(*loss)
         found_inf = getattr(optimizer, "found_inf", None)
         if (deferred := self.deferred) is None:
             # The steps of another optimizer, as of a GAN's other part, end no run.

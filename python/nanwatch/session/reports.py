@@ -285,8 +285,11 @@ class Reports:
         num_frames = None if count is None else count + len(all_frames) - len(frames)
         current = [frame for frame in all_frames if frame.batch == batch]
         written, _ = self.starts.changes()
-        # Whether a tensor that was written to since came in finite is not known. The model wrote to it.
-        came_in = [observe(x, label, "input") for label, x in given if id(x) not in written]
+        # Whether a tensor that was written to since came in finite is not known. The model wrote to it. No data loader
+        # hands out what an operation made, as code does between two watched models.
+        makers = {id(x): x.grad_fn.name() for _, x in given if isinstance(x, Tensor) and x.grad_fn}
+        unknown = written | makers.keys()
+        came_in = [observe(x, label, "input") for label, x in given if id(x) not in unknown]
         overwritten = [observe(x, label, "input") for label, x in given if id(x) in written]
         finding = find(current, batch_inputs=came_in, caller=caller, rank=rank(), num_frames=num_frames)
         if finding is None:
@@ -294,6 +297,8 @@ class Reports:
         is_overwritten = any(record.is_fault and record.label == finding.label for record in overwritten)
         if is_overwritten and finding.origin == "received" and caller is None:
             finding = replace(finding, origin="produced", remarks=(_WRITTEN.format(finding.label),))
+        if finding.origin == "received" and caller is None:
+            finding = replace(finding, operation=makers.get(id(dict(given).get(finding.label))))
         finding = self._explained(finding)
         if self.describe is not None:
             remarks = self.describe(finding, culprit(finding, current)[1])

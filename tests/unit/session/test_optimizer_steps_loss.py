@@ -110,6 +110,19 @@ def test_a_nan_loss_of_finite_gradients_is_raised_by_its_backward() -> None:
     assert torch.isfinite(model.weight.grad).all()
 
 
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1e38), (torch.float16, 1e3)])
+def test_an_inf_loss_of_finite_gradients(dtype: torch.dtype, factor: float) -> None:
+    """It is a failure, unless a scale alone may have made it."""
+    model = nn.Linear(2, 1)
+    with watch(model, gradients=True):
+        loss = (model(torch.ones(1, 2)).sum() * 0 + 100).to(dtype) * factor
+        if dtype is torch.float16:
+            loss.backward()
+        else:
+            assert fault_of(loss.backward).finding.value == "inf"
+    assert (model.weight.grad == 0).all()
+
+
 def test_a_nan_loss_behind_a_dead_relu_is_raised_by_the_step() -> None:
     """The ReLU's gradient is nan, and those of the weights are 0. The step of a later batch is not stopped for it."""
     torch.manual_seed(0)
