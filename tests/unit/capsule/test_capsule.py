@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import tempfile
+import weakref
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,20 @@ def test_a_folder_is_whole_and_never_takes_the_place_of_another(tmp_path, monkey
     with pytest.raises(OSError, match="No space left"):
         write_capsule(tmp_path / "other" / "c", nn.Identity(), "", (torch.ones(2),))
     assert os.listdir(tmp_path / "other") == []
+
+
+def test_a_forked_child_leaves_its_parents_unfinished_capsule(tmp_path, monkeypatch):
+    before = torch.save
+
+    def save(*args: object) -> None:
+        if (pid := os.fork()) == 0:
+            weakref.finalize._exitfunc()  # as the exit of a process does
+            os._exit(0)
+        os.waitpid(pid, 0)
+        before(*args)
+
+    monkeypatch.setattr(torch, "save", save)
+    assert Capsule.open(write_capsule(tmp_path / "c", nn.Identity(), "", ())).args == ()
 
 
 def test_writing_changes_nothing_of_the_call(tmp_path):

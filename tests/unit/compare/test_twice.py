@@ -7,10 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import nanwatch
 from nanwatch import __main__ as command
-from nanwatch.compare import twice
+from nanwatch.compare import recording, twice
 from support.processes import forked
 
 # An optimizer imports a compiler, in 1 s of each run.
@@ -170,3 +171,12 @@ def test_bad_use(script, words, tmp_path, monkeypatch, capfd):
     out, err = capfd.readouterr()
     assert (status, out, len(err.splitlines())) == (2, "", 1)
     assert words in err
+
+
+def test_a_loader_under_the_trial_of_its_order_can_be_made_again() -> None:
+    options = {"num_workers": 2, "timeout": 3, "prefetch_factor": 4, "persistent_workers": True}
+    recording._order_data()
+    with recording._undoes:
+        loader = torch.utils.data.DataLoader([1], **options)
+        again = torch.utils.data.DataLoader([2], **{name: getattr(loader, name) for name in options})
+    assert [int(x) for x in again] == [2]

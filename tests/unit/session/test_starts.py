@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch import watch
+from nanwatch.recording.events import Start
 from support.examined import comment_of
 from support.recorders import WITH_DEVICE, watched
 from support.toys import Does, fault_of
@@ -251,3 +252,20 @@ def test_what_a_cache_took_in_is_no_data(origin: str, store: Callable[..., Tenso
     assert (finding.module, finding.label) == place
     assert (finding.origin, finding.source_module) == ("received", "layers.1")
     assert finding.remarks[0] == f"{finding.operation} was given the number other = 0.0"
+
+
+def test_a_start_while_a_graph_is_captured_has_no_states_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their generators refuse then."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", (None,))
+    assert Start.of(0, nn.Identity(), (), None, None).cuda == ()
+
+
+@pytest.mark.usefixtures("each_recorder")
+def test_what_an_operation_made_between_two_models_is_no_data() -> None:
+    head = nn.Linear(2, 2)
+    with watch(encoder := nn.Linear(2, 2)), watch(head):
+        z = encoder(torch.zeros(1, 2)) * 0
+        finding = fault_of(head, z / z.norm()).finding
+    assert (finding.origin, finding.source_module, finding.operation) == ("received", None, "DivBackward0")
