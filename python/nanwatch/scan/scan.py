@@ -199,7 +199,7 @@ def _read_group(fingerprints: bool, group: Sequence[_Part]) -> Sequence[_Row]:
 def _dead_rows(stored: Stored, rows: Tensor) -> tuple[int, tuple[int, ...]]:
     """Return how many rows are all zero, and the numbers of the first."""
     count, first = 0, list[int]()
-    step = max((1 << 19) // rows.shape[1], 1)
+    step = max(PART // 8 // rows.shape[1], 1)  # they become float64
     for start in range(0, len(rows), step):
         # PyTorch's `any` refuses formats of 8 bits.
         dead = rows[start : start + step].double().any(1).logical_not_().nonzero().flatten().numpy()

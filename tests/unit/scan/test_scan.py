@@ -31,10 +31,10 @@ def test_planted_faults_are_named_with_their_place(layers, tmp_path):
     layers["layers.1.w.weight"][2] = 0
     layers["layers.2.w.weight"] *= 100
     layers["layers.5.w.weight"].fill_(1e-40)
-    layers["mask"] = torch.full((4, 4), -torch.inf).triu(1)
+    layers |= {"mask": torch.full((4, 4), -torch.inf).triu(1), "half": torch.full((3,), 1e-6).half()}
     layers["second.moment"] = torch.rand(4) * 1e-9
     layers["big"] = torch.tensor([1e5, 1e39], dtype=torch.float64)
-    layers["bias\x1b[31m"] = torch.zeros(9)
+    layers["bias\x1b[31m"] = torch.zeros(3, 3)
     save_file(layers, tmp_path / "x.safetensors")
     result = nanwatch.scan(tmp_path / "x.safetensors")
     by_name = {tensor.name: tensor for tensor in result.tensors}
