@@ -71,7 +71,7 @@ def test_the_inputs_of_an_evaluation_go_with_its_outputs(observed: str) -> None:
 @pytest.mark.usefixtures("each_recorder")
 def test_the_inputs_go_with_a_backward_that_is_fine_and_with_the_next_batch() -> None:
     """Nothing is left for a step where no gradient was bad. At most one batch is kept, while the graphs of two live."""
-    model = Root()
+    model = Does(torch.enable_grad()(lambda root, x: root(x)), Root())
     with watch(model, gradients=True) as w:
         x = given() + 1
         alive = weakref.ref(x)
@@ -84,8 +84,10 @@ def test_the_inputs_go_with_a_backward_that_is_fine_and_with_the_next_batch() ->
         del x
         second = model(given())
         assert not is_alive(alive)
+        with torch.no_grad():
+            third = model(given())
         assert [start.batch for start in w._recorder.ended_starts()] == [1, 2]
-        del first, second
+        del first, second, third
 
 
 @pytest.mark.usefixtures("each_recorder")
