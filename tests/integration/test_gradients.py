@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import nanwatch
 from nanwatch.session.watch import Watch
+from nanwatch.trace.trace_file import Trace
 from support.gradient_models import Net, Spoiling, backward_frames, failing_backward, loss_of
 from support.recorders import WITH_DEVICE, available, watched
 from support.toys import Does, mlp
@@ -152,15 +155,16 @@ def test_the_module_that_spoils_a_gradient_is_found(seed: int, behind: bool) -> 
 
 
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
-def test_a_gradient_bears_the_batch_of_its_forward(recorder: str) -> None:
-    """Two forwards before their backwards, the later one first."""
-    model = mlp()
-    with watched(model, recorder, gradients=True, max_frames=100) as w:
+def test_a_gradient_bears_the_batch_of_its_forward(recorder: str, tmp_path: Path) -> None:
+    """Two forwards before their backwards, the later one first; of the first there is a trace."""
+    model, trace = mlp(), nanwatch.Trace(tmp_path / "run.parquet", batches=[0])
+    with watched(model, recorder, gradients=True, max_frames=100, trace=trace) as w:
         first, second = model(torch.ones(1, 3)).sum(), model(torch.ones(1, 3)).sum()
         second.backward()
         first.backward()
         batches = [(f.batch, f.name) for f in backward_frames(w)]
     assert batches == [(b, name) for b in (1, 0) for name in ("2", "1", "0", "")]
+    assert [(0, f.name) for f in Trace.open(trace.path).frames(0) if f.phase == "backward"] == batches[4:]
 
 
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
@@ -255,13 +259,9 @@ def test_hooks_keep_nothing_alive_and_do_nothing_after_the_end(recorder: str) ->
 def test_a_backward_that_raises_leaves_what_came_until_then(recorder: str) -> None:
     """A user's hook raises: its error comes through, and the frames have the gradients before it."""
     model = mlp()
-
-    def fails(gradient: Tensor) -> None:
-        raise LookupError("mine")
-
     with watched(model, recorder, gradients=True, max_frames=100) as w:
         hidden = model[1](model[0](torch.ones(1, 3)))
-        hidden.register_hook(fails)
+        hidden.register_hook(lambda gradient: {}["mine"])
         with pytest.raises(LookupError, match="mine"):
             model[2](hidden).sum().backward()
         labels = [(f.name, [r.label for r in f.records]) for f in backward_frames(w)]
