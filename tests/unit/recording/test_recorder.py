@@ -193,16 +193,16 @@ def test_the_start_of_a_batch_has_its_arguments_and_generators(recorder: str, mo
         if args:
             ThreadPoolExecutor(1).submit(model).result(60)
             torch.rand(1, generator=stand_in)
-        starts.append(w._recorder.start() if args else w._recorder.num_other_threads)
+        inside = w._recorder.num_other_threads, w._recorder.outermost()
+        starts.append(w._recorder.start() if args else inside)
 
-    model = Does(forward)
+    model = Does(lambda part, *args, **kwargs: part(*args, **kwargs), Does(forward))
     b.add_(1)
     with watched(model, recorder) as w:
         model(a, [b, [d]], UserDict(x=d), {"y": {"z": d}}, key={"c": c})
-    num_others, start = starts
-    assert num_others == 1
-    assert all(x is y for (x, _), y in zip(start.versions, [a, b, c], strict=True))
-    assert [version for _, version in start.versions] == [0, 1, 0]
+    inside, start = starts
+    assert inside == (1, "")
+    assert [(id(x), version) for x, version in start.versions] == [(id(a), 0), (id(b), 1), (id(c), 0)]
     assert torch.equal(start.cuda[0], torch.Generator().manual_seed(1).get_state())
 
 
