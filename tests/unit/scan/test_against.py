@@ -61,7 +61,7 @@ def test_renamed_missing_and_reshaped_tensors_are_named(weights, tmp_path):
     other["module.layers.1.q.weight"] = torch.randn(14, 8)
     other["module.layers.1.k.weight"] = torch.tensor([[1.0, torch.nan], [torch.inf, 3.0]])
     weights["layers.1.k.weight"] = other["module.layers.1.k.weight"].bfloat16()
-    other["extra"] = torch.ones(3)
+    other["extra"] = torch.ones(8)  # as the lost norm is, and many another
     result = compared(weights, other, tmp_path)
     kinds = {change.name: change.kind for change in result.changes}
     assert kinds["norm"] == "missing there"

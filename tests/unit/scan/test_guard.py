@@ -71,7 +71,7 @@ SAVES: dict[str, Callable[[Run], object]] = {
     ),
     "dcp": lambda run: dcp.save(run.everything(), checkpoint_id=run.folder / "a"),
     "dcp writer": lambda run: dcp.save(
-        run.everything(), storage_writer=dcp.FileSystemWriter(run.folder / "step-1.5", thread_count=2)
+        run.everything(), storage_writer=dcp.FileSystemWriter(run.folder / "step-1.5")
     ),
     "dcp async": lambda run: dcp.async_save(run.everything(), checkpoint_id=str(run.folder / "a")).result(),
 }
@@ -154,11 +154,11 @@ def test_an_open_file_gets_a_bad_checkpoint_only_where_the_run_goes_on(run):
 
 
 def test_what_is_not_of_the_model_is_saved_as_asked(run):
-    unwatched = nn.Linear(3, 3)
-    unwatched.weight.data[0, 0] = torch.nan
     with run.watch():
         torch.save({"losses": torch.tensor([torch.nan, 1.0]), **run.everything()}, run.folder / "a.pt")
-        torch.save(unwatched.state_dict(), run.folder / "b.pt")
+        torch.save({"weight": torch.full((3, 3), torch.nan)}, run.folder / "b.pt")  # of another model
+        PLANTED[0](run)
+        torch.save(run.model[0].weight, io.BytesIO())  # as a thread of DCP does
     assert {"a.pt", "b.pt"} == set(run.files())
 
 
