@@ -378,7 +378,7 @@ class _Job:
         """Return the consensus of the present process group; None without one, or in a group of one rank."""
         self.waited_for = None  # the next error may have its id
         group = process_group()
-        if group is None or rank_and_world_size()[1] == 1:
+        if group is None or group.size() == 1:
             self.end()
             return None
         # Add it first: otherwise the last of the watches before, when it is collected now, would end the consensus that

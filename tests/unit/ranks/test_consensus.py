@@ -49,9 +49,7 @@ SCENARIOS: dict[str, tuple[list[Seen], int, int]] = {
     # A row-parallel layer sums what a column-parallel one has spoilt on one rank.
     "tensor parallel": ([Seen(finding("produced", 7, module="row"), 31)] * 2 + [FIRST] + [Seen(None)], 2, 1),
     # The stages behind get it with their data, at the beginning of the same batch.
-    "pipeline": (
-        [Seen(None), Seen(None), FIRST._replace(part="stage 2"), Seen(_STAGE, part="stage 3")], 2, 1
-    ),
+    "pipeline": ([Seen(None)] * 2 + [FIRST._replace(part="stage 2"), Seen(_STAGE, part="stage 3")], 2, 1),
     # All gather one poisoned shard: nobody can say whose it was.
     "shard": ([Seen(_WEIGHT, 5)] * 4, 0, 4),
     # The source is ahead by validation batches.
