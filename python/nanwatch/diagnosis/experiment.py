@@ -6,21 +6,25 @@ A change works if all is finite with it, and near what float64 gives.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import module_names
+from ..numerics._extension import instances_of
 from ..numerics._reference import _to_arithmetic
 from ..precision.casting import NARROW, autocast_kinds, cast
 from ..recording.masks import Excuses, excuses
@@ -29,6 +33,7 @@ from ..recording.walk import call_leaves, leaves
 from ..records.record import Record
 from ..report.finding import Cure, Finding
 from ..util.visible import spell
+from . import isolation
 from .batch_snapshot import BatchSnapshot, left_calls
 from .provenance import ProvenanceMode, Step, values_of
 
@@ -56,10 +61,14 @@ _MOST_CHANGE = 0.01
 MOST_BY_GUARD = 3e-3
 # A bound in float32 is no less right because float64 goes on to 1e+51.
 _LARGEST = torch.finfo(torch.float32).max
-# A loss that squares an output past this overflows, and the batch of a forward has no loss yet.
+# A loss that squares an output past this overflows, and the batch of a forward has no loss yet. So no value past it is
+# worth keeping.
 _LARGEST_SQUARED = _LARGEST**0.5
 # Methods of a tensor that make it narrower.
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})
+# Three steps of a healthy training move the weights by about their norm, three of an exploding one by far more.
+_NUM_STEPS = 3
+_MOST_MOVED = 1000.0
 # Bits. With less, the next batch whose values are twice as large fails again.
 LEAST_ROOM = 1.0
 
@@ -137,6 +146,7 @@ def run(
     sought: tuple[nn.Module, str] | None = None,
     squares: bool = False,
     divisor: float = 1.0,
+    sets_grad: bool = False,
 ) -> Experiment:
     """Run the batch of `snapshot` once more; keep what its forward raises as the error. KeyboardInterrupt passes.
 
@@ -144,6 +154,7 @@ def run(
     follows: whether to find the operation that began the first bad value. Its mode knows the calls under way.
     sought: the module, and the label of the bad value, whose operation is asked for. The run follows no further values.
     divisor: the gradients that the backward begins with are divided by it.
+    sets_grad: whether the leaves get their gradients as `.grad`, which only a process that is thrown away may do.
 
     A batch with a graph has a backward too, from its outputs, as if their mean were the loss, and with `squares` one as
     if the mean of their squares were. A watch of the model sees nothing of it.
@@ -206,7 +217,7 @@ def run(
                 experiment.given = [observe(x, "gradient", "gradient") for x in given]
                 squared = [2 * x.detach() * gradient for x, gradient in zip(roots, given, strict=True)]
                 for gradients in (given, squared) if squares else (given,):
-                    run_backward(experiment, roots, gradients)
+                    run_backward(experiment, roots, gradients, sets_grad)
     except Exception as error:
         # Without its traceback, whose frames hold the activations of the run.
         experiment.error = error.with_traceback(None)
@@ -216,7 +227,9 @@ def run(
     return experiment
 
 
-def run_backward(experiment: Experiment, roots: list[Tensor], gradients: list[Tensor]) -> None:
+def run_backward(
+    experiment: Experiment, roots: list[Tensor], gradients: list[Tensor], sets_grad: bool = False
+) -> None:
     """Run a backward from these gradients of the roots to the leaves of their graph. Keep what each node makes."""
     nodes, left = dict[Any, None](), [x.grad_fn for x in roots]
     while left:
@@ -235,7 +248,9 @@ def run_backward(experiment: Experiment, roots: list[Tensor], gradients: list[Te
             hooks.clear()
         for kind in autocast_kinds():  # a backward runs behind the block of the forward's autocast
             after.enter_context(torch.autocast(kind, enabled=False))
-        torch.autograd.grad(roots, ends, gradients, retain_graph=True, allow_unused=True)
+        made = torch.autograd.grad(roots, ends, gradients, retain_graph=True, allow_unused=True)
+    for leaf, gradient in zip(ends, made, strict=True) if sets_grad else ():
+        leaf.grad = gradient
 
 
 @dataclass
@@ -315,6 +330,40 @@ class Trials:
             is_close, words = True, f"float64's gradient fails too; {words}"
         return is_close, "; ".join(filter(None, [words, effect]))
 
+    def explosion(self, hold: Hold) -> str:
+        """Return in words how far some steps of the user's optimizers move the weights under a change; "" for not far.
+
+        A process that is thrown away takes the steps. What is beside CUDA is not known, nor the steps of code that
+        scales the loss or clips the gradients.
+        """
+        weights = [*self.model.parameters()]
+        of_model = {*map(id, weights)}
+        groups = ((x, group["params"]) for x in instances_of(Optimizer) for group in x.param_groups)
+        optimizers = {x: None for x, parameters in groups if of_model & {*map(id, parameters)}}
+        names = (name for frame, _ in walk_stack(None) for name in frame.f_code.co_names)
+        is_other = self.loss_scale is not None or any("clip_grad" in name for name in names)
+        is_large = sum(x.numel() for x in weights) > _MOST_ELEMENTS
+        if not optimizers or is_other or is_large or not isolation.is_child():
+            return ""
+
+        def move() -> float:
+            before = [x.detach().clone() for x in weights]
+            for _ in range(_NUM_STEPS):
+                self.run(hold, sets_grad=True)
+                with torch.no_grad():
+                    for optimizer in optimizers:
+                        inspect.unwrap(type(optimizer).step)(optimizer)  # without the hooks of a watch
+            moves = [x.detach() - y for x, y in zip(weights, before, strict=True)]
+            norm, moved = map(nn.utils.get_total_norm, (before, moves))
+            return float(moved / norm.clamp(min=1))
+
+        with suppress(isolation.ChildEndedError):
+            *_, moved = isolation.run_in_child(move, self.snapshot.seconds)
+            if not moved <= _MOST_MOVED:
+                kinds = " and ".join(type(x).__name__ for x in optimizers)
+                return f"{_NUM_STEPS} steps of {kinds} then move the weights by {moved:.1e} times their norm"
+        return ""
+
     def in_float64(self, around: Hold = nullcontext) -> Experiment:
         """Run the batch in float64, under a change that only looks."""
 
@@ -336,11 +385,10 @@ def compared(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[bool, s
     if [x.shape for x in values] != [x.shape for x in truth]:
         return True, "not compared with float64"
     pairs = [(x, y) for x, y in zip(values, truth, strict=True) if x.is_floating_point() or x.is_complex()]
-    # A format of 8 bits rounds by more than 1 %.
-    known = [(*_known(x, y, _LARGEST), max(_MOST_CHANGE, torch.finfo(x.dtype).eps / 2)) for x, y in pairs]
-    failing = sum(rest.numel() for *_, rest, _ in known)
-    rests = [rest for *_, rest, _ in known if rest.numel()]
-    guarded = max((float(rest.real.nan_to_num(0, 0).max()) for rest in rests), default=0.0)
+    unknown = [rest for x, y in pairs if (rest := _known(x, y, _LARGEST)[-1]).numel()]
+    known = [(*_known(x, y, _LARGEST_SQUARED), _most_change(x.dtype)) for x, y in pairs]
+    failing = sum(rest.numel() for rest in unknown)
+    guarded = max((float(rest.real.nan_to_num(0, 0).max()) for rest in unknown), default=0.0)
     if guarded > _LARGEST_SQUARED and all(x.dtype is not torch.float64 for x, _ in pairs):
         return False, f"the result is {guarded:.3g} where float64 fails, and its square would overflow"
     # A loss that fails in float64 is not compared, though outputs of the model beside it are.
@@ -362,6 +410,10 @@ def compared(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[bool, s
     if all(is_near):
         words = f"agrees with float64, to {max(errors) / (largest or 1):.1e} of the largest value"
     return True, words + (f"; as it is, it fails in float64 at {failing:,} elements too" if failing else "")
+
+
+def _most_change(dtype: torch.dtype) -> float:
+    return max(_MOST_CHANGE, torch.finfo(dtype).eps / 2)  # a format of 8 bits rounds by more than 1 %
 
 
 def _moved(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[float, str]:

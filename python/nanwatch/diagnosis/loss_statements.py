@@ -198,6 +198,7 @@ class _Part:
         self.body: list[ast.stmt] = []
         self.reads: dict[str, Any] = {}
         self.data: dict[str, Any] = {}
+        self._unknown = set[str]()  # names without a value, as those that an edit has added
         # Names that a later statement binds: their values are no longer those that an earlier one read.
         self._bound = {name for x in chain(*following) for name in source.names_in(x, ast.Store)}
         statement = last = path[-1][1]
@@ -259,6 +260,8 @@ class _Part:
                 needed.add(name)
             elif name in self._values:
                 self.reads[name] = value
+            elif name not in self._caller.globals:
+                self._unknown.add(name)
         return needed
 
     def _block(self, statements: list[ast.stmt], needed: set[str]) -> tuple[list[ast.stmt], set[str]]:
@@ -267,7 +270,7 @@ class _Part:
         for statement in reversed(statements):
             later, bound = set(self._bound), source.names_in(statement, ast.Store)
             filled = self._filled(statement, needed)
-            wanted = bound & needed | filled
+            wanted = bound & (needed | self._unknown) | filled
             # The statements of a block bind one after the other, those of a loop in any order.
             if not wanted or not isinstance(statement, ast.With | ast.Try | ast.If):
                 self._bound |= bound | filled

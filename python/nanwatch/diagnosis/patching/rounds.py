@@ -30,6 +30,7 @@ from .source import Edit, Probe, SourceFile, Span, Target, TargetFinder, exchang
 from .table import GUARDS, POLES, STABLE, names_that_run, numbers_of, operation_name
 
 _MOST_ROUNDS = 4
+STABLE_WORDS = "use the stable form that torch has"
 # Runs of the batch, each perhaps of a large model, and seconds for all of them.
 _MOST_RUNS = 24
 _MOST_SECONDS = 25.0
@@ -156,7 +157,7 @@ class Proposer:
             for node in nodes:
                 binding = match(site, pattern, node)
                 if binding is not None and failing & binding.nodes:
-                    yield from self._written(node, node, form, binding, "use the stable form that torch has")
+                    yield from self._written(node, node, form, binding, STABLE_WORDS)
 
     def guard(self, node: ast.AST, row: tuple[str, ...]) -> list[Proposal]:
         """Return the change that a row of guards makes at a node, none where the row is for another case."""
@@ -194,6 +195,9 @@ class Proposer:
         if kind in ("int", "number"):
             return isinstance(self._number(operand), int if kind == "int" else int | float)
         tensors = self.tensors(operand)
+        if kind == "zero":
+            eps = float(self._numbers["EPS"])
+            return not any(bool(((x != 0) & (x.abs() < eps)).any()) for x in tensors)
         most = 1 if kind == "fraction" else math.inf
         if not tensors or any(x.is_complex() or bool(((x < 0) | (x > most)).any()) for x in tensors):
             return False
@@ -366,6 +370,9 @@ class Rounds:
             works, effect = self._trials.judge(experiment, values, proposer.tensors(proposal.node))
             guarded = outside if ".clamp(" in edits[-1].text else ""
             hidden = f"float64 too has {guarded} there" if guarded and is_far else ""
+            # A stable form has the gradients that are meant.
+            is_guard = works and not hidden and proposal.words != STABLE_WORDS
+            hidden = self._trials.explosion(hold) if is_guard else hidden
             if works and not hidden:
                 effect += f"; a guard: it moves {guarded}, which float64 has there too" if guarded else ""
                 self._trials.cures.append(trial.cure(effect))
@@ -384,7 +391,9 @@ class Rounds:
                 return trial, (later, is_later_backward)
             # Behind the operation that failed lies another one of the same expression, in the backward.
             is_other = operation_name(later.operation) != operation_name(step.operation)
-            if is_later_backward and not is_backward and is_other and inside[1] is None:
+            is_behind = is_later_backward and not is_backward and is_other
+            # A stable form may be one of several that the operation needs.
+            if (is_behind or proposal.words == STABLE_WORDS) and inside[1] is None:
                 inside = trial, (later, True)
         return inside
 

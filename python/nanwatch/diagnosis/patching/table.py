@@ -38,12 +38,15 @@ ALIASES = {
 _STABLE = (
     # Cross entropies by hand
     ("Y * log(sigmoid(X)) + (1 - Y) * log(1 - sigmoid(X))", '-F.binary_cross_entropy_with_logits(X, Y, reduction="none")'),
+    ("Y * log(squeeze(sigmoid(X), ...)) + (1 - Y) * log(1 - squeeze(sigmoid(X), ...))", '-F.binary_cross_entropy_with_logits(X.squeeze(...), Y, reduction="none")'),
     ("F.nll_loss(log(softmax(X, ...)), Y)", "F.cross_entropy(X, Y)"),
     ("F.binary_cross_entropy(sigmoid(X), Y)", "F.binary_cross_entropy_with_logits(X, Y)"),
     # Logarithms of exponentials
     ("log(exp(X))", "X"),
     ("log(sigmoid(X))", "F.logsigmoid(X)"),
     ("log(1 - sigmoid(X)) | log(1 - sigmoid(X) + N)", "F.logsigmoid(-X)"),
+    ("log(squeeze(sigmoid(X), ...))", "F.logsigmoid(X).squeeze(...)"),
+    ("log(1 - squeeze(sigmoid(X), ...))", "F.logsigmoid(-X).squeeze(...)"),
     ("log(softmax(X, ...))", "F.log_softmax(X, ...)"),
     ("log(softmax(X, ...)[I])", "F.log_softmax(X, ...)[I]"),
     ("log(mean(softmax(X, ...), dim=D))", "torch.logsumexp(F.log_softmax(X, ...), D) - math.log(X.shape[D])"),
@@ -62,6 +65,7 @@ _STABLE = (
     ("log(mean(exp(X), dim=D))", "torch.logsumexp(X, dim=D) - math.log(X.shape[D])"),
     ("log(cumsum(exp(X), ...))", "torch.logcumsumexp(X, ...)"),
     ("log(sum(exp(X) * M, ...))", "torch.logsumexp(X + torch.log(M), ...)"),
+    ("log(sum(exp(A) * M, ...) / sum(exp(B), ...))", "torch.logsumexp(A + torch.log(M), ...) - torch.logsumexp(B, ...)"),
     ("log(diag(exp(X)) / sum(exp(X), ...))", "X.diag() - torch.logsumexp(X, ...)"),
     ("log(exp(A) / sum(exp(B)))", "A - torch.logsumexp(B.flatten(), 0)"),
     ("log(exp(A) / sum(exp(B) * M, ...))", "A - torch.logsumexp(B + torch.log(M), ...)"),
@@ -115,8 +119,8 @@ _LOGS = "log(X) | log2(X) | log10(X)"
 _EXPS = "exp(X) | exp2(X) | expm1(X) | sinh(X) | cosh(X)"
 # Guards of the operation that failed: (pattern, the part of it that is written anew, its new form, condition, words);
 # "" is the whole of the pattern. Conditions: the operand is a Python `number`, an `int`, a `count` (integers, or whole
-# numbers whose source says that they count), `positive` (float64 shows nothing below 0), or a `fraction` (nothing above
-# 1 either); the exponent has a `pole` at 0, or a `bound` that float64 shows; the call failed `in` one of these
+# numbers whose source says that they count), `zero` (0 or far from it in float64 too), `positive` (float64 shows nothing
+# below 0), or a `fraction` (nothing above 1 either); the exponent has a `pole` at 0, or a `bound` that float64 shows; the call failed `in` one of these
 # operations.
 _GUARDS: tuple[tuple[str, str, str, str, str], ...] = (
     ("log_prob(A, B)", "B", "B.clamp(min=NEAR)", "positive in xlogy log", "keep the value off the edge of the distribution"),
@@ -129,7 +133,8 @@ _GUARDS: tuple[tuple[str, str, str, str, str], ...] = (
     ("A / B | reciprocal(B)", "B", "B.clamp(min=1)", "count", "divide by at least 1"),
     ("A / B | reciprocal(B)", "B", "B.clamp(min=EPS)", "positive", _DIVISOR),
     ("A / B | reciprocal(B)", "B", "torch.where(B.abs() < EPS, EPS, B)", "", _DIVISOR),
-    ("A / B", "", "torch.where(B == 0, 0.0, A / torch.where(B == 0, 1.0, B))", "", "take 0 where the divisor is 0"),
+    ("A / B | reciprocal(B)", "B", "B.clamp(min=MILD)", "positive", _DIVISOR),
+    ("A / B", "", "torch.where(B == 0, 0.0, A / torch.where(B == 0, 1.0, B))", "zero", "take 0 where the divisor is 0"),
     ("A / B", "B", "B + LARGER", "positive", "add an eps to the divisor"),
     ("sqrt(X)", "X", "X.clamp(min=0)", "", "keep what the root is taken of from being negative"),
     ("rsqrt(X)", "X", "X.clamp(min=1)", "count", "take the root of at least 1"),
@@ -147,8 +152,10 @@ _GUARDS: tuple[tuple[str, str, str, str, str], ...] = (
     ("lgamma(X) | digamma(X)", "X", "X.clamp(min=TINY)", "", "keep the operand away from 0"),
     ("xlogy(A, B)", "B", "B.clamp(min=TINY)", "", _LOG),
     (_EXPS, "X", "X.clamp(max=BOUND)", "bound", "keep the exponent at BOUND or less, as it is in float64"),
-    (_EXPS, "X", "X.clamp(max=MOST)", "", "keep the exponent at MOST or less"),
     (_EXPS, "X", "X.clamp(max=SAFE)", "", "keep the exponent at SAFE or less"),
+    (_EXPS, "X", "X.clamp(max=HALF)", "", "keep the exponent at HALF or less"),
+    (_EXPS, "X", "X.clamp(max=MOST)", "", "keep the exponent at MOST or less"),
+    (_EXPS, "X", "X.clamp(max=CALM)", "", "keep the exponent at CALM or less"),
     ("acosh(X)", "X", "X.clamp(min=1 + NEAR)", "", "keep the operand of acosh above 1"),
     ("acos(X) | asin(X)", "X", "X.clamp(-1, 1)", "", "keep the operand inside -1 to 1"),
     ("acos(X) | asin(X) | atanh(X) | erfinv(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", "keep the operand inside -1 to 1"),
@@ -195,8 +202,13 @@ NUMBERS = {
     "LEAST": ("1e-300", "1e-30", "1e-30", "1e-7"),
     # The distance from 1 at which a derivative with a pole there is of moderate size.
     "NEAR": ("1e-9", "1e-6", "1e-2", "1e-3"),
-    # The exponential of SAFE leaves room for what follows; that of MOST is near the end of the format.
+    # The floor of a divisor whose quotients, and their gradients, a training survives.
+    "MILD": ("1e-3", "1e-3", "1e-3", "1e-2"),
+    # The exponential of CALM leaves room for a step by its gradient, and that of SAFE for what follows. The square of
+    # that of HALF is still in the format, and that of MOST is near its end.
+    "CALM": ("10", "10", "10", "3"),
     "SAFE": ("40", "20", "20", "5"),
+    "HALF": ("350", "40", "40", "5"),
     "MOST": ("700", "80", "80", "10"),
     "LOWEST": ("-1e30", "-1e30", "-1e30", "-6e4"),
     "LN2": (repr(math.log(2)),) * 4,

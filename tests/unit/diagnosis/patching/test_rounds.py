@@ -147,8 +147,56 @@ def test_a_statement_in_between_may_move() -> None:
     linear = nn.Linear(1, 1, bias=False)
     nn.init.ones_(linear.weight)
     cure = works(failing_backward(Does(bounded, linear), torch.tensor([[1.0], [85.0], [95.0]])).finding)
-    assert new_lines(cure) == ["k = gap.clamp(max=80).exp() - gap - 1"]
+    assert new_lines(cure) == ["k = gap.clamp(max=20).exp() - gap - 1"]
     assert "moves 2 of 3 elements that float64 gives as finite" in cure.effect
+
+
+def test_several_stable_forms_and_an_operand_with_a_new_name_are_one_cure() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Linear(3, 2), 20 * torch.randn(9, 3)
+    with watch(net, gradients=True):
+        variance = torch.exp(net(x) ** 2)
+        (torch.log(variance) + 3 / variance).mean().backward()
+        finding = fault_of(torch.optim.Adam(net.parameters()).step).finding
+    cure = works(finding)
+    assert cure.effect.startswith("agrees with float64")
+    assert new_lines(cure)[0] == "logits = net(x) ** 2"
+    assert new_lines(cure)[-1] == "(logits + (3 * torch.exp(-logits))).mean().backward()"
+
+
+def likelihood(output: Tensor, guard: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    mean, log_variance = output.unbind(1)
+    return (mean**2 / guard(log_variance.exp())).mean()
+
+
+def start(kind: str, rate: float) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    head = nn.Linear(1, 2)
+    head.bias.data = torch.tensor([1.0, -110.0])
+    return head, getattr(torch.optim, kind)(head.parameters(), rate)
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("Adam", 1e-3), ("SGD", 1e-4), ("SGD", 1.0)])
+def test_a_change_with_which_the_users_steps_explode_does_not_work(kind: str, rate: float) -> None:
+    """A plain training with the floor of the cure is the judge: a variance of e^-110 is 0 in float32."""
+    net, optimizer = start(kind, rate)
+    x = torch.randn(8, 1)
+    with watch(net, gradients=True):
+        likelihood(net(x)).backward()
+        finding = fault_of(optimizer.step).finding
+    if rate == 1.0:
+        assert not finding.cures
+        assert "3 steps of SGD then move the weights by" in " ".join(finding.remarks)
+        return
+    (line,) = new_lines(works(finding))
+    floor = float(line.partition("clamp(min=")[2].partition(")")[0])
+    assert floor == (1e-8 if kind == "Adam" else 1e-3)
+    net, optimizer = start(kind, rate)
+    for _ in range(100):
+        optimizer.zero_grad()
+        likelihood(net(x), lambda x: x.clamp(min=floor)).backward()
+        optimizer.step()
+    assert all(weight.abs().max() < 200 for weight in net.parameters())
 
 
 def test_infinities_that_are_meant_lose_no_cure() -> None:
