@@ -63,7 +63,7 @@ MOST_BY_GUARD = 3e-3
 _LARGEST = torch.finfo(torch.float32).max
 # A loss that squares an output past this overflows, and the batch of a forward has no loss yet. So no value past it is
 # worth keeping.
-_LARGEST_SQUARED = _LARGEST**0.5
+_SQUARABLE = _LARGEST**0.5
 # Methods of a tensor that make it narrower.
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})
 # Three steps of a healthy training move the weights by about their norm, three of an exploding one by far more.
@@ -337,9 +337,9 @@ class Trials:
         scales the loss or clips the gradients.
         """
         weights = [*self.model.parameters()]
-        of_model = {*map(id, weights)}
+        of_model = {*map(id, weights)}.intersection
         groups = ((x, group["params"]) for x in instances_of(Optimizer) for group in x.param_groups)
-        optimizers = {x: None for x, parameters in groups if of_model & {*map(id, parameters)}}
+        optimizers = {x: None for x, parameters in groups if of_model(map(id, parameters))}
         names = (name for frame, _ in walk_stack(None) for name in frame.f_code.co_names)
         is_other = self.loss_scale is not None or any("clip_grad" in name for name in names)
         is_large = sum(x.numel() for x in weights) > _MOST_ELEMENTS
@@ -386,10 +386,11 @@ def compared(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[bool, s
         return True, "not compared with float64"
     pairs = [(x, y) for x, y in zip(values, truth, strict=True) if x.is_floating_point() or x.is_complex()]
     unknown = [rest for x, y in pairs if (rest := _known(x, y, _LARGEST)[-1]).numel()]
-    known = [(*_known(x, y, _LARGEST_SQUARED), _most_change(x.dtype)) for x, y in pairs]
+    # A format of 8 bits rounds by more than 1 %.
+    known = [(*_known(x, y, _SQUARABLE), max(_MOST_CHANGE, torch.finfo(x.dtype).eps / 2)) for x, y in pairs]
     failing = sum(rest.numel() for rest in unknown)
     guarded = max((float(rest.real.nan_to_num(0, 0).max()) for rest in unknown), default=0.0)
-    if guarded > _LARGEST_SQUARED and all(x.dtype is not torch.float64 for x, _ in pairs):
+    if guarded > _SQUARABLE and all(x.dtype is not torch.float64 for x, _ in pairs):
         return False, f"the result is {guarded:.3g} where float64 fails, and its square would overflow"
     # A loss that fails in float64 is not compared, though outputs of the model beside it are.
     is_lost = any(rest.numel() and not right.numel() for right, *_, rest, _ in known)
@@ -410,10 +411,6 @@ def compared(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[bool, s
     if all(is_near):
         words = f"agrees with float64, to {max(errors) / (largest or 1):.1e} of the largest value"
     return True, words + (f"; as it is, it fails in float64 at {failing:,} elements too" if failing else "")
-
-
-def _most_change(dtype: torch.dtype) -> float:
-    return max(_MOST_CHANGE, torch.finfo(dtype).eps / 2)  # a format of 8 bits rounds by more than 1 %
 
 
 def _moved(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[float, str]:

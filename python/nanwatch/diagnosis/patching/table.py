@@ -131,6 +131,8 @@ _GUARDS: tuple[tuple[str, str, str, str, str], ...] = (
     ("A / B", "B", "max(B, 1)", "int", "divide by at least 1"),
     ("A / B", "B", "max(B, EPS)", "number", "divide by at least EPS"),
     ("A / B | reciprocal(B)", "B", "B.clamp(min=1)", "count", "divide by at least 1"),
+    ("A / exp(X) | reciprocal(exp(X))", "X", "X.clamp(-SAFE, SAFE)", "", "keep the exponent between -SAFE and SAFE"),
+    ("A / exp(X) | reciprocal(exp(X))", "X", "X.clamp(-CALM, CALM)", "", "keep the exponent between -CALM and CALM"),
     ("A / B | reciprocal(B)", "B", "B.clamp(min=EPS)", "positive", _DIVISOR),
     ("A / B | reciprocal(B)", "B", "torch.where(B.abs() < EPS, EPS, B)", "", _DIVISOR),
     ("A / B | reciprocal(B)", "B", "B.clamp(min=MILD)", "positive", _DIVISOR),
@@ -204,9 +206,9 @@ NUMBERS = {
     "NEAR": ("1e-9", "1e-6", "1e-2", "1e-3"),
     # The floor of a divisor whose quotients, and their gradients, a training survives.
     "MILD": ("1e-3", "1e-3", "1e-3", "1e-2"),
-    # The exponential of CALM leaves room for a step by its gradient, and that of SAFE for what follows. The square of
-    # that of HALF is still in the format, and that of MOST is near its end.
-    "CALM": ("10", "10", "10", "3"),
+    # A training survives steps by the gradient of the exponential of CALM, and of its inverse. That of SAFE leaves room
+    # for what follows. The square of that of HALF is still in the format, and that of MOST is near its end.
+    "CALM": ("5", "5", "5", "3"),
     "SAFE": ("40", "20", "20", "5"),
     "HALF": ("350", "40", "40", "5"),
     "MOST": ("700", "80", "80", "10"),
