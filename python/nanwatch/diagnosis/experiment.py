@@ -32,6 +32,7 @@ from ..recording.observe import observe
 from ..recording.walk import call_leaves, leaves
 from ..records.record import Record
 from ..report.finding import Cure, Finding
+from ..util.modules import parameters_of
 from ..util.visible import spell
 from . import isolation
 from .batch_snapshot import BatchSnapshot, left_calls
@@ -338,8 +339,7 @@ class Trials:
         """
         weights = [*self.model.parameters()]
         of_model = {*map(id, weights)}.intersection
-        groups = ((x, group["params"]) for x in instances_of(Optimizer) for group in x.param_groups)
-        optimizers = {x: None for x, parameters in groups if of_model(map(id, parameters))}
+        optimizers = [x for x in instances_of(Optimizer) if of_model(map(id, parameters_of(x)))]
         names = (name for frame, _ in walk_stack(None) for name in frame.f_code.co_names)
         is_other = self.loss_scale is not None or any("clip_grad" in name for name in names)
         is_large = sum(x.numel() for x in weights) > _MOST_ELEMENTS
@@ -354,8 +354,7 @@ class Trials:
                     for optimizer in optimizers:
                         inspect.unwrap(type(optimizer).step)(optimizer)  # without the hooks of a watch
             moves = [x.detach() - y for x, y in zip(weights, before, strict=True)]
-            norm, moved = map(nn.utils.get_total_norm, (before, moves))
-            return float(moved / norm.clamp(min=1))
+            return float(nn.utils.get_total_norm(moves) / nn.utils.get_total_norm(before).clamp(min=1))
 
         with suppress(isolation.ChildEndedError):
             *_, moved = isolation.run_in_child(move, self.snapshot.seconds)

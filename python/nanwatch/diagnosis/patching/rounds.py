@@ -370,9 +370,10 @@ class Rounds:
             works, effect = self._trials.judge(experiment, values, proposer.tensors(proposal.node))
             guarded = outside if ".clamp(" in edits[-1].text else ""
             hidden = f"float64 too has {guarded} there" if guarded and is_far else ""
-            # A stable form has the gradients that are meant.
-            is_guard = works and not hidden and proposal.words != STABLE_WORDS
-            hidden = self._trials.explosion(hold) if is_guard else hidden
+            if (
+                works and not hidden and proposal.words != STABLE_WORDS
+            ):  # which has the gradients that are meant
+                hidden = self._trials.explosion(hold)
             if works and not hidden:
                 effect += f"; a guard: it moves {guarded}, which float64 has there too" if guarded else ""
                 self._trials.cures.append(trial.cure(effect))
@@ -392,7 +393,7 @@ class Rounds:
             # Behind the operation that failed lies another one of the same expression, in the backward.
             is_other = operation_name(later.operation) != operation_name(step.operation)
             is_behind = is_later_backward and not is_backward and is_other
-            # A stable form may be one of several that the operation needs.
+            # Or the stable form is one of several that the operation needs.
             if (is_behind or proposal.words == STABLE_WORDS) and inside[1] is None:
                 inside = trial, (later, True)
         return inside
