@@ -349,6 +349,7 @@ class Trials:
         def move() -> float:
             before = [x.detach().clone() for x in weights]
             for _ in range(_NUM_STEPS):
+                self.model.zero_grad()
                 self.run(hold, sets_grad=True)
                 with torch.no_grad():
                     for optimizer in optimizers:
