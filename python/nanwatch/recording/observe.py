@@ -173,7 +173,7 @@ def _form(x: Tensor) -> tuple[tuple[int, ...] | None, str]:
     with suppressing("a tensor's dtype or shape raised"):
         dtype = _spelled(x.dtype)
         # A size that is known only as a symbol, or a nested tensor's ragged one, is no number.
-        shape = tuple(int(size) for size in x.shape)
+        shape = tuple(map(int, x.shape))
     return shape, dtype
 
 

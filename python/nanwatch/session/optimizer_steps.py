@@ -366,7 +366,8 @@ class OptimizerSteps:
         if batch < 0 or model is None or self._unread_step != batch or is_read:
             return None
         owners = parameter_owners(model)
-        for x in nonfinite(x for x in each_parameter(model) if options.observes(owners[id(x)][0].name)):
+        trained = (x for x in each_parameter(model) if x.requires_grad)
+        for x in nonfinite(x for x in trained if options.observes(owners[id(x)][0].name)):
             (name, _, module), label = owners[id(x)]
             record = observe(x, label, "weight", options.excuses(name, module))
             if record.is_fault:
