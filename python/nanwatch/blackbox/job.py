@@ -126,9 +126,8 @@ def _process_lines(report: BlackBoxReport) -> Iterator[str]:
     argv, latest = report.facts.get("argv"), report.calls[-_CALLS:]
     command = shlex.join(map(str, argv)) if isinstance(argv, list) else "?"
     rank = f", rank {report.rank} of {report.world_size}" if report.world_size > 1 else ""
-    after = ""
-    if report.seconds_after is not None and report.end != "runs":
-        after = f", {_seconds_words(report.seconds_after)} after its latest call ended"
+    is_over = report.seconds_after is not None and report.end != "runs"
+    after = f", {_seconds_words(report.seconds_after)} after its latest call ended" if is_over else ""
     open_calls = report.threads[0].calls if report.threads else ()
     ago = f"{_seconds_words(report.python_ago)} before: " if report.python_ago else ""
     facts = [

@@ -212,9 +212,12 @@ def _report(file: BoxFile) -> BlackBoxReport:
     calls = tuple(file.call(item, now) for item in file.calls[-_MOST_CALLS:])
     # Of equal ones the first: nothing has happened yet.
     ended = int(file.calls["ended"][-1]) if calls else 0
-    moments = ("gradient_ticks", "backward"), ("backward_ticks", ""), ("step_ticks", "step")
-    latest_ends = (ended, ""), *((state[moment], phase) for moment, phase in moments)
-    phase = "forward" if threads else max(latest_ends, key=lambda latest_end: latest_end[0])[1]
+    ticks = {
+        "": max(ended, state["backward_ticks"]),
+        "backward": state["gradient_ticks"],
+        "step": state["step_ticks"],
+    }
+    phase = "forward" if threads else max(ticks, key=lambda phase: ticks[phase])
     batch = threads[0].calls[-1].batch if threads else calls[-1].batch if calls else None
     gradient = file.module(state["gradient_module"])[0], _PARTS.get(state["gradient_part"], "?")
     return BlackBoxReport(

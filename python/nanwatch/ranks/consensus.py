@@ -193,7 +193,7 @@ class OriginConsensus:
     # The methods below run in the thread.
 
     def on_stuck(self, origin: Origin) -> None:
-        """Take the origin as far as it is known, where this rank waits in a collective for one that has failed."""
+        """Take the origin as far as it is known, where this rank waits in a collective for a failed rank."""
 
     def _run(self) -> None:
         try:
@@ -214,7 +214,7 @@ class OriginConsensus:
             if not self._pause(store, interval):
                 return
         self._news = news = time.monotonic()
-        # A rank that is not heard by then waits in a collective. It reports so that none waits for it.
+        # A rank that is not heard by then waits in a collective. It reports so that no rank waits for it.
         while not (is_heard := self._is_published or self._settles):
             left = news + self.peer_timeout / 3 - time.monotonic()
             if left <= 0 or not self._pause(store, min(_INTERVAL, left)):

@@ -60,8 +60,7 @@ class Replicas:
             shard = local_shard(weight)
             for ranks in {_mesh_ranks(weight), groups.get(id(weight), ())}:
                 if len(ranks) > 1 and id(weight) in names and not unreadable(weight):
-                    held = replicated.setdefault(ranks, {})
-                    held[names[id(weight)]] = weight if shard is None else shard
+                    replicated.setdefault(ranks, {})[names[id(weight)]] = weight if shard is None else shard
         return replicated
 
     def _wrappers(self) -> Iterator[DistributedDataParallel]:
