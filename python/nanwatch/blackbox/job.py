@@ -75,17 +75,14 @@ class Job:
         yield "rank        calls      since  what"
         for report in self.reports:
             end = "" if report.end == "runs" else f"{_end_words(report)}; "
-            since = _seconds_words(report.seconds_after)
-            yield (
-                f"{report.rank:4} {report.num_calls:12,} {since:>10}  {end}{_where_words(report)}"
-                f" (process {report.pid} on {report.host})"
-            )
+            what = f"{end}{_where_words(report)} (process {report.pid} on {report.host})"
+            yield f"{report.rank:4} {report.num_calls:12,} {_seconds_words(report.seconds_after):>10}  {what}"
         if (first := self.first) is not None:
             verb = "ended first" if first.is_bad else "is behind the others"
             yield from ("", f"Rank {first.rank} {verb}: {_end_words(first)}; {_where_words(first)}.")
             # Ranks that wait at one place differ in the times.
-            waiting = (report for report in self.reports if report is not first)
-            places = Counter(_where_words(report, with_time=False) for report in waiting)
+            others = [report for report in self.reports if report is not first]
+            places = Counter(_where_words(report, with_time=False) for report in others)
             yield from (f"{count} of the others: {place}." for place, count in places.most_common(4))
 
 

@@ -211,12 +211,8 @@ def _report(file: BoxFile) -> BlackBoxReport:
     threads = _threads(file, now)
     calls = tuple(file.call(item, now) for item in file.calls[-_MOST_CALLS:])
     # Of equal ones the first: nothing has happened yet.
-    ended = int(file.calls["ended"][-1]) if calls else 0
-    ticks = {
-        "": max(ended, state["backward_ticks"]),
-        "backward": state["gradient_ticks"],
-        "step": state["step_ticks"],
-    }
+    ended = max(int(file.calls["ended"][-1]) if calls else 0, state["backward_ticks"])
+    ticks = {"": ended, "backward": state["gradient_ticks"], "step": state["step_ticks"]}
     phase = "forward" if threads else max(ticks, key=lambda phase: ticks[phase])
     batch = threads[0].calls[-1].batch if threads else calls[-1].batch if calls else None
     gradient = file.module(state["gradient_module"])[0], _PARTS.get(state["gradient_part"], "?")

@@ -214,7 +214,7 @@ class OriginConsensus:
             if not self._pause(store, interval):
                 return
         self._news = news = time.monotonic()
-        # A rank that is not heard by then waits in a collective. It reports so that no rank waits for it.
+        # A rank that is not heard by then waits in a collective. It reports so that no rank waits in vain.
         while not (is_heard := self._is_published or self._settles):
             left = news + self.peer_timeout / 3 - time.monotonic()
             if left <= 0 or not self._pause(store, min(_INTERVAL, left)):
