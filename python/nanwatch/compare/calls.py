@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -52,16 +53,17 @@ def most_common(dtypes: Iterable[torch.dtype], otherwise: torch.dtype) -> torch.
 class ModuleCall:
     """Call of a module, with copies of its tensors.
 
-    `module` is None for a call of a trace. `start` and `end` count the starts and ends of all calls. `parent` is the
-    call around it. `shapes` are those of the module's own parameters. `parts` are the calls that `joined` made one.
+    `path` is the name of the module, or of all `parts`, the calls that `joined` made one. `module` is None for a call
+    of a trace. `start` and `end` count the starts and ends of all calls, and `number` the calls of the module. `shapes`
+    are those of its own parameters.
     """
 
-    key: Key
+    path: str
     class_name: str
     module: nn.Module | None
-    parent: ModuleCall | None
     start: int
     end: int = 0
+    number: int = 0
     is_leaf: bool = True
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
@@ -69,9 +71,9 @@ class ModuleCall:
     parts: tuple[ModuleCall, ...] = ()
 
     @property
-    def path(self) -> str:
-        """The name of the module, or of all parts."""
-        return self.key[0]
+    def key(self) -> Key:
+        """What the call has in common with the same call of another run."""
+        return self.path, self.number
 
     def holds(self, call: ModuleCall) -> bool:
         """Return True if the call happened during this one."""
@@ -81,14 +83,9 @@ class ModuleCall:
         """Return when the "inputs" or "outputs" were there."""
         return self.start if kind == "inputs" else self.end
 
-    def values(self, kind: str) -> list[Tensor]:
-        """Return the "inputs" or "outputs" that are compared."""
-        kept: list[Tensor] = getattr(self, kind)
-        return kept[:MOST_VALUES]
-
     def value(self, kind: str, index: int) -> Tensor | None:
-        """Return one of the values, or the SUM of the first two, which may be `hidden` and `residual`."""
-        kept = self.values(kind)
+        """Return one of the "inputs" or "outputs", or the SUM of two, which may be `hidden` and `residual`."""
+        kept: list[Tensor] = getattr(self, kind)
         if index != SUM:
             return kept[index] if index < len(kept) else None
         has_sum = len(kept) > 1 and kept[0].shape == kept[1].shape and kept[0].is_floating_point()
@@ -111,8 +108,18 @@ class ModuleCall:
         return joined([run[part.key] for part in parts]) if all(part.key in run for part in parts) else None
 
 
-# Calls of one run, by their keys.
+# Calls of one run by their keys, in the order of their starts. The first is that of the whole model.
 Run = dict[Key, ModuleCall]
+
+
+def run_of(calls: Iterable[ModuleCall]) -> Run:
+    """Return the calls as a run, numbered, and with the leaves among them marked."""
+    counts: Counter[str] = Counter()
+    in_order = sorted(calls, key=lambda call: call.start)
+    for call, following in zip_longest(in_order, in_order[1:]):
+        call.number, call.is_leaf = counts[call.path], following is None or not call.holds(following)
+        counts[call.path] += 1
+    return {call.key: call for call in in_order}
 
 
 def joined(parts: Sequence[ModuleCall]) -> ModuleCall:
@@ -122,9 +129,9 @@ def joined(parts: Sequence[ModuleCall]) -> ModuleCall:
         return first
     columns = zip(*(part.outputs for part in parts), strict=False)
     outputs = [torch.cat(side, -1) for side in columns if len({x.shape[:-1] for x in side}) == 1]
-    key = ", ".join(part.path for part in parts), first.key[1]
+    path = ", ".join(part.path for part in parts)
     start, end = min(part.start for part in parts), max(part.end for part in parts)
-    return replace(first, key=key, start=start, end=end, outputs=outputs, parts=(*parts,))
+    return replace(first, path=path, start=start, end=end, outputs=outputs, parts=(*parts,))
 
 
 class CallPair(NamedTuple):
@@ -234,7 +241,7 @@ def match_calls(runs: Sequence[Run], tokens: Tensor | None) -> list[CallPair]:
     matcher.match_weights()
     matcher.match_leaves_in_order()
     matcher.match_containers()
-    roots = CallPair(*(call for run in runs for call in run.values() if call.parent is None))
+    roots = CallPair(*(next(iter(run.values())) for run in runs))
     return sorted([*matcher.pairs, roots], key=lambda pair: pair.a.start)
 
 
@@ -244,7 +251,7 @@ class _Matcher:
     def __init__(self, runs: Sequence[Run], tokens: Tensor | None) -> None:
         self.pairs: list[CallPair] = []
         self._tokens = tokens
-        self._sides = [[call for call in run.values() if call.parent is not None] for run in runs]
+        self._sides = [[*run.values()][1:] for run in runs]
         self._free = {call for side in self._sides for call in side}
         self._sizes = {call: {rows_of(x, tokens).numel() for x in call.outputs} for call in self._free}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..numerics.readable import dtype_name
 from ..trace.result import Comparison, Place, plural
 from ..util.visible import module_name
-from .calls import SUM, CallPair, Errors, ModuleCall, Run, coarsest, errors_between, rows_of_both
+from .calls import MOST_VALUES, SUM, CallPair, Errors, ModuleCall, Run, coarsest, errors_between, rows_of_both
 
 # A difference that is this many times larger than what is left of it after the module is one of convention.
 _VANISHED = 100.0
@@ -126,14 +126,14 @@ class Comparer:
         place = Place(a.path, b.path, a.class_name, b.class_name, input_error=before and before.total)
         if out is None:
             return place
-        place = place._replace(cosine=out.cosine, largest_difference=out.largest_difference)
-        return place._replace(error=out.total, limit=self.factor * out.floor)
+        limit, largest = self.factor * out.floor, out.largest_difference
+        return place._replace(error=out.total, limit=limit, cosine=out.cosine, largest_difference=largest)
 
     # The search.
 
     def compare(self) -> Verdict:
         """Go through the events in the order of A until one differs."""
-        root = next(pair for pair in self.pairs if pair.a.parent is None)
+        root = self.pairs[0]
         result = self._events["outputs", root]
         if result is None:
             return Verdict(self, None, "the outputs of the two models have shapes that do not go together")
@@ -211,7 +211,7 @@ class Comparer:
 
     def _compare(self, kind: str, pair: CallPair) -> Errors | None:
         """Compare the inputs or the outputs of a pair, or return None where they do not go together."""
-        count_a, count_b = (len(call.values(kind)) for call in pair)
+        count_a, count_b = (min(len(getattr(call, kind)), MOST_VALUES) for call in pair)
         if kind == "outputs" and count_a == count_b > 1:
             each = [errors for i in range(count_a) if (errors := self._compare_values(kind, pair, (i, i)))]
             if len(each) == count_a:

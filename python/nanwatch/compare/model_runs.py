@@ -6,9 +6,7 @@ import copy
 import itertools
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,7 +22,7 @@ from ..numerics._reference import without_repeats
 from ..numerics.readable import dtype_name
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..util.modules import each_module, each_parameter, is_in
-from .calls import ModuleCall, Run, coarsest, most_common, own_tensors
+from .calls import ModuleCall, Run, coarsest, most_common, own_tensors, run_of
 
 # How to call a model on the inputs.
 Caller = Callable[[nn.Module, Any], Any]
@@ -35,52 +33,39 @@ _COMPILED = "_orig_mod"  # the part of a path that torch.compile adds
 _IN_PLACE = ("_compiled_call_impl", "forward")
 
 
-class Snapshot:
-    """State of models, and all global random states, at one moment. `restore()` puts it back, as often as is wanted.
+def snapshot(models: Iterable[nn.Module]) -> Callable[[], None]:
+    """Return a function that puts back the present state of models, and all global random states, in every call.
 
-    It has the attributes of all modules, the contents of the dicts, lists and sets in them at any depth, the values and
-    gradients of tensors, and the states of generators.
+    The state has the attributes of all modules, the contents of the dicts, lists and sets in them at any depth, the
+    values, gradients and version counters of tensors, and the states of generators.
     """
-
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._writes: list[Callable[[], object]] = [RngState.capture(others=True).restore]
-        self._tensors: list[Tensor] = []
-        values: list[Any] = [vars(module) for model in models for _, module in each_module(model)]
-        known: set[int] = set()
-        for x in values:  # grows by what is in containers, and by gradients
-            if id(x) in known:
-                continue
-            known.add(id(x))
-            if isinstance(x, dict | list | set):
-                self._writes.append(partial(_write_container, x, dict(x) if isinstance(x, dict) else list(x)))
-                values += x.values() if isinstance(x, dict) else x
-            elif isinstance(x, Tensor) and not nn.parameter.is_lazy(x):
-                if without_repeats(x)[1] > 1:
-                    continue  # expanded: PyTorch refuses to write to it
-                gradient = x.grad if x.is_leaf else None
-                self._writes.append(partial(_write_tensor, x, x.detach().clone(), gradient))
-                self._tensors.append(x)
-                values.append(gradient)
-            elif isinstance(x, torch.Generator):
-                self._writes.append(partial(x.set_state, x.get_state()))
-            elif isinstance(x, random.Random):
-                self._writes.append(partial(x.setstate, x.getstate()))
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Restore at the end of the block, with the version counters of the tensors as they were."""
-        tensors = tuple(x for x in self._tensors if not x.is_inference())
-        versions = tuple(x._version for x in tensors)
-        with ExitStack() as at_end:
-            at_end.callback(torch._C._autograd._unsafe_set_version_counter, tensors, versions)
-            at_end.callback(self.restore)
-            yield
+    writes: list[Callable[[], object]] = [RngState.capture(others=True).restore]
+    values: list[Any] = [vars(module) for model in models for _, module in each_module(model)]
+    known: set[int] = set()
+    for x in values:  # grows by what is in containers, and by gradients
+        if id(x) in known:
+            continue
+        known.add(id(x))
+        if isinstance(x, dict | list | set):
+            writes.append(partial(_write_container, x, dict(x) if isinstance(x, dict) else list(x)))
+            values += x.values() if isinstance(x, dict) else x
+        elif isinstance(x, Tensor) and not nn.parameter.is_lazy(x):
+            if without_repeats(x)[1] > 1:
+                continue  # expanded: PyTorch refuses to write to it
+            gradient, version = x.grad if x.is_leaf else None, None if x.is_inference() else x._version
+            writes.append(partial(_write_tensor, x, x.detach().clone(), gradient, version))
+            values.append(gradient)
+        elif isinstance(x, torch.Generator):
+            writes.append(partial(x.set_state, x.get_state()))
+        elif isinstance(x, random.Random):
+            writes.append(partial(x.setstate, x.getstate()))
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Put everything back."""
-        for write in self._writes:
+    def restore() -> None:
+        for write in writes:
             write()
+
+    return restore
 
 
 def _write_container(container: Any, content: Any) -> None:
@@ -92,9 +77,11 @@ def _write_container(container: Any, content: Any) -> None:
         (container.extend if isinstance(container, list) else container.update)(content)
 
 
-def _write_tensor(x: Tensor, value: Tensor, gradient: Tensor | None) -> None:
-    with torch.inference_mode(x.is_inference()):
+def _write_tensor(x: Tensor, value: Tensor, gradient: Tensor | None, version: int | None) -> None:
+    with torch.inference_mode(version is None):
         x.detach().copy_(value)
+    if version is not None:
+        torch._C._autograd._unsafe_set_version_counter((x,), (version,))
     if x.is_leaf and (x.requires_grad or x.grad is not None):
         x.grad = gradient
 
@@ -108,14 +95,14 @@ class ModelRuns:
     """
 
     def __init__(
-        self, model: nn.Module, call: Caller | None, inputs: Any, snapshot: Snapshot, most_bytes: int
+        self, model: nn.Module, call: Caller | None, inputs: Any, restore: Callable[[], None], most_bytes: int
     ) -> None:
         # A compiled module comes before the one that it was made of.
         self.modules = {_plain_path(path): module for path, module in each_module(model)}
         self.compiled = {_plain_path(path) for path, module in each_module(model) if _is_compiled(module)}
         self._call, self._inputs = call, inputs
-        self._snapshot, self._most_bytes = snapshot, most_bytes
-        snapshot.restore()
+        self._restore, self._most_bytes = restore, most_bytes
+        restore()
         self.run = self._run(model, None)
         self.dtype = _dtype_of(self.run)
         self.stored = most_common((x.dtype for x in each_parameter(model)), self.dtype)
@@ -132,7 +119,7 @@ class ModelRuns:
         key = dtype, stored, tuple(shaken)
         if key in self._runs:
             return self._runs[key]
-        self._snapshot.restore()  # before the copy, as the last run may have written buffers
+        self._restore()  # before the copy, as the last run may have written buffers
         model = copy.deepcopy(self.modules[""])
         for _, module in each_module(model):
             for name, child in module._modules.items():
@@ -161,7 +148,7 @@ class ModelRuns:
         return run
 
     def _run(self, model: nn.Module, dtype: torch.dtype | None) -> Run:
-        """Run a model on the inputs, cast to this dtype, and return the calls in the order of their starts."""
+        """Run a model on the inputs, cast to this dtype, and return the calls, without those of a warm-up before."""
         device = next((x.device for x in each_parameter(model)), None)
 
         def moved(x: Tensor) -> Tensor:
@@ -176,11 +163,9 @@ class ModelRuns:
                 model(**inputs)
             else:
                 model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
-        root = next((call for call in reversed(log.calls) if call.parent is None), None)
-        if root is None:
+        if (root := log.root) is None:
             raise ValueError(f"no module of the {type(model).__name__} was called: see call_a and call_b")
-        inside = [call for call in log.calls if call is root or root.holds(call)]  # a warm-up comes before
-        return {call.key: call for call in sorted(inside, key=lambda call: call.start)}
+        return run_of(call for call in log.calls if call is root or root.holds(call))
 
 
 def _dtype_of(run: Run) -> torch.dtype:
@@ -210,10 +195,10 @@ class _CallLog:
 
     def __init__(self, most_bytes: int) -> None:
         self.calls: list[ModuleCall] = []
-        self._inside: list[ModuleCall] = []
+        self.root: ModuleCall | None = None  # the latest call that is in no other
+        self._num_open = 0
         self._thread = threading.get_ident()
         self._clock = itertools.count()
-        self._occurrences: Counter[str] = Counter()
         self._most_bytes = self._left = most_bytes
         self._copies = WeakIdKeyDictionary()
 
@@ -228,31 +213,27 @@ class _CallLog:
         """Make and record a call of the wrapper's module."""
         if is_compiling() or threading.get_ident() != self._thread:
             return wrapper.run_inner(args, kwargs)
-        module, parent = wrapper.module, self._inside[-1] if self._inside else None
-        if parent is not None:
-            parent.is_leaf = False
-        key = (path, self._occurrences[path])
-        self._occurrences[path] += 1
-        call = ModuleCall(key, type(module).__name__, module, parent, next(self._clock))
+        module = wrapper.module
+        call = ModuleCall(path, type(module).__name__, module, next(self._clock))
         call.inputs = self._copied(call_leaves(args, kwargs))
-        self._inside.append(call)
+        self._num_open += 1
         try:
             result = wrapper.run_inner(args, kwargs)
         finally:
-            self._inside.pop()
+            self._num_open -= 1
         call.end = next(self._clock)
         call.shapes = tuple(tuple(x.shape) for x in module._parameters.values() if x is not None)
         call.outputs = [x for x in self._copied(leaves(result, "output")) if x.is_floating_point()]
         self.calls.append(call)
+        self.root = self.root if self._num_open else call
         return result
 
     def _copied(self, values: list[Leaf]) -> list[Tensor]:
         """Return copies of the tensors among the values; that of a tensor, unchanged since, is one object."""
         copies = []
         for _, x in values:
-            if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_meta:
-                continue
-            if x.dtype is torch.bool or not x.numel():
+            is_strided = isinstance(x, Tensor) and x.layout is torch.strided and not x.is_meta
+            if not is_strided or x.dtype is torch.bool or not x.numel():
                 continue
             version = -1 if x.is_inference() else x._version
             known = self._copies.get(x)

@@ -6,7 +6,6 @@ A trace, as of an engine, has sketches of outputs. Of inputs and weights it has 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby
@@ -23,9 +22,9 @@ from ..trace.result import Comparison
 from ..trace.trace_file import Trace, in_order, sketches
 from ..util.modules import is_in
 from ..util.visible import module_name, spell
-from .calls import FLOATS, CallPair, ModuleCall, Run, coarsest, match_calls, most_common, own_tensors
+from .calls import FLOATS, CallPair, ModuleCall, Run, coarsest, match_calls, most_common, own_tensors, run_of
 from .comparer import Comparer, Noise, NoiseRuns, Verdict, gaps, module_differences
-from .model_runs import Caller, ModelRuns, Snapshot, TensorKey
+from .model_runs import Caller, ModelRuns, TensorKey, snapshot
 
 # A buffer is unlike its counterpart where this share of its elements is further apart than rounding makes them.
 _UNLIKE = 0.25
@@ -86,13 +85,15 @@ def compare(
         inputs = dict(inputs)  # transformers' BatchEncoding among them
         mask = inputs.get("attention_mask")
         tokens = mask if tokens is None and isinstance(mask, Tensor) and mask.ndim == 2 else tokens
-    snapshot = Snapshot([model_a, model_b])
-    with snapshot.kept():
+    restore = snapshot([model_a, model_b])
+    try:
         tokens = None if tokens is None else tokens.detach().to("cpu", torch.bool)
         callers = (model_a, call_a), (model_b, call_b)
-        sides = [ModelRuns(model, call, inputs, snapshot, most_bytes) for model, call in callers]
+        sides = [ModelRuns(model, call, inputs, restore, most_bytes) for model, call in callers]
         verdict = _Models(sides, tokens, factor).compare()
         return verdict.comparer.result(verdict)
+    finally:
+        restore()
 
 
 class _Models:
@@ -108,9 +109,8 @@ class _Models:
         # Copies of a compiled model are not compiled, so they say nothing about it.
         if torch.finfo(noise.coarse).bits <= 16 and not any(side.compiled for side in self._sides):
             stored = coarsest(*(side.stored for side in self._sides))
-            in_copies = (self._run_in(number, torch.float32, stored) for number in (0, 1))
-            copies = [run for run in in_copies if run is not None]
-            if len(copies) == 2:
+            copies = [self._run_in(number, torch.float32, stored) for number in (0, 1)]
+            if all(copies):
                 in_float32 = self._noise([torch.float32] * 2, stored)
                 pairs = match_calls(copies, self._tokens)
                 shaken = self._shaken(pairs, stored)
@@ -141,12 +141,11 @@ class _Models:
         coarse = coarsest(*dtypes)
         low = torch.float32 if coarse is torch.float64 else coarse
         high = torch.float64 if low is torch.float32 else torch.float32
-        runs = []
-        for number in (0, 1):
-            if FLOATS.index(dtypes[number]) > FLOATS.index(dtypes[1 - number]):
-                continue  # its weights are rounded already
+        runs, finest = [], min(dtypes, key=FLOATS.index)
+        # The weights of a coarser model are rounded already.
+        for number in [number for number in (0, 1) if dtypes[number] is finest]:
             low_run, high_run = (self._run_in(number, dtype, stored) for dtype in (low, high))
-            if low_run is not None and high_run is not None:
+            if low_run and high_run:
                 runs.append((number, low_run, high_run))
         names = " and ".join("AB"[number] for number, *_ in runs)
         words = f"rounding error of {names}, run in {dtype_name(low)} and again in {dtype_name(high)}"
@@ -155,13 +154,13 @@ class _Models:
             words = f"not measured, assumed to be 4 eps of {dtype_name(coarse)}"
         return Noise(coarse, coarsest(coarse, *(side.stored for side in self._sides)), runs, words)
 
-    def _run_in(self, number: int, dtype: torch.dtype, stored: torch.dtype | None) -> Run | None:
-        """Return the run of a side in a precision, or None, with a remark, where it does not know it."""
+    def _run_in(self, number: int, dtype: torch.dtype, stored: torch.dtype | None) -> Run:
+        """Return the run of a side in a precision, empty, and with a remark, where it does not know it."""
         try:
             return self._sides[number].run_in(dtype, stored)
         except Exception as error:  # of the user's code
             self._remarks.append(f"{'AB'[number]} did not run in {dtype_name(dtype)}: {spell(error)}")
-            return None
+            return {}
 
     def _shaken(self, pairs: list[CallPair], stored: torch.dtype) -> NoiseRuns:
         """Run each model with the tensors shaken that it alone holds in this way, as a cast may have rounded them.
@@ -176,14 +175,10 @@ class _Models:
             rounded = {name for name, (_, beyond) in apart if name not in buffers or beyond <= _UNLIKE}
             names = pair.a.tensors().keys() & pair.b.tensors().keys() - rounded
             alike |= {(part.path, name) for call in pair for part in call.parts or (call,) for name in names}
-        prints = [
-            {
-                (path, name): fingerprint(x.to(stored))
-                for path in modules
-                for name, x in own_tensors(modules[path]).items()
-            }
-            for modules in (side.modules for side in self._sides)
-        ]
+        prints: list[dict[TensorKey, int]] = [{}, {}]
+        for side, bits in zip(self._sides, prints, strict=True):
+            for path, module in side.modules.items():
+                bits |= {(path, name): fingerprint(x.to(stored)) for name, x in own_tensors(module).items()}
         runs = []
         for number, side in enumerate(self._sides):
             there = {*prints[1 - number].values()}
@@ -214,20 +209,20 @@ def _with_parameters(comparer: Comparer, result: Verdict) -> Verdict:
     """Return the result with what modules keep apart: one with another own tensor or eps is never equal."""
     pairs = {(pair.a.path, pair.b.path): pair for pair in reversed(comparer.pairs)}.values()
     apart = [(pair, module_differences(pair)) for pair in pairs]
-    unlike = [(pair, words) for pair, counts in apart if (words := [*filter(counts.get, counts)])]
+    faults = [(pair, words) for pair, counts in apart if (words := [*filter(counts.get, counts)])]
     # What makes up for another weight is another weight, or code: then all that follows agrees.
     leaves = [pair for pair in comparer.pairs if pair.is_leaf]
-    is_lost = len(unlike) == 1 and any(comparer.differs(("inputs", pair)) for pair in leaves)
-    differ = {pair for pair in pairs if any(comparer.differs((kind, pair)) for kind in ("inputs", "outputs"))}
-    faults = [(pair, words) for pair, words in unlike[::-1] if is_lost or pair not in differ]
+    is_lost = len(faults) == 1 and any(comparer.differs(("inputs", pair)) for pair in leaves)
     # What measured the noise may be as far off as the outputs: then any such module is named.
-    chosen = faults if result.equal else unlike[::-1]
-    if chosen and result.first is None and result.equal is not None:
-        pair, words = chosen[0]
-        unseen = "in its own parameters or eps; with these inputs the output shows no more than rounding"
-        first, where = comparer.place(pair), result.why or unseen
-        return result._replace(equal=False, why="", first=first, where=where, likely=words)
-    return result
+    if result.equal and not is_lost:
+        differ = {pair for kind in ("inputs", "outputs") for pair in pairs if comparer.differs((kind, pair))}
+        faults = [(pair, words) for pair, words in faults if pair not in differ]
+    if not faults or result.first is not None or result.equal is None:
+        return result
+    pair, words = faults[-1]
+    unseen = "in its own parameters or eps; with these inputs the output shows no more than rounding"
+    first, where = comparer.place(pair), result.why or unseen
+    return result._replace(equal=False, why="", first=first, where=where, likely=words)
 
 
 def compare_traces(
@@ -283,12 +278,10 @@ def _run_of(trace: Trace, batch: int) -> tuple[Run, torch.dtype]:
     if not rows:
         raise ValueError(f"{trace.path} has no call in batch {batch}")
     calls, dtypes = list[ModuleCall](), list[torch.dtype]()
-    occurrences: Counter[str] = Counter()
     for number, (_, group) in enumerate(groupby(rows, key=lambda row: row["call"]), 1):
         first, *others = group
         path, end = first["module"], number * _TICKS
-        call = ModuleCall((path, occurrences[path]), first["class"], None, None, end - 1, end)
-        occurrences[path] += 1
+        call = ModuleCall(path, first["class"], None, end - 1, end)
         for row in (first, *others):
             shape = read(tuple[int, ...], json.loads(row["shape"] or "[]"), "shape")
             if row["role"] == "output" and row["sketch"]:
@@ -300,19 +293,13 @@ def _run_of(trace: Trace, batch: int) -> tuple[Run, torch.dtype]:
                 call.shapes += (shape,)
         calls.append(call)
     for number, call in enumerate(calls):
-        around = (
-            later for later in calls[number + 1 :] if later.path != call.path and is_in(call.path, later.path)
-        )
-        call.parent = next(around, None)
-        if call.parent is not None:
-            call.parent.start, call.parent.is_leaf = min(call.parent.start, call.start - 1), False
-    outermost = [call for call in calls if call.parent is None]
-    if len(outermost) > 1:  # the whole model was not watched
-        root = ModuleCall(("", -1), "", None, None, -1, 1 << 62, False, outputs=calls[-1].outputs)
-        for call in outermost:
-            call.parent = root
-        calls.append(root)
-    run = {call.key: call for call in sorted(calls, key=lambda call: call.start)}
+        later = (x for x in calls[number + 1 :] if x.path != call.path and is_in(call.path, x.path))
+        if (parent := next(later, None)) is not None:
+            parent.start = min(parent.start, call.start - 1)
+    run = run_of(calls)
+    if not all(calls[-1].holds(call) for call in calls[:-1]):  # the whole model was not watched
+        root = ModuleCall("", "", None, -1, 1 << 62, -1, is_leaf=False, outputs=calls[-1].outputs)
+        run = {root.key: root, **run}
     return run, most_common(dtypes, torch.float32)
 
 

@@ -165,10 +165,8 @@ def _first_difference(a: Recording, b: Recording) -> _Difference | None:
     in_order = iter([tensor for tensor in b.tensors if not tensor.thread])
     for place, tensor in enumerate(a.tensors):
         counterpart = None if tensor.thread else next(in_order, None)
-        is_equal = tensor.content not in lacking
-        if not tensor.thread:
-            is_equal = counterpart is not None and counterpart.content == tensor.content
-        if not is_equal:
+        content = counterpart and counterpart.content
+        if tensor.content in lacking if tensor.thread else tensor.content != content:
             return place, tensor, counterpart
     more = next(in_order, None)
     return None if more is None else (len(a.tensors), more, None)
