@@ -21,13 +21,14 @@ from functools import partial
 from importlib import import_module
 from math import prod
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 from zipfile import is_zipfile
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..util.imports import needed
 from ..util.modules import each_module
@@ -299,7 +300,9 @@ def _dcp(folder: Path) -> _Fields:
 
 # Tensors inside Python objects.
 
-_SCALARS = (int, float, complex, str, bytes, type(None), type, ModuleType)
+_SCALARS = (int, float, complex, str, bytes, type(None), type, ModuleType, FunctionType)
+# A pickle of an object with one of these of its own does not hold its attributes; an optimizer's does.
+_PICKLING = ("__getstate__", "__reduce__", "__reduce_ex__")
 _FRACTIONS = "efdFD"  # NumPy's codes of the floating-point dtypes that PyTorch has
 
 
@@ -332,7 +335,6 @@ def _children(value: Any) -> list[tuple[Any, Any]]:
         return [(key if isinstance(key, str | int) else type(key).__name__, value[key]) for key in value]
     if isinstance(value, list | tuple | set | frozenset | deque):
         return [*enumerate(value)]
-    # The pickle of an object with a `__reduce__` of its own does not hold its attributes.
-    reducers = ("__reduce__", "__reduce_ex__")
-    is_plain = all(getattr(type(value), name) is getattr(object, name) for name in reducers)
+    is_plain = all(getattr(type(value), name, None) is getattr(object, name, None) for name in _PICKLING)
+    is_plain |= isinstance(value, Optimizer)
     return [*getattr(value, "__dict__", {}).items()] if is_plain else []

@@ -132,29 +132,28 @@ class CheckpointGuard:
             text += f": the checkpoint is in {stem}{_MARK}{ending}, and {save.path} is untouched"
         else:
             text += f", and wrote {'nothing' if self._raises else 'it'}: an open file has no other name"
-        # First, as the ranks of a joint save wait for this one.
-        result = self.write(save, **changed) if changed or not self._raises else None
+        result = error = None
+        try:  # first, as the other ranks of a joint save wait for this one
+            result = save.write(**changed) if changed or not self._raises else None
+        except BaseException as refusal:
+            if not save.is_joint:
+                raise
+            error = refusal
         batch = max(self._reports.recorder.latest_batch, 0)
         frame = Frame(batch, "(checkpoint)", save.seam.called, tuple(records), "save")
         incident = self._reports.of_frame(frame)
         incident.remark(text)
         self._failures.step_follows(incident)
         warn_user(text)
-        return result
+        return result if error is None else self.refused(save, error)
 
-    def write(self, save: Save, **changed: Any) -> Any:
-        """Save. Where a rank has refused, warn if the run goes on, or if it is this rank, which says so itself."""
-        try:
-            return save.write(**changed)
-        except BaseException as error:  # such as a CheckpointException, which has the failures by rank
-            is_joint = type(error).__name__ == "CheckpointException"
-            failures = getattr(error, "failures", {}) if is_joint else {}
-            is_refused = any(isinstance(x, CheckpointRefusedError) for x, _ in failures.values())
-            if not is_refused or (self._raises and "planner" not in changed):
-                raise
-            warn_user(
-                f"{save.seam.called}: a rank refused a checkpoint that is not finite, and no rank wrote it"
-            )
+    def refused(self, save: Save, error: BaseException) -> None:
+        """Raise the error of a save, or warn where a rank has refused and the run goes on."""
+        # A CheckpointException, which is no Exception, has the failures by rank.
+        failures = getattr(error, "failures", {}) if type(error).__name__ == "CheckpointException" else {}
+        if self._raises or not any(isinstance(x, CheckpointRefusedError) for x, _ in failures.values()):
+            raise error
+        warn_user(f"{save.seam.called}: a rank refused a checkpoint that is not finite, and no rank wrote it")
 
     def _model_tensors(self) -> Iterator[_Owned]:
         model = self._reports.model()
@@ -215,8 +214,9 @@ class Save:
         if place is None:
             place = getattr(bound.arguments.get("storage_writer"), "path", None)
         self.path = os.fsdecode(place) if isinstance(place, str | os.PathLike) else None
-        # DCP saves each of its tensors in a thread of its own.
-        self.is_left_alone = self.path is None and isinstance(self.content, Tensor)
+        # No guard reads what goes beside a good one already, nor one tensor of many of DCP.
+        is_beside = self.path is not None and _MARK in os.path.basename(self.path.rstrip("/"))
+        self.is_left_alone = is_beside or (self.path is None and isinstance(self.content, Tensor))
 
     @property
     def is_joint(self) -> bool:
@@ -304,7 +304,10 @@ def _guarded(seam: Seam, original: Any) -> Any:
         for guard in guards:
             if faults := guard.examine(call.content):
                 return guard.divert(call, faults)
-        result = guards[0].write(call)
+        try:
+            result = call.write()
+        except BaseException as error:
+            return guards[0].refused(call, error)
         for guard in guards:
             guard.wrote(call.content)
         return result

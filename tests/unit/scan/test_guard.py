@@ -153,13 +153,23 @@ def test_an_open_file_gets_a_bad_checkpoint_only_where_the_run_goes_on(run):
     assert torch.load(buffer)["0.weight"].isnan().any()
 
 
+class Stateless:
+    def __init__(self, model):
+        self.model = model
+
+    def __getstate__(self):
+        return {}
+
+
 def test_what_is_not_of_the_model_is_saved_as_asked(run):
     with run.watch():
         torch.save({"losses": torch.tensor([torch.nan, 1.0]), **run.everything()}, run.folder / "a.pt")
         torch.save({"weight": torch.full((3, 3), torch.nan)}, run.folder / "b.pt")  # of another model
         PLANTED[0](run)
         torch.save(run.model[0].weight, io.BytesIO())  # as a thread of DCP does
-    assert {"a.pt", "b.pt"} == set(run.files())
+        torch.save(run.model, run.folder / "c.nonfinite.pt")  # by a user who means it
+        torch.save(Stateless(run.model), run.folder / "d.pt")
+    assert {"a.pt", "b.pt", "c.nonfinite.pt", "d.pt"} == set(run.files())
 
 
 def test_infinities_that_are_meant_are_no_fault(tmp_path):
