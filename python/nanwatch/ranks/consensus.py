@@ -292,12 +292,12 @@ class _JobConsensus(OriginConsensus):
     def arrive(self, *, begins: bool) -> None:
         """Come to the next meeting before a step, and wait for nobody. `begins`: where there was none yet, too."""
         begins = begins and any(coordinator.is_sharded for coordinator in _job.coordinators)
-        if not self._may_meet or not (begins or self._num_meetings):
+        if not begins and not self._num_meetings:
             return
         self._num_meetings = number = self._num_meetings + 1
         with self._ending_meetings():
             self._meetings = store = self._meetings or own_store(self.name, default_store())
-            if store.add(f"step/{number}", 1) == self.world_size:
+            if self._may_meet and store.add(f"step/{number}", 1) == self.world_size:
                 store.set(f"step/{number}/all", "")
                 store.delete_key(f"step/{number - 1}")
                 store.delete_key(f"step/{number - 2}/all")  # each rank has read it
@@ -305,11 +305,11 @@ class _JobConsensus(OriginConsensus):
     def meet(self) -> bool:
         """Wait until all ranks have come to the next meeting, and return whether one of them has failed."""
         self.arrive(begins=True)
-        if self._may_meet and self._meetings is not None:
-            with self._ending_meetings():
+        with self._ending_meetings():
+            if self._may_meet and self._meetings is not None:
                 timeout = timedelta(seconds=self.peer_timeout / 3)
                 self._meetings.wait([f"step/{self._num_meetings}/all"], timeout)
-                return bool(self._meetings.check([FIRST]))
+            return self._meetings is not None and bool(self._meetings.check([FIRST]))
         return False
 
     @contextmanager
@@ -317,9 +317,11 @@ class _JobConsensus(OriginConsensus):
         try:
             yield
         except RuntimeError as error:
+            if self._may_meet:
+                warn_user(
+                    f"nanwatch: steps wait for the other ranks no more: {spell(error)}", may_raise=False
+                )
             self._may_meet = False
-            words = f"nanwatch: steps wait for the other ranks no more: {spell(error)}"
-            warn_user(words, may_raise=False)
 
     def agree(self, patience: float = inf) -> Origin | None:
         """Return the origin once the ranks agree, and end the consensus. None if another watch has done so."""

@@ -137,6 +137,7 @@ class ReplicaWatch:
         self._exchange = Exchange("replicas", judge, timeout)
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._has_stepped = self._has_warned = False
+        self._warning = "nanwatch compares replicas no more"
         self._batch = self._step = 0  # a step is a batch that followed one of the optimizer
         self._hooks = Handles(self, [after_steps.add(weakly(self._stepped))])
 
@@ -155,7 +156,7 @@ class ReplicaWatch:
             return
         self._has_stepped, self._batch = False, batch
         self._step += 1
-        with self._exchange.ending_by_errors("nanwatch compares replicas no more"):
+        with self._exchange.ending_by_errors(self._warning):
             self._tell_all(self._exchange.look())
             if self._step % self._every == 0:
                 self._check()
@@ -196,6 +197,7 @@ class ReplicaWatch:
     def remove(self) -> None:
         """End the comparison. Waits for the other ranks' last check, at most 2 s while nothing differs."""
         self._hooks.remove()
+        self._warning = ""  # rank 0, and the store in it, may have ended
         self.batch_started(self._batch)
         if not self._exchange.is_over:
             with self._exchange.ending_by_errors():
