@@ -48,7 +48,7 @@ def _try_option(trials: Trials) -> None:
     """Try the batch with an option of the guilty module, given to all modules of its kind."""
     guilty = next((m for m, name in trials.names.items() if name == trials.guilty), None)
     kinds = [kind.__name__ for kind in type(guilty).__mro__ if kind.__name__ in OPTIONS]
-    if not kinds:
+    if not kinds or not hasattr(guilty, OPTIONS[kinds[0]][0]):  # as a class of the program that has the name
         return
     option, value, words = OPTIONS[kinds[0]]
     modules = [m for m in trials.names if type(m) is type(guilty) and (getattr(m, option) or 0) < value]

@@ -335,19 +335,26 @@ class Trials:
         """Return in words how far some steps of the user's optimizers move the weights under a change; "" for not far.
 
         A process that is thrown away takes the steps. What is beside CUDA is not known, nor the steps of code that
-        scales the loss or clips the gradients.
+        scales the loss or clips the gradients, nor those of the program's own optimizers, which may do anything.
         """
         weights = [*self.model.parameters()]
         of_model = {*map(id, weights)}.intersection
-        optimizers = [x for x in instances_of(Optimizer) if of_model(map(id, parameters_of(x)))]
+        # One without groups was not made, as its arguments were refused.
+        made = [x for x in instances_of(Optimizer) if "param_groups" in vars(x)]
+        optimizers = [x for x in made if of_model(map(id, parameters_of(x)))]
         names = (name for frame, _ in walk_stack(None) for name in frame.f_code.co_names)
         is_other = self.loss_scale is not None or any("clip_grad" in name for name in names)
+        is_other |= any(not type(x).__module__.startswith("torch.optim.") for x in optimizers)
         is_large = sum(x.numel() for x in weights) > _MOST_ELEMENTS
         if not optimizers or is_other or is_large or not isolation.is_child():
             return ""
 
         def move() -> float:
             before = [x.detach().clone() for x in weights]
+            for optimizer in optimizers:  # a file or another process may share the memory
+                for x in parameters_of(optimizer):
+                    x.data, state = x.detach().clone(), optimizer.state.get(x, {})
+                    state |= {key: y.clone() for key, y in state.items() if isinstance(y, Tensor)}
             for _ in range(_NUM_STEPS):
                 self.model.zero_grad()
                 self.run(hold, sets_grad=True)

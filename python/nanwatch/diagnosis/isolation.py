@@ -32,6 +32,7 @@ from ..util.visible import spell
 
 # The parent acts on these, and a handler of the program's must not run twice.
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGPIPE")
+_PR_SET_PDEATHSIG = 1
 # Ends a run in the main thread: a wait for a lock lets a signal through. Ignored by default; Windows has none.
 _ENDS_RUN: Any = getattr(signal, "SIGURG", None)
 
@@ -75,13 +76,14 @@ def run_in_child(work: Callable[[], Any], seconds: float) -> Iterator[Any]:
     reading, writing = multiprocessing.Pipe(duplex=False)
     with warnings.catch_warnings(), reading:
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        parent = os.getpid()
         with writing:
             try:
                 child = os.fork()
             except OSError as error:
                 raise ChildEndedError(f"no process could be had: {error}") from None
             if child == 0:
-                _be_child(work, writing, drawn)
+                _be_child(work, parent, writing, drawn)
         try:
             document, is_last, reason = None, False, ""
             while not is_last:
@@ -111,9 +113,13 @@ def _status(child: int) -> str:
     return ""
 
 
-def _be_child(work: Callable[[], Any], writing: Connection, drawn: Any) -> NoReturn:
+def _be_child(work: Callable[[], Any], parent: int, writing: Connection, drawn: Any) -> NoReturn:
     global _send
     try:
+        # A parent that the system kills for its memory ends the child too, which would keep that memory.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
         for name in _IGNORED:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())

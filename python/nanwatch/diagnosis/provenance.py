@@ -186,7 +186,6 @@ class ProvenanceMode(TorchDispatchMode):
         self.active = True
         self.trouble: str | None = None
         self.open_calls: list[BatchSnapshot] = []
-        self.first_call = 0  # the number of the first operation in a call
         self._outermost = outermost
         self._sequence = torch._C._autograd._get_sequence_nr()
         self._nodes: dict[int, Site] = {}  # by sequence number, where the forward made the node
@@ -234,7 +233,6 @@ class ProvenanceMode(TorchDispatchMode):
         self, operation: Operation, named: Mapping[str, Any], before: Operands | None, result: Any
     ) -> None:
         self._number += 1
-        self.first_call = self.first_call or (self._number if self.open_calls else 0)
         sequence = torch._C._autograd._get_sequence_nr()
         if sequence != self._sequence:  # autograd has made a node just before
             self._sequence = sequence

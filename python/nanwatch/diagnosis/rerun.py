@@ -447,17 +447,11 @@ def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, al
             remark = "the gradients of the latest backward alone fail in another way"
             return Diagnosis(_completed(finding, remarks=[remark]))
     remarks, data = [*step.remarks], getattr(snapshot.module, "data", {})
-    first_call = 0 if experiment.provenance is None else experiment.provenance.first_call
-    # No statement makes a bad operand, or one makes the value before it calls the model.
-    is_given = (
-        all(x.grad_fn is None for x in step.strangers) if step.strangers else 0 < step.number < first_call
-    )
+    # No statement makes a bad operand.
+    is_given = step.strangers and all(x.grad_fn is None for x in step.strangers)
     if finding.is_of_loss and data and is_given:
         finding = replace(finding, origin="data")
-        remarks = [
-            *_came_in(named_arguments(replace(snapshot, args=(), kwargs=data))),
-            *([] if step.strangers else remarks),
-        ]
+        remarks = _came_in(named_arguments(replace(snapshot, args=(), kwargs=data)))
     elif guilty is None and step.module is not None and not step.in_backward:
         # The loss read this auxiliary loss from an attribute, and the module has no bad gradient yet.
         remarks.append(f"it was made in the forward of {f'`{step.module}`' if step.module else 'the model'}")

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from nanwatch import Finding, NonFiniteError, watch
 from nanwatch.diagnosis.isolation import ChildEndedError, RerunEndedError, can_fork, run_in_child, send
 from support.examined import exponential
+from support.processes import until
 from support.spy import Spy
 from support.toys import Does
 
@@ -56,6 +57,21 @@ def second_time(does: Callable[[], Any]) -> nn.Module:
         return part(x)
 
     return Does(forward, Does(exponential))
+
+
+@pytest.mark.skipif(IS_NO_LINUX, reason="no child process")
+def test_a_child_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
+    """As where the system kills that for its memory."""
+    mark = tmp_path / "child"
+    if (parent := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            list(run_in_child(lambda: (mark.symlink_to(str(os.getpid())), time.sleep(60)), 60.0))
+        os._exit(1)
+    until(mark.is_symlink)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    state = Path("/proc", os.readlink(mark), "stat")
+    until(lambda: not state.exists() or ") Z " in state.read_text())
 
 
 def test_a_lock_that_does_not_come_ends_a_run_by_its_clock(place: str) -> None:
