@@ -140,7 +140,7 @@ SENTENCES = {
     "loss": "look at the loss, at what it is scaled with, and at what is computed from the model's output.",
     "short format": "look for a format with a shorter range that the gradient passes through, and lower the loss scale;"
     f" without one, {_UNSEEN}",
-    "loss scale": "{dtype} ends at {end}: lower the loss scale, or let this module's backward run in a wider format.",
+    "loss scale": "{dtype} ends at {end}: make the loss or its scale smaller, or use a wider format in this backward.",
     "domain of the forward": "keep what the forward's operation is given inside its domain, and what it makes inside"
     " its format.",
     "unseen derivative": _UNSEEN,

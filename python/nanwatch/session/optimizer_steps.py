@@ -120,8 +120,8 @@ class OptimizerSteps:
         is_bad: Any = isnan if loss.dtype is torch.float16 else lambda number: not isfinite(number)
 
         def ended() -> None:
-            if is_bad(numbers.wait()[0]):
-                self._loss_is_bad(loss, batch)
+            if is_bad(number := numbers.wait()[0]):
+                self._loss_is_bad(loss, batch, number)
 
         # At the end of a backward the host waits for the gradients of a GPU anyway.
         if loss.device.type == "cuda" or is_bad(numbers.wait()[0]):
@@ -146,18 +146,20 @@ class OptimizerSteps:
         batches = {calls[x.call].frame.batch for x in bad}
         self._defer(Incident(report), batches, is_of_weight=any(x.part == "weight" for x in bad))
 
-    def _loss_is_bad(self, loss: Tensor, batch: int) -> None:
-        """Act on a bad loss. If a gradient is not finite either, leave it to the step, which may be skipped."""
+    def _loss_is_bad(self, loss: Tensor, batch: int, number: float) -> None:
+        """Act on a bad loss. Leave inf, and any loss of a bad gradient, to the step, which the user may leave out."""
         if self._failures.knows(batch):
             return
-        if self.deferred is not None:
+        self._starts.backward_failed(batch)
+        if self.deferred is not None or not isnan(number):
             self._loss = loss.detach(), batch
-            return
+        else:
+            self._stop_for_loss(loss, batch)
+
+    def _stop_for_loss(self, loss: Tensor, batch: int) -> None:
         name = type(loss).__name__ if loss.grad_fn is None else loss.grad_fn.name()
         frame = Frame(batch, "(loss)", name, (observe(loss.detach(), "output", "output"),), "backward")
-        incident = self._reports.of_frame(frame)
-        self._starts.backward_failed(batch)
-        self._failures.step_follows(incident)
+        self._failures.step_follows(self._reports.of_frame(frame))
 
     # Deferred until a step
 
@@ -299,7 +301,7 @@ class OptimizerSteps:
         loss, self._loss = self._loss, None
         is_nonfinite = bool(bad_parameters) or loss is not None
         if loss is not None and not bad_parameters and self.deferred is None:
-            self._loss_is_bad(*loss)
+            self._stop_for_loss(*loss)
         found_inf = getattr(optimizer, "found_inf", None)
         if (deferred := self.deferred) is None:
             # The steps of another optimizer, as of a GAN's other part, end no run.

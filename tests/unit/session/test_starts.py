@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch import watch
-from nanwatch.recording.events import Start
 from support.examined import comment_of
 from support.recorders import WITH_DEVICE, watched
 from support.toys import Does, fault_of
@@ -254,14 +253,6 @@ def test_what_a_cache_took_in_is_no_data(origin: str, store: Callable[..., Tenso
     assert (finding.module, finding.label) == place
     assert (finding.origin, finding.source_module) == ("received", "layers.1")
     assert finding.remarks[0] == f"{finding.operation} was given the number other = 0.0"
-
-
-def test_a_start_while_a_graph_is_captured_has_no_states_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their generators refuse then."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda, "default_generators", (None,))
-    assert Start.of(0, nn.Identity(), (), None, None).cuda == ()
 
 
 @pytest.mark.usefixtures("each_recorder")
