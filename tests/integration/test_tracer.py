@@ -29,10 +29,6 @@ def traced(path: Path) -> list[Frame]:
     return [frame for batch in opened.batches for frame in opened.frames(batch)]
 
 
-def with_records(frames: tuple[Frame, ...]) -> list[Frame]:
-    return [frame for frame in frames if frame.records]
-
-
 @pytest.mark.usefixtures("each_recorder")
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
 def test_a_trace_holds_every_frame_of_every_batch(tmp_path: Path, name: str) -> None:
@@ -46,7 +42,7 @@ def test_a_trace_holds_every_frame_of_every_batch(tmp_path: Path, name: str) -> 
         kept = oracle.frames
         assert w.frames == kept[-5:]
     assert w.trace_path == path
-    assert traced(path) == with_records(kept)
+    assert traced(path) == [frame for frame in kept if frame.records]
 
 
 @pytest.mark.usefixtures("each_recorder")

@@ -101,10 +101,6 @@ print(_extension.reason)
 """
 
 
-def without_compiler(source: Path, folder: Path) -> dict[str, str]:
-    return {"CXX": "/bin/false", "CC": "/bin/false"}
-
-
 def with_broken_source(source: Path, folder: Path) -> dict[str, str]:
     for path in (source / "csrc").rglob("*.cpp"):
         path.unlink()
@@ -121,7 +117,7 @@ def without_torch(source: Path, folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (without_compiler, "no working C++ compiler"),
+        (lambda *_: {"CXX": "/bin/false", "CC": "/bin/false"}, "no working C++ compiler"),
         (with_broken_source, "could not be built"),
         (without_torch, "has no headers"),
     ],

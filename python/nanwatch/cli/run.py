@@ -91,7 +91,7 @@ def _add_flag(group: argparse._ArgumentGroup, option: Field[Any]) -> None:
         how = {"action": argparse.BooleanOptionalAction}
     elif default == ():
         how |= {"action": "extend", "type": parts}
-        text += "; may be repeated"
+        text = "; ".join(filter(None, [text, "may be repeated"]))
     if default not in (None, False, ()):
         text += f" (default: {'on' if default is True else default})"
     group.add_argument(

@@ -64,16 +64,13 @@ def named(name: str) -> Report:
     return replace(report, finding=finding)
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=repr)
-def test_hostile_names_are_text(name: str) -> None:
+def test_a_name_is_text() -> None:
     """In every field there is, a name adds no element, no attribute and no script, and reads as text shows it."""
-    document = named(name).to_html()
+    document = named(HOSTILE).to_html()
     page = Page(document)
-    # Dots make a deeper tree; all else makes the page that a plain letter makes.
-    if "." not in name:
-        assert skeleton(document) == skeleton(named("x").to_html())
+    assert skeleton(document) == skeleton(named("x").to_html())
     assert page.unbalanced == []
-    assert visible(f"output{name} of encoder.block.6.wo{name}") in "".join(page.headline)
+    assert visible(f"output{HOSTILE} of encoder.block.6.wo{HOSTILE}") in "".join(page.headline)
 
 
 def test_the_policy_allows_no_script_and_no_connection() -> None:
@@ -99,11 +96,10 @@ def test_a_chart_is_logarithmic_and_has_gaps() -> None:
     assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
 
 
-FRAMES = '"></iframe><script>alert(1)</script>&quot;'
-SPIKE = SpikeReport(4, 0, (Departure(FRAMES, "loss", 9.0, 1.0, 5.0),), "loss")
+SPIKE = SpikeReport(4, 0, (Departure(HOSTILE, "loss", 9.0, 1.0, 5.0),), "loss")
 
 
-@pytest.mark.parametrize("report", [growing(hostile=FRAMES), SPIKE], ids=["failure", "spike"])
+@pytest.mark.parametrize("report", [growing(hostile=HOSTILE), SPIKE], ids=["failure", "spike"])
 def test_a_notebook_has_the_page_in_a_frame_of_its_own(report: Report | SpikeReport) -> None:
     shown = Page(report._repr_html_())
     ((tag, attributes),) = shown.tags
@@ -114,5 +110,5 @@ def test_a_notebook_has_the_page_in_a_frame_of_its_own(report: Report | SpikeRep
 def test_a_notebook_without_jinja2_shows_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """The text of the report is the page, and it is escaped."""
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    report = growing(hostile=FRAMES)
+    report = growing(hostile=HOSTILE)
     assert [tag for tag, _ in Page(report._repr_html_()).tags] == ["pre"]
