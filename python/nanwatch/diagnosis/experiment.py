@@ -32,7 +32,7 @@ from ..recording.observe import observe
 from ..recording.walk import call_leaves, leaves
 from ..records.record import Record
 from ..report.finding import Cure, Finding
-from ..util.modules import parameters_of
+from ..util.modules import nodes_behind, parameters_of
 from ..util.visible import spell
 from . import isolation
 from .batch_snapshot import BatchSnapshot, left_calls
@@ -232,12 +232,7 @@ def run_backward(
     experiment: Experiment, roots: list[Tensor], gradients: list[Tensor], sets_grad: bool = False
 ) -> None:
     """Run a backward from these gradients of the roots to the leaves of their graph. Keep what each node makes."""
-    nodes, left = dict[Any, None](), [x.grad_fn for x in roots]
-    while left:
-        node = left.pop()
-        if node is not None and node not in nodes:
-            nodes[node] = None
-            left += [following for following, _ in node.next_functions]
+    nodes = nodes_behind(roots)
     # The leaves include weights of a model that a function calls.
     ends = [*(x for x in roots if x.is_leaf), *(node.variable for node in nodes if hasattr(node, "variable"))]
     with ExitStack() as after:

@@ -306,9 +306,9 @@ class _JobConsensus(OriginConsensus):
         """Wait until all ranks have come to the next meeting, and return whether one of them has failed."""
         self.arrive(begins=True)
         with self._ending_meetings():
-            if self._may_meet and self._meetings is not None:
-                timeout = timedelta(seconds=self.peer_timeout / 3)
-                self._meetings.wait([f"step/{self._num_meetings}/all"], timeout)
+            if self._may_meet:
+                place, patience = f"step/{self._num_meetings}/all", timedelta(seconds=self.peer_timeout / 3)
+                self._meetings.wait([place], patience)
             return self._meetings is not None and bool(self._meetings.check([FIRST]))
         return False
 

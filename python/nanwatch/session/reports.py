@@ -45,7 +45,7 @@ from ..report.finding import Finding, OriginKind, find, finding_of, with_earlier
 from ..report.report import Report, report_of
 from ..report.text import culprit
 from ..util.job import rank
-from ..util.modules import is_in, parameters_of
+from ..util.modules import is_in, nodes_behind, parameters_of
 from ..util.visible import suppressed, suppressing
 
 if TYPE_CHECKING:
@@ -287,8 +287,9 @@ class Reports:
         written, _ = self.starts.changes()
         # Whether a tensor that was written to since came in finite is not known. The model wrote to it. No data loader
         # hands out what was computed with weights, as code does between two watched models.
-        makers: dict[int, Any] = {id(x): x.grad_fn for _, x in given if isinstance(x, Tensor)}
-        makers = {number: node.name() for number, node in makers.items() if _has_weight(node)}
+        graphs = {id(x): nodes_behind([x]) for _, x in given if isinstance(x, Tensor)}
+        is_weight = lambda node: isinstance(getattr(node, "variable", None), nn.Parameter)  # noqa: E731
+        makers = {number: nodes[0].name() for number, nodes in graphs.items() if any(map(is_weight, nodes))}
         unknown = written | makers.keys()
         came_in = [observe(x, label, "input") for label, x in given if id(x) not in unknown]
         overwritten = [observe(x, label, "input") for label, x in given if id(x) in written]
@@ -415,16 +416,6 @@ class Reports:
                 is_given = likeness is None or x is value or _likeness(observe(x, at, "input")) == likeness
                 given += [(at, x)] if is_given and id(x) not in added else []
         return given
-
-
-def _has_weight(node: Any) -> bool:
-    """Return whether a weight takes part in what this node of a graph makes."""
-    left, seen = [node], set[Any]()
-    while left:
-        if (node := left.pop()) is not None and node not in seen:
-            seen.add(node)
-            left += [following for following, _ in node.next_functions]
-    return any(isinstance(getattr(node, "variable", None), nn.Parameter) for node in seen)
 
 
 def _recorded_names(model: nn.Module) -> dict[int, str]:

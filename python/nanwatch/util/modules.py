@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -34,3 +35,13 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 def is_in(module: str, above: str) -> bool:
     """Return whether a module is the other one or inside it, by their names."""
     return not above or f"{module}.".startswith(f"{above}.")
+
+
+def nodes_behind(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return the nodes of the graph that made these tensors, each once."""
+    nodes, left = dict[Any, None](), [x.grad_fn for x in tensors]
+    for node in left:
+        if node is not None and node not in nodes:
+            nodes[node] = None
+            left += [following for following, _ in node.next_functions]
+    return list(nodes)
