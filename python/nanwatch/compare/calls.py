@@ -72,7 +72,7 @@ class ModuleCall:
 
     @property
     def key(self) -> Key:
-        """What the call has in common with the same call of another run."""
+        """Path and number, which the same call of another run has too."""
         return self.path, self.number
 
     def holds(self, call: ModuleCall) -> bool:

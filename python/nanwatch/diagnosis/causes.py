@@ -135,7 +135,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [x for _, x in leaves(value, "", objects=False) if isinstance(x, Tensor)]
 
 
-# What an operation was given, in words
+# The operands of an operation, in words
 
 
 def named_arguments(call: BatchSnapshot) -> dict[str, tuple[str, Tensor]]:

@@ -305,11 +305,13 @@ class _JobConsensus(OriginConsensus):
     def meet(self) -> bool:
         """Wait until all ranks have come to the next meeting, and return whether one of them has failed."""
         self.arrive(begins=True)
+        if self._meetings is None:
+            return False
         with self._ending_meetings():
             if self._may_meet:
                 place, patience = f"step/{self._num_meetings}/all", timedelta(seconds=self.peer_timeout / 3)
                 self._meetings.wait([place], patience)
-            return self._meetings is not None and bool(self._meetings.check([FIRST]))
+            return bool(self._meetings.check([FIRST]))
         return False
 
     @contextmanager
@@ -318,9 +320,8 @@ class _JobConsensus(OriginConsensus):
             yield
         except RuntimeError as error:
             if self._may_meet:
-                warn_user(
-                    f"nanwatch: steps wait for the other ranks no more: {spell(error)}", may_raise=False
-                )
+                words = f"nanwatch: steps wait for the other ranks no more: {spell(error)}"
+                warn_user(words, may_raise=False)
             self._may_meet = False
 
     def agree(self, patience: float = inf) -> Origin | None:

@@ -252,9 +252,9 @@ def judge_steps(sides: list[Side]) -> Verdict:
         return verdict
     names = dict.fromkeys(name for side in sides for name in side.values)
     pairs = {name: [_hash_and_before(side, name) for side in sides] for name in names if name != "step "}
-    parted = [name for name, held in pairs.items() if len({now for now, _ in held}) > 1]
+    parted = [name for name, each in pairs.items() if len({now for now, _ in each}) > 1]
     causes = {name: cause for name in parted if (cause := _cause(pairs[name], sides)) is not None}
-    moved = {name for name, held in pairs.items() if any(was and was.hash != now for now, was in held)}
+    moved = {name for name, each in pairs.items() if any(was and was.hash != now for now, was in each)}
     kept = moved.difference(parted)
     meant, kind = [name for name in causes if _is_meant_alike(name, more, kept, parted)], "not-reduced"
     if {what for name, (what, _) in causes.items() if name in more["directed"]} == {"norm"}:

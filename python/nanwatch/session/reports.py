@@ -285,8 +285,7 @@ class Reports:
         num_frames = None if count is None else count + len(all_frames) - len(frames)
         current = [frame for frame in all_frames if frame.batch == batch]
         written, _ = self.starts.changes()
-        # Whether a tensor that was written to since came in finite is not known. The model wrote to it. No data loader
-        # hands out what was computed with weights, as code does between two watched models.
+        # A tensor that the model wrote to may have come in finite. One computed with weights is no data loader's.
         graphs = {id(x): nodes_behind([x]) for _, x in given if isinstance(x, Tensor)}
         is_weight = lambda node: isinstance(getattr(node, "variable", None), nn.Parameter)  # noqa: E731
         makers = {number: nodes[0].name() for number, nodes in graphs.items() if any(map(is_weight, nodes))}

@@ -370,9 +370,8 @@ class Rounds:
             works, effect = self._trials.judge(experiment, values, proposer.tensors(proposal.node))
             guarded = outside if ".clamp(" in edits[-1].text else ""
             hidden = f"float64 too has {guarded} there" if guarded and is_far else ""
-            if (
-                works and not hidden and proposal.words != STABLE_WORDS
-            ):  # which has the gradients that are meant
+            # A stable form has the gradients that are meant.
+            if works and not hidden and proposal.words != STABLE_WORDS:
                 hidden = self._trials.explosion(hold)
             if works and not hidden:
                 effect += f"; a guard: it moves {guarded}, which float64 has there too" if guarded else ""
