@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from traceback import walk_stack, walk_tb
-from types import CodeType, FrameType, MappingProxyType
+from types import FrameType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from ..instrumentation.execution_context import Autocast, RngState
 from ..instrumentation.slot import unwatched
 from ..numerics._reference import without_repeats
 from ..numerics.readable import is_plain, only_our_dispatch, unreadable
-from ..precision.casting import caches_parametrizations, swap_parametrizations
+from ..precision.casting import swap_parametrizations
 from ..recording.events import Start
 from ..recording.walk import Unwalked, call_leaves
 from ..util.modules import each_module, each_parameter
@@ -75,11 +75,9 @@ class BufferHistory:
     def note(self, root: nn.Module) -> BufferValues:
         """Return the present values, in a mapping that never changes."""
         self._num_batches += 1
-        if self._num_batches & (self._num_batches - 1) == 0:  # modules may have come meanwhile
-            modules = (
-                x for _, x in each_module(root) if x._buffers and not getattr(x, "track_running_stats", False)
-            )
-            self._modules = [weakref.ref(module) for module in modules]
+        if self._num_batches.bit_count() == 1:  # modules may have come meanwhile
+            modules = (x for _, x in each_module(root) if x._buffers)
+            self._modules = [weakref.ref(x) for x in modules if not getattr(x, "track_running_stats", False)]
         if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             with torch._C.DisableTorchFunction():  # no subclass and no function mode sees the reads
                 self._values = {id(x): self._value_of(x) for _, _, x in self._buffers() if x is not None}
@@ -151,14 +149,12 @@ class BatchSnapshot:
         """
         isolation.send()
         with ExitStack() as after:
-            given = [x for _, x in call_leaves(self.args, self.kwargs) if isinstance(x, Tensor)]
-            after.callback(begin_again(self.module, given, self.buffers))
+            after.callback(begin_again(self.module, self.tensors().values(), self.buffers))
             after.callback(_put_back_others(self.module))
             after.callback(RngState.capture(others=True).restore)
             after.enter_context(unwatched(self.module))
             # The graphs of the user's cache are no part of a re-run.
-            if caches_parametrizations():
-                after.callback(swap_parametrizations, swap_parametrizations({}))
+            after.callback(swap_parametrizations, swap_parametrizations({}))
             after.enter_context(torch.inference_mode() if self.inference else torch.no_grad())
             after.enter_context(torch.compiler.set_stance("force_eager"))
             # Its backward refuses to give the gradients of chosen tensors.
@@ -183,6 +179,10 @@ class BatchSnapshot:
             # The class's own `__call__` is no part of the snapshot, and may wait for a lock that it holds already.
             yield lambda: nn.Module.__call__(self.module, *self.args, **self.kwargs)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the call by label."""
+        return {label: x for label, x in call_leaves(self.args, self.kwargs) if isinstance(x, Tensor)}
+
     def doubts(self) -> list[str]:
         """Return sentences on why a second call may differ from the first; none when nothing speaks against it."""
         doubts = [f"{label} was written to, in place, since the batch began" for label in self.written()]
@@ -197,7 +197,7 @@ class BatchSnapshot:
     def written(self) -> dict[str, Tensor]:
         """Return the tensors of the call that were written to since, by label."""
         changed = {id(x) for x, version in self.versions if x._version != version}
-        return {label: x for label, x in call_leaves(self.args, self.kwargs) if id(x) in changed}
+        return {label: x for label, x in self.tensors().items() if id(x) in changed}
 
 
 def _is_constant(value: object) -> bool:
@@ -318,15 +318,15 @@ def draws_outside_torch(root: nn.Module) -> bool:
     Noting the states of both takes 40 µs a batch.
     """
     names = {type(module).__module__ for _, module in each_module(root)}
-    for module in [sys.modules[name] for name in names if name in sys.modules]:
-        if is_library(getattr(module, "__file__", None) or "<program>"):
-            continue
-        for value in list(vars(module).values()):
-            inner = vars(value).values() if isinstance(value, type) else (value,)
-            codes = [getattr(each, "__code__", None) for each in inner]
-            if any("random" in names_of(code) for code in codes if isinstance(code, CodeType)):
-                return True
-    return False
+    modules = [sys.modules[name] for name in names if name in sys.modules]
+    members = members_of(x for x in modules if not is_library(getattr(x, "__file__", None) or "<program>"))
+    return any("random" in names_of(x.__code__) for x in members if isinstance(x, FunctionType))
+
+
+def members_of(modules: Iterable[ModuleType]) -> list[Any]:
+    """Return what modules of Python hold, and the members of their classes."""
+    members = [value for module in modules for value in list(vars(module).values())]
+    return members + [x for kind in members if isinstance(kind, type) for x in list(vars(kind).values())]
 
 
 # The methods of PyTorch's that run a watched module's wrapper, and its hooks and forward.

@@ -49,19 +49,19 @@ class ChildEndedError(RuntimeError):
     """The child ended without a result. The text says why."""
 
 
-# In the child: sends a document to the parent. In the program itself None.
-_send: Callable[[Any], None] | None = None
+# In the child: the pipe to the parent. In the program itself None.
+_to_parent: Connection | None = None
 
 
 def send(document: Any = None) -> None:
     """Send the parent what is known so far, and start its clock anew. Does nothing in the program itself."""
-    if _send is not None:
-        _send(document)
+    if _to_parent is not None:
+        _to_parent.send((document, False))
 
 
 def is_child() -> bool:
     """Return whether this process is a forked child."""
-    return _send is not None
+    return _to_parent is not None
 
 
 def run_in_child(work: Callable[[], Any], seconds: float) -> Iterator[Any]:
@@ -73,48 +73,44 @@ def run_in_child(work: Callable[[], Any], seconds: float) -> Iterator[Any]:
     handler of the program raises meanwhile, after the child has been ended.
     """
     drawn = random.getstate()  # which Python seeds anew in a child
-    reading, writing = multiprocessing.Pipe(duplex=False)
-    with warnings.catch_warnings(), reading:
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
-        parent = os.getpid()
-        with writing:
+    parent, (reading, writing) = os.getpid(), multiprocessing.Pipe(duplex=False)
+    with reading:
+        with writing, warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
             try:
                 child = os.fork()
             except OSError as error:
                 raise ChildEndedError(f"no process could be had: {error}") from None
             if child == 0:
                 _be_child(work, parent, writing, drawn)
+        reason = f"it took longer than {seconds:.0f} s, and was ended"
         try:
-            document, is_last, reason = None, False, ""
-            while not is_last:
-                if not reading.poll(seconds):
-                    raise ChildEndedError(f"it took longer than {seconds:.0f} s, and was ended")
-                try:
-                    document, is_last, reason = reading.recv()
-                except (EOFError, OSError):
-                    raise ChildEndedError(f"its process ended{_status(child)}") from None
-                if reason:
-                    raise ChildEndedError(reason)
+            while reading.poll(seconds):
+                document, is_last = reading.recv()
+                if isinstance(document, ChildEndedError):
+                    raise document
                 if document is not None:
                     yield document
+                if is_last:
+                    return
+        except (EOFError, OSError):
+            reason = "its process ended{}"
         finally:
-            # The program's own handler may have taken the status.
-            with suppress(ProcessLookupError, ChildProcessError):
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+            status = _end(child)
+        raise ChildEndedError(reason.format(status))
 
 
-def _status(child: int) -> str:
-    with suppress(ChildProcessError):
-        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # so that its number stays taken
-        is_exit = ended.si_code == os.CLD_EXITED  # type: ignore[union-attr]
-        status = ended.si_status  # type: ignore[union-attr]
-        return f" with status {status}" if is_exit else f" by {signal.Signals(status).name}"
+def _end(child: int) -> str:
+    """End the child, if it has not ended. Return in words how it did; "" where the program's handler has waited."""
+    with suppress(ProcessLookupError, ChildProcessError):
+        os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return f" with status {status}" if status >= 0 else f" by {signal.Signals(-status).name}"
     return ""
 
 
 def _be_child(work: Callable[[], Any], parent: int, writing: Connection, drawn: Any) -> NoReturn:
-    global _send
+    global _to_parent
     try:
         # A parent that the system kills for its memory ends the child too, which would keep that memory.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -127,11 +123,11 @@ def _be_child(work: Callable[[], Any], parent: int, writing: Connection, drawn: 
         random.setstate(drawn)
         # The threads of OpenMP are the parent's: a parallel region of the child would wait for them for ever.
         torch.set_num_threads(1)
-        _send = lambda document: writing.send((document, False, ""))  # noqa: E731
+        _to_parent = writing
         try:
-            writing.send((work(), True, ""))
+            writing.send((work(), True))
         except BaseException as error:
-            writing.send((None, True, f"it raised {spell(error)}"))
+            writing.send((ChildEndedError(f"it raised {spell(error)}"), True))
     finally:
         os._exit(0)
 

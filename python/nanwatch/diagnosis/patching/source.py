@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from ...instrumentation.slot import is_of_thread
 from ...numerics._extension import instances_of
+from ..batch_snapshot import members_of
 from ..causes import tensors_in
 from ..provenance import Expression
 
@@ -260,9 +261,7 @@ def find_target(place: Expression) -> Target | str:
 
 def _functions_with(code: CodeType, filename: str) -> list[FunctionType]:
     """Return the functions of this code; of a comprehension, or a function that is gone, those around it."""
-    modules = (x for x in list(sys.modules.values()) if getattr(x, "__file__", None) == filename)
-    members = [value for module in modules for value in vars(module).values()]
-    members += [value for kind in members if isinstance(kind, type) for value in vars(kind).values()]
+    members = members_of(x for x in list(sys.modules.values()) if getattr(x, "__file__", None) == filename)
     # The garbage collector does not know objects after gc.freeze(): a module and its classes name most of these.
     known = {id(x): x for x in (*members, *instances_of(FunctionType)) if type(x) is FunctionType}
     of_file = [x for x in known.values() if x.__code__.co_filename == filename]
