@@ -28,8 +28,8 @@ def each_parameter(root: nn.Module) -> Iterator[Tensor]:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters in all groups of an optimizer."""
-    return [x for group in optimizer.param_groups for x in group["params"]]
+    """Return the parameters in all groups of an optimizer, none of one whose constructor has not ended."""
+    return [x for group in getattr(optimizer, "param_groups", ()) for x in group["params"]]
 
 
 def is_in(module: str, above: str) -> bool:
