@@ -18,7 +18,9 @@ HEAD = """\
 These are the keyword arguments of `nanwatch.watch` and of the [callbacks for trainers](integrations.md), the flags of
 `nanwatch run` (`ignore_modules` is `--ignore-modules`), and the words of the environment variable
 [`NANWATCH_OPTIONS`](environment.md#options-without-code); `optimizer` is for code alone. What the variable says
-replaces what the code says. `True` for `audit`, `replicas` and `attention` means every 100th step or batch.
+replaces what the code says. `True` for `audit`, `replicas` and `attention` means every 100th step or batch. `None`
+chooses by the other options ([`rerun`](rerun.md#when-does-it-run),
+[`black_box`](blackbox.md#where-does-it-lie-and-how-long)).
 
 | option and default | meaning |
 |---|---|

@@ -82,7 +82,7 @@ COMMANDS = {
 }
 
 
-def answered(
+def print_answer(
     parser: argparse.ArgumentParser,
     arguments: list[str],
     find: Callable[[argparse.Namespace, Tell], tuple[Any, int]],

@@ -20,7 +20,7 @@ from ..trace.comparison import KINDS, RTOL, diff
 from ..trace.trace_file import Trace
 from ..util.progress import Tell
 from ..util.visible import module_name, spell, visible
-from .commands import UseError, answered, command_parser, imported
+from .commands import UseError, command_parser, imported, print_answer
 from .run import add_script, check_script, run_script
 
 _STATUSES = {True: 0, False: 1, None: 2}
@@ -87,7 +87,7 @@ def compare_main(arguments: list[str]) -> int:
             result = compare(*(imported(value, name) for name, value in names.items()), factor=options.factor)
         return result, _STATUSES[result.equal]
 
-    return answered(parser, arguments, find, errors=(TypeError, RuntimeError))
+    return print_answer(parser, arguments, find, errors=(TypeError, RuntimeError))
 
 
 def diff_main(arguments: list[str]) -> int:
@@ -118,7 +118,7 @@ def diff_main(arguments: list[str]) -> int:
         result = diff(a, b, batches=options.batches, rtol=options.rtol, ignore=options.ignore)
         return result, _STATUSES[result.equal]
 
-    return answered(parser, arguments, find)
+    return print_answer(parser, arguments, find)
 
 
 def _add_batches_and_page(parser: Any) -> None:
@@ -159,7 +159,7 @@ def twice_main(arguments: list[str]) -> int:
         result = twice(options.target, options.arguments, is_module=options.m, tell=tell, **how)
         return result, _STATUSES[result.equal]
 
-    return answered(parser, arguments, find, errors=(RuntimeError,))
+    return print_answer(parser, arguments, find, errors=(RuntimeError,))
 
 
 # A capsule
@@ -195,7 +195,7 @@ def replay_main(arguments: list[str]) -> int:
         choices=_DTYPES,
         help="cast weights and inputs to it, with autocast off; by default as recorded",
     )
-    return answered(parser, arguments, _replay)
+    return print_answer(parser, arguments, _replay)
 
 
 def _replay(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:

@@ -28,7 +28,7 @@ from ..trace.picture import Row, draw, trend_words
 from ..trace.trace_file import Trace, batch_words
 from ..util.progress import Tell
 from ..util.visible import module_name, near, visible
-from .commands import answered, command_parser, write_page
+from .commands import command_parser, print_answer, write_page
 
 _READS = (
     "a trace, a report.json, a black box (*.blackbox), and the folder that watch(output_dir=...) or watch(trace=...)"
@@ -83,7 +83,7 @@ def show_main(arguments: list[str]) -> int:
         metavar="PAGE",
         help="write a page in place of the text; of a trace without --batch a picture of the run",
     )
-    return answered(parser, arguments, _show)
+    return print_answer(parser, arguments, _show)
 
 
 def _show(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
@@ -208,7 +208,7 @@ def top_main(arguments: list[str]) -> int:
     parser.add_argument("--once", action="store_true", help="print one table and end")
     parser.add_argument("--by", choices=("headroom", "trend"), default="headroom", help="what comes first")
     parser.set_defaults(live=2)
-    return answered(parser, arguments, _top)
+    return print_answer(parser, arguments, _top)
 
 
 def _top(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
@@ -243,7 +243,7 @@ def _table(rows: list[Row]) -> list[str]:
          str(row.num_failed or ""), row.place)
         for row in rows
     ]  # fmt: skip
-    return ["  ".join([f"{cell:>9}" for cell in line[:-1]]) + f"  {line[-1]}" for line in (_COLUMNS, *cells)]
+    return ["  ".join([f"{cell:>10}" for cell in line[:-1]]) + f"  {line[-1]}" for line in (_COLUMNS, *cells)]
 
 
 _FITS = """\
@@ -300,7 +300,7 @@ def fits_main(arguments: list[str]) -> int:
             lines = _verdicts(needs, bad, name, margin_bits)
         return "\n".join(map(visible, lines)), int(bool(bad))
 
-    return answered(parser, arguments, find)
+    return print_answer(parser, arguments, find)
 
 
 def _narrowest(needs: tuple[Need, ...], margin_bits: float) -> list[str]:
@@ -365,4 +365,4 @@ def scan_main(arguments: list[str]) -> int:
         status = int(not result.is_faithful) if result.is_checked else 2
         return result, status if result.is_sound else 3
 
-    return answered(parser, arguments, find)
+    return print_answer(parser, arguments, find)

@@ -30,6 +30,7 @@ from ..util.visible import spell, visible
 from .commands import Parser, UseError
 
 _NAME = "nanwatch run"
+_DEFAULTS = {**GIVEN, "black_box": True}
 # Exit statuses.
 NONFINITE, BAD_USE, FAILED = 3, 2, 1
 _NOTES = f"""\
@@ -50,12 +51,11 @@ examples:
   nanwatch run --modules 'encoder.*' -m package.train --lr 1e-3
   torchrun --nproc-per-node 2 -m nanwatch run train.py      each process watches its own
 """
-# A watch in the script, a compiled function and a process of its own leave nothing to find.
 _NOTHING = (
     "nothing was watched: no call of a module with weights or buffers was seen. Models that the script watches itself"
     " are left alone; calls in a compiled function or in another process are not seen"
 )
-# Files whose frames stand between the command and the script.
+# Files whose frames lie between the command and the script in a traceback.
 _FILES = (__file__, model_finder.__file__, runpy.__file__, "<frozen runpy>")
 
 
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     values = vars(run_parser().parse_args(arguments))
     target, rest, is_module = values.pop("target"), values.pop("arguments"), values.pop("m")
     try:
-        options = make_options({"black_box": True, **values})  # before hours of training
+        options = make_options({**_DEFAULTS, **values})  # before hours of training
         check_script(target, is_module=is_module)
     except (TypeError, ValueError, OSError, ImportError) as error:
         _tell(str(error))
@@ -85,7 +85,7 @@ def run_parser() -> argparse.ArgumentParser:
 
 
 def _add_flag(group: argparse._ArgumentGroup, option: Field[Any]) -> None:
-    default, text = GIVEN[option.name], TEXTS.get(option.name, "")
+    default, text = _DEFAULTS[option.name], TEXTS.get(option.name, "")
     how: dict[str, Any] = {"metavar": option.metadata["metavar"]}
     if option.metadata["kind"] in (flag, flag_or_none):
         how = {"action": argparse.BooleanOptionalAction}

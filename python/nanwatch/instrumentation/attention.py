@@ -163,7 +163,7 @@ class AttentionWatch:
         """Put the functions back. Does nothing the second time."""
         self._end()
 
-    def found(self) -> dict[str, AttentionLogits]:
+    def latest(self) -> dict[str, AttentionLogits]:
         """Return the latest logits by the name of the module."""
         latest = dict(self._latest)
         return {name: AttentionLogits(tuple(x.tolist()), batch) for name, (x, batch) in latest.items()}

@@ -205,7 +205,7 @@ def _record(*arguments: Any) -> None:
     record_.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *arguments)  # type: ignore[attr-defined]
 
 
-# No argument may be called `node` or `self`: Inductor passes an operator's arguments by name, among names of its own.
+# No argument may be called `node` or `self`: Inductor passes an operator's arguments by name, beside those names.
 # The fake does nothing, as no code reads the count in `sequence`.
 record_ = _extension.define(
     "record_(Tensor(a!) sequence, Tensor site, Tensor? caller, str plan, Tensor[] tensors) -> ()",
@@ -228,10 +228,10 @@ def _put(module: Any, tx: Any, site: Any, caller: Any, args: Any, kwargs: Any, *
     plan = _Plan(tx, type(module.value).__name__ if outputs else "")
     for role, name, x in call_values(_OWNED, module.value, (), {}, None) if outputs else ():
         plan.add(role[0], [(name, module.var_getattr(tx, name).realize() if _is_plain(x) else _NOT_READ)])
-    inputs = {key: plan.twin(variable) for key, variable in kwargs.items()}
-    plan.add("i", call_leaves(tuple(map(plan.twin, args)), inputs, objects=False))
+    inputs = {key: plan.walkable(variable) for key, variable in kwargs.items()}
+    plan.add("i", call_leaves(tuple(map(plan.walkable, args)), inputs, objects=False))
     for output in outputs:
-        plan.add("o", leaves(plan.twin(output, True), "output", False))
+        plan.add("o", leaves(plan.walkable(output, True), "output", False))
     sequence = _variable(tx, SEQUENCE, tx.import_source(__name__), "SEQUENCE")
     tensors = _variable(tx, [])
     tensors.items.extend(plan.tensors)
@@ -248,7 +248,7 @@ class _Plan:
         self.lines = [class_name]
         self.tensors: list[Any] = []
         # Containers by their variables, which live as long, so that no other has such an id.
-        self._twins: dict[tuple[int, bool], tuple[Any, Any]] = {}
+        self._walkables: dict[tuple[int, bool], tuple[Any, Any]] = {}
 
     def add(self, role: str, values: Iterable[Leaf]) -> None:
         """Add lines of leaves."""
@@ -261,13 +261,13 @@ class _Plan:
                 self.lines.append(f"{role}t {label}")
                 self.tensors.append(leaf)
 
-    def twin(self, variable: Any, enters_objects: bool = False, depth: int = 0) -> Any:
+    def walkable(self, variable: Any, enters_objects: bool = False, depth: int = 0) -> Any:
         """Return what the walk over values takes for the variable's: containers, scalars and variables of tensors.
 
         Dynamo guards on everything that it reads, and fails on some values (sparse tensors). So this reads only plain
         tensors among the values that the user's own code has not touched so far. With `enters_objects` an object that
         the traced code has made is a dictionary of its attributes. A container that is met again, as in a cycle, has
-        one twin.
+        one value for the walk.
         """
         tx = self._tx
         if not variable.is_realized():
@@ -280,8 +280,8 @@ class _Plan:
         if issubclass(kind, Tensor):
             is_plain = kind in _PLAIN_TENSORS and getattr(variable, "layout", None) is torch.strided
             return variable if is_plain else _NOT_READ
-        if (id(variable), enters_objects) in self._twins:
-            return self._twins[id(variable), enters_objects][1]
+        if (id(variable), enters_objects) in self._walkables:
+            return self._walkables[id(variable), enters_objects][1]
         pairs: list[tuple[Any, Any]]
         if issubclass(kind, tuple | list):
             pairs = list(enumerate(variable.unpack_var_sequence(tx)))
@@ -299,9 +299,9 @@ class _Plan:
         if depth > MAX_DEPTH:
             return Unwalked(f"nested deeper than {MAX_DEPTH}")
         values: Any = [None] * len(pairs) if issubclass(kind, tuple | list) else {}
-        self._twins[id(variable), enters_objects] = variable, values
+        self._walkables[id(variable), enters_objects] = variable, values
         for key, x in pairs:
-            values[key] = self.twin(x, enters_objects, depth + 1)
+            values[key] = self.walkable(x, enters_objects, depth + 1)
         return values
 
     def _attributes(self, variable: Any) -> list[tuple[Any, Any]]:

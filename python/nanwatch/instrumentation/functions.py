@@ -51,8 +51,8 @@ def watched(function: Any = None, /, *, name: str | None = None) -> Any:
     """Let the running watch record each call of a function, like that of a module: `@nanwatch.watched`.
 
     A frame has the tensors among its arguments and in its result, and a failure names the function. Without a running
-    watch the function is called as it is. Of several watches the one that began first has it, until it stops. A call
-    outside the model is a batch of its own.
+    watch the function is called as it is. With several watches the one that began first records it, until it stops. A
+    call outside the model is a batch of its own.
 
     name: its name in reports; its own by default.
 
@@ -97,7 +97,7 @@ def _attach(module: Function) -> None:
 
 
 def watch_begins(attachment: Any, model: nn.Module) -> None:
-    """Attach the functions that no watch has to this one, which takes new ones too from now on."""
+    """Attach this watch to the functions that no other watch records, now and when new ones are called."""
     reference = weakref.ref(attachment, watch_ends)
     _running.append(reference)
     # The wrappers of functions keep the recorder, and would keep it after the model is gone.

@@ -47,10 +47,10 @@ def is_inside(codes: Iterable[CodeType]) -> bool:
 class GlobalHooks:
     """Hooks of one kind, called in the order in which they were added. Any thread may add and remove them at any time.
 
-    `register` adds a hook to PyTorch's, over which functions with the codes `callers` iterate. Without it nanwatch
-    makes the `call`. If a hook returns other arguments, the next one gets these behind the first argument, and the last
-    are the result. torch.compile compiles no hook. Compiled code breaks its graph to call them, unless the hooks are
-    not `traced`: then it finds none. `subjects` has the ids of the first arguments with which hooks are called, if set.
+    `register` adds a hook to PyTorch's, over which functions with the codes `callers` iterate. Without `register`
+    nanwatch itself makes the `call`. A hook may return other arguments: the next hook gets them after the first
+    argument, and the last ones are the result. torch.compile compiles no hook. Compiled code breaks its graph to call
+    hooks that are `traced`, and skips others. `subjects`, if set, are the ids of the first arguments that count.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class GlobalHooks:
 
 
 def weakly(method: Callable[..., Any]) -> Hook:
-    """Return a function that calls a method while its object is alive, and keeps it no longer so."""
+    """Return a function that calls a method while its object is alive, and does not keep the object alive."""
     reference = weakref.WeakMethod(method)
     return lambda *args: None if (call := reference()) is None else call(*args)
 

@@ -153,7 +153,7 @@ class _Descriptor(_CallSlot):  # type: ignore[misc]
 _slot = _Descriptor()
 # Reentrant: the garbage collector may free a module anywhere in here, and so call _forget.
 _lock = threading.RLock()
-_alive: dict[int, weakref.ref[nn.Module]] = {}  # those with a wrapper or a site
+_alive: dict[int, weakref.ref[nn.Module]] = {}  # modules with a wrapper or a site, by their ids
 children.subjects = _alive
 
 
@@ -171,7 +171,7 @@ def is_in_use() -> bool:
 
 
 def uninstall() -> None:
-    """Take the descriptors out of nn.Module, and what leaves shape inference unrecorded. Nothing may be in use."""
+    """Undo the changes of nn.Module and of torch.distributed.pipelining. No wrapper or site may be in use."""
     with _lock:
         if nn.Module.__dict__[ATTRIBUTE] is _slot:
             nn.Module._compiled_call_impl = None
@@ -335,7 +335,7 @@ def wrap_calls(modules: Iterable[nn.Module], run: Callable[..., Any]) -> Abstrac
 
 
 def is_of_thread(owner: int) -> bool:
-    """Return whether the calling thread is this one, or an autograd thread, perhaps of a backward of this one."""
+    """Return whether the caller runs in this thread, or in an autograd thread, which may run this one's backward."""
     return threading.get_ident() == owner or torch._C._current_graph_task_id() != -1
 
 
@@ -352,8 +352,8 @@ def waiting_ends() -> Callable[[], None]:
 def unwatched(root: nn.Module) -> Iterator[None]:
     """Record no call of a module in the tree inside the block. Other threads that call one wait for its end.
 
-    At most PATIENCE seconds: after that no thread waits any more. Of blocks inside each other they wait for the
-    outermost. The watches stay attached, so that one that is stopped or paused meanwhile stays so.
+    After PATIENCE seconds no thread waits any more. With nested blocks they wait for the outermost. The watches stay
+    attached, so that one that is stopped or paused meanwhile stays so.
     """
     outer = getattr(_alone, "has_ended", None)
     has_ended, owner = outer or threading.Event(), threading.get_ident()

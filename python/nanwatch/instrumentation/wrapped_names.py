@@ -19,7 +19,7 @@ from ..util.visible import without_wrappers
 # Classes by name, because most are in parts of packages that only their users import. A module of the user's own with a
 # child called `module` is none of these.
 _PACKAGES = ("torch", "lightning", "lightning_fabric", "deepspeed")
-_HELD = {
+_INNER_KEYS = {
     **dict.fromkeys(
         ("DistributedDataParallel", "DataParallel", "AveragedModel", "DeepSpeedEngine"), "module"
     ),
@@ -38,10 +38,10 @@ class Named(NamedTuple):
     module: nn.Module
 
 
-def held_key(module: nn.Module) -> str | None:
+def inner_key(module: nn.Module) -> str | None:
     """Return the key under which a wrapper holds its module, or None for a module that is no wrapper."""
     for kind in type(module).__mro__:
-        key = _HELD.get(kind.__name__)
+        key = _INNER_KEYS.get(kind.__name__)
         if key and module._modules.get(key) is not None and kind.__module__.split(".")[0] in _PACKAGES:
             return key
     return None
@@ -49,14 +49,14 @@ def held_key(module: nn.Module) -> str | None:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside the wrappers, or the module itself if it is no wrapper."""
-    while (key := held_key(module)) is not None:
+    while (key := inner_key(module)) is not None:
         module = module._modules[key]  # type: ignore[assignment]
     return module
 
 
 def original_module(model: nn.Module) -> nn.Module:
     """Return the module inside `torch.compile(module)`, or any other module itself."""
-    return model.get_submodule(key) if (key := held_key(model)) == "_orig_mod" else model
+    return model.get_submodule(key) if (key := inner_key(model)) == "_orig_mod" else model
 
 
 def is_recorded(module: nn.Module) -> bool:
@@ -65,7 +65,7 @@ def is_recorded(module: nn.Module) -> bool:
     Calls of a wrapper only mark batches, because the module in it gets the same arguments. But DataParallel over
     several devices calls copies of that module, which are not watched.
     """
-    return held_key(module) is None or len(getattr(module, "device_ids", None) or ()) > 1
+    return inner_key(module) is None or len(getattr(module, "device_ids", None) or ()) > 1
 
 
 def named_modules(model: nn.Module, name: str = "", *, remove_duplicate: bool = True) -> Iterator[Named]:
@@ -81,15 +81,15 @@ def named_modules(model: nn.Module, name: str = "", *, remove_duplicate: bool = 
             above, _, key = path.rpartition(".")
             base, wrappers_key = places.get(above, (above, None))
             place = base if key == wrappers_key else _joined(base, key)
-        key_of_held = held_key(module)
-        places[path] = place, key_of_held
-        name_here = place if key_of_held is None else _joined(place, f"({type(module).__name__})")
+        key_inside = inner_key(module)
+        places[path] = place, key_inside
+        name_here = place if key_inside is None else _joined(place, f"({type(module).__name__})")
         yield Named(name_here, path, module)
 
 
 def child_name(parent: nn.Module, name: str, key: str) -> str:
     """Return the name of the child `key` of `parent`, whose name is `name`, or of the module inside that child."""
-    wrappers_key = held_key(parent)
+    wrappers_key = inner_key(parent)
     if wrappers_key is not None and name.endswith(")"):  # otherwise it held nothing yet when it was named
         name = name.rpartition("(")[0].removesuffix(".")
     return name if key == wrappers_key else _joined(name, key)

@@ -50,10 +50,9 @@ NUM_FAILED, NUM_REPORTED, NUM_LEFT = "num_failed", "num_reported", "num_left"
 
 # Seconds until this rank knows of a failure elsewhere: it looks at the store about once a second.
 _NEWS = 2.0
-# gloo raises RuntimeError, as nearly everything in PyTorch does. So an error of a collective is recognised by words of
-# its message.
+# gloo raises RuntimeError, as nearly everything in PyTorch does. So words of its message tell an error of a collective.
 _WORDS = ("gloo", "by peer", "NCCL", "ProcessGroup", "c10d", "Timed out waiting", "Socket closed")
-# A meeting before a step sends three short messages a rank, and the store answers 55,000 a second.
+# A barrier before a step sends three short messages a rank, and the store answers 55,000 a second.
 _MOST_RANKS, _MOST_FIRSTS = 1024, 64
 
 
@@ -76,8 +75,8 @@ def default_store() -> Any:
 
 
 def own_store(name: str, store: Any) -> Any:
-    """Return a connection of the caller's own to the keys of this name, which attempts of a job do not share."""
-    # A connection of its own where there is such a thing: on a shared one a rank that waits for a key holds up all.
+    """Return a new connection to the store, for the keys of this name. Other attempts of the job have other keys."""
+    # On a shared connection a call that waits for a key blocks all others. Not every store can be cloned.
     clone = getattr(store, "clone", None)
     prefix = f"nanwatch/{store_key()}/{name}"
     return torch.distributed.PrefixStore(prefix, store if clone is None else clone())  # type: ignore[attr-defined]
@@ -193,7 +192,7 @@ class OriginConsensus:
     # The methods below run in the thread.
 
     def on_stuck(self, origin: Origin) -> None:
-        """Take the origin as far as it is known, where this rank waits in a collective for a failed rank."""
+        """Act on the origin, as far as it is known, when this rank waits in a collective for a failed rank."""
 
     def _run(self) -> None:
         try:
@@ -214,14 +213,14 @@ class OriginConsensus:
             if not self._pause(store, interval):
                 return
         self._news = news = time.monotonic()
-        # A rank that is not heard by then waits in a collective. It reports so that no rank waits in vain.
+        # A rank that says nothing by then waits in a collective. It counts as reported, so that no rank waits in vain.
         while not (is_heard := self._is_published or self._settles):
             left = news + self.peer_timeout / 3 - time.monotonic()
             if left <= 0 or not self._pause(store, min(_INTERVAL, left)):
                 break
         is_stuck, pause = not is_heard, _SETTLING[0]
         store.add(NUM_REPORTED, 1)
-        # Do not look once more while it ends: where the store has gone, torch writes a stack to stderr.
+        # Do not ask the store after `stop`: if the store has gone, torch writes a stack to stderr.
         while not self._is_stopping:
             is_settling = self._settles and not self._is_settled
             if not is_settling and not is_stuck and self._known is not None:
@@ -262,11 +261,10 @@ class OriginConsensus:
 
 
 class _JobConsensus(OriginConsensus):
-    """The consensus in one process group, and what lives as long: steps, their meetings, last frames.
+    """The consensus in one process group, with its count of steps, its barriers before steps, and the last frames.
 
-    All ranks meet before each step of an optimizer that has a shard on each of them, so that none steps where another
-    has failed. There are no more meetings once a rank has not come within a third of `peer_timeout`, as one without a
-    watch.
+    Ranks wait at a barrier before each step of an optimizer that has a shard on every rank, so that none steps where
+    another has failed. Barriers end once a rank, such as one without a watch, is later than a third of `peer_timeout`.
     """
 
     def __init__(self, group: Any, peer_timeout: float, name: str) -> None:
@@ -274,8 +272,8 @@ class _JobConsensus(OriginConsensus):
         self._reports: weakref.WeakKeyDictionary[RankCoordinator, Report] = weakref.WeakKeyDictionary()
         self._firsts = weakref.WeakKeyDictionary[RankCoordinator, deque[tuple[int, int]]]()
         rank, size = rank_and_world_size()
-        self._meetings: Any = None  # a connection to the store
-        self._num_meetings, self._may_meet = 0, size <= _MOST_RANKS
+        self._barrier_store: Any = None  # a connection to the store
+        self._num_barriers, self._may_wait = 0, size <= _MOST_RANKS
         super().__init__(default_store(), rank, size, peer_timeout, name)
         self._handle = after_steps.add(self._stepped)
 
@@ -283,46 +281,46 @@ class _JobConsensus(OriginConsensus):
         self.steps += 1
 
     def first_batches(self, coordinator: RankCoordinator, batch: int) -> deque[tuple[int, int]]:
-        """Return the first batch of a watch after each of the latest numbers of steps, for rows that come late.
+        """Return the first batch of a watch after each of the latest numbers of steps, for frames that come late.
 
-        All ranks count from the consensus on: at a failure that raises, one stopped before a step that others had made.
+        All ranks count from the consensus on. At a failure that raises, one may have stopped before a step of others.
         """
         return self._firsts.setdefault(coordinator, deque([(batch, self.steps)], maxlen=_MOST_FIRSTS))
 
     def arrive(self, *, begins: bool) -> None:
-        """Come to the next meeting before a step, and wait for nobody. `begins`: where there was none yet, too."""
+        """Arrive at the next barrier before a step, and do not wait. `begins`: also if there was no barrier yet."""
         begins = begins and any(coordinator.is_sharded for coordinator in _job.coordinators)
-        if not begins and not self._num_meetings:
+        if not begins and not self._num_barriers:
             return
-        self._num_meetings = number = self._num_meetings + 1
-        with self._ending_meetings():
-            self._meetings = store = self._meetings or own_store(self.name, default_store())
-            if self._may_meet and store.add(f"step/{number}", 1) == self.world_size:
+        self._num_barriers = number = self._num_barriers + 1
+        with self._ending_barriers():
+            self._barrier_store = store = self._barrier_store or own_store(self.name, default_store())
+            if self._may_wait and store.add(f"step/{number}", 1) == self.world_size:
                 store.set(f"step/{number}/all", "")
                 store.delete_key(f"step/{number - 1}")
                 store.delete_key(f"step/{number - 2}/all")  # each rank has read it
 
-    def meet(self) -> bool:
-        """Wait until all ranks have come to the next meeting, and return whether one of them has failed."""
+    def wait_for_ranks(self) -> bool:
+        """Wait until all ranks have arrived at the next barrier, and return whether one of them has failed."""
         self.arrive(begins=True)
-        if self._meetings is None:
+        if self._barrier_store is None:
             return False
-        with self._ending_meetings():
-            if self._may_meet:
-                place, patience = f"step/{self._num_meetings}/all", timedelta(seconds=self.peer_timeout / 3)
-                self._meetings.wait([place], patience)
-            return bool(self._meetings.check([FIRST]))
+        with self._ending_barriers():
+            if self._may_wait:
+                place, patience = f"step/{self._num_barriers}/all", timedelta(seconds=self.peer_timeout / 3)
+                self._barrier_store.wait([place], patience)
+            return bool(self._barrier_store.check([FIRST]))
         return False
 
     @contextmanager
-    def _ending_meetings(self) -> Iterator[None]:
+    def _ending_barriers(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            if self._may_meet:
+            if self._may_wait:
                 words = f"nanwatch: steps wait for the other ranks no more: {spell(error)}"
                 warn_user(words, may_raise=False)
-            self._may_meet = False
+            self._may_wait = False
 
     def agree(self, patience: float = inf) -> Origin | None:
         """Return the origin once the ranks agree, and end the consensus. None if another watch has done so."""
@@ -452,7 +450,7 @@ class RankCoordinator:
     def await_step(self) -> None:
         """Wait until all ranks begin this step. Raises PeerNonFiniteError where one of them has failed instead."""
         self.is_sharded, consensus = True, _job.consensus
-        if self._is_open and consensus is not None and consensus.meet():
+        if self._is_open and consensus is not None and consensus.wait_for_ranks():
             consensus.raise_failure(self)
 
     def settle(self, patience: float) -> Origin | None:
@@ -466,8 +464,7 @@ class RankCoordinator:
     def explain(self, error: BaseException | None) -> None:
         """Raise PeerNonFiniteError from an error that ends a batch or a run, if another rank's failure is behind it.
 
-        A collective whose peer has gone fails before this rank knows why. Only after such an error this waits up to 2 s
-        for news.
+        A collective whose peer has gone fails before this rank knows why, so wait up to 2 s for news after its error.
         """
         consensus = _job.consensus
         if consensus is None or not self._is_open or error is None or isinstance(error, NonFiniteError):

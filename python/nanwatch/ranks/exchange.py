@@ -28,10 +28,10 @@ from .consensus import default_store, own_store, process_group
 Ranks: TypeAlias = tuple[int, ...]
 Verdict: TypeAlias = dict[str, Any]
 
-_KEPT = 8  # checks whose values are kept; ranks that are further apart are not compared
+_KEPT = 8  # checks whose values are kept. Ranks that are further apart are not compared.
 _LOOKS = 16  # steps after a check at which a rank asks for differences
-_MOST_DIGESTS = 16  # whose values are looked at. More differ where each rank goes its own way
-MOST_RANKS = 8  # named of each digest
+_MOST_DIGESTS = 16  # whose values are judged. There are more where each rank goes its own way.
+MOST_RANKS = 8  # that are named for each digest
 _PAUSE = 0.02  # seconds, at the end of the comparison
 FAREWELL = 2.0  # seconds that a rank waits at its end for the others' last check
 _numbers: Counter[str] = Counter()  # of this process's comparisons, by kind: no two have the same keys
@@ -56,10 +56,10 @@ class _Check(NamedTuple):
 
 
 class Exchange:
-    """Part of this rank in the comparisons of one watch, of several groups of ranks. Ranks begin them in one order.
+    """This rank's part in the comparisons of one watch, for each group of ranks that share weights.
 
-    They begin with the first check in a process group. `judge(sides)` returns a verdict for JSON, with the `names` to
-    leave out from now on. `timeout` are the seconds that a difference waits for ranks that do not report.
+    All ranks make the first check in a process group in the same order. `judge(sides)` returns a verdict for JSON, with
+    the `names` to leave out from now on. A difference waits `timeout` seconds for ranks that do not report.
     """
 
     def __init__(self, kind: str, judge: Callable[[list[Side]], Verdict], timeout: float) -> None:

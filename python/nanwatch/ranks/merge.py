@@ -159,9 +159,9 @@ def _count(number: int) -> str:
 def merge(*paths: Path, tell: Tell = silent) -> Merged:
     """Merge every `report.json` below the folders, and the files.
 
-    Of several attempts of an elastic job the latest with a finding is merged, or the latest. Of several reports of one
-    rank the earliest failure counts. Raises ValueError when no report can be read. A report that cannot be read is left
-    out and named.
+    If an elastic job has several attempts, the latest with a finding is merged, or else the latest. If a rank has
+    several reports, its earliest failure counts. Raises ValueError when no report can be read. A report that cannot be
+    read is left out and named.
     """
     left_out: list[str] = []
     groups: dict[object, dict[int, Digest]] = {}  # the digests of each attempt, by rank

@@ -1,4 +1,4 @@
-"""The weights that other ranks hold too, and their comparison: bit for bit as replicas, and by an optimizer's steps.
+"""Comparison of the weights that several ranks hold: bit for bit as replicas, and by an optimizer's steps.
 
 A DTensor says by its mesh and its placements which ranks hold the same shard. A plain tensor is held by all ranks of
 the process group of the DistributedDataParallel around it. Every other tensor is taken for this rank's own. States of
@@ -214,7 +214,7 @@ _APART = 0.05
 _LEAST_DIRECTED = 8
 _DIRECTIONS = 8
 _SIGNS = np.random.default_rng(0).choice([-1.0, 1.0], (1024, _DIRECTIONS))
-# Differences that are looked at. Ranks that hold different parts of a model need one or two until they know it.
+# Differences that are judged. Ranks that hold different parts of a model need one or two until they know so.
 _MOST_DIFFERENCES = 8
 
 
@@ -242,8 +242,8 @@ def sketch_of(gradient: Tensor) -> list[float]:
 def judge_steps(sides: list[Side]) -> Verdict:
     """Return the weights that differ as `names`, and the `faults` among them: kind, name, step, and a rank or -1.
 
-    A side sends the prints of the check `before` and its `step`, and what it knows of the weights: those that somebody
-    says to be alike (`said`), the `matrices`, the `directed` ones. `is_over` where ranks count their steps differently.
+    A side sends the prints of the check `before` and its `step`, and lists of weights: those that are `declared` to be
+    shared, the `matrices`, the `directed` ones. `is_over` is True where ranks count their steps differently.
     """
     more = sides[0].more
     verdict: Verdict = {"names": [], "faults": [], "is_over": len({x.values["step "] for x in sides}) > 1}
@@ -280,7 +280,7 @@ def _is_shifted(pairs: _Pairs) -> bool:
 
 def _is_meant_alike(name: str, more: dict[str, Any], kept: set[str], parted: list[str]) -> bool:
     """Return whether a weight that parted should be equal on all ranks; see StepRanks."""
-    if name in more["said"] or WeightPrint(*more["before"][name]).has_moved:
+    if name in more["declared"] or WeightPrint(*more["before"][name]).has_moved:
         return True
     if not kept:
         return bool(more["are_groups_small"])
@@ -306,10 +306,11 @@ def _cause(pairs: _Pairs, sides: list[Side]) -> tuple[str, int] | None:
 class StepRanks:
     """Comparison of the steps of a model over the ranks that hold the same weights.
 
-    A DistributedDataParallel and the placements of DTensors say who holds a weight. Another one counts as held by all
-    ranks only if these were equal at the first check, and if something shows that they were meant to stay so: they
-    were equal after a step; the gradients have one direction, beside shards; all gradients were reduced over groups of
-    fewer ranks; or it is a norm, and all matrices stay equal. Shards and experts that begin alike have none of these.
+    A DistributedDataParallel and the placements of DTensors say who holds a weight. Any other weight counts as shared
+    by all ranks only if it was equal on them at the first check, and one of these shows that it should stay so: it was
+    equal after a step too; beside shards, its gradients have one direction on all ranks; all gradients were reduced
+    over groups of fewer ranks; it belongs to a norm, and all matrices stay equal. Shards and experts that begin equal
+    have none of these.
     """
 
     def __init__(self, model: nn.Module, timeout: float) -> None:
@@ -334,7 +335,7 @@ class StepRanks:
                 self._post(step, num_forwards, weights, size)
 
     def _post(self, step: int, num_forwards: int, weights: Sequence[StepWeight], size: int) -> None:
-        owners = {name: ranks for ranks, held in self._replicas.weights().items() for name in held}
+        owners = {name: ranks for ranks, named in self._replicas.weights().items() for name in named}
         everybody, groups = tuple(range(size)), defaultdict[Ranks, list[StepWeight]](list)
         for weight in weights:
             ranks = owners.get(weight.name, everybody if local_shard(weight.tensor) is None else ())
@@ -343,7 +344,7 @@ class StepRanks:
         known = {
             "step": self._step,
             "forwards": num_forwards - self._num_forwards,
-            "said": [*owners],
+            "declared": [*owners],
             "matrices": [weight.name for weight in weights if weight.tensor.ndim > 1],
             "directed": [weight.name for weight in weights if len(weight.values) >= _LEAST_DIRECTED],
             "are_groups_small": all((weight.group_size or size) < size for weight in weights),

@@ -48,10 +48,10 @@ def _spell(scale: float) -> str:
 class ReplicaDifference:
     """Tensors that ranks should hold alike to the bit, and do not, as found at a check.
 
-    `step` is the check's, in batches that followed a step of the optimizer, `equal_at` the step of the check before
-    it, and `batch` the batch in which it was told. `tensors` has the first hundred names of `num_tensors`. `ranks` are
-    the first odd ones of `num_odd`, by majority of `num_ranks` that answered of `size`; where there `is_majority` is
-    False, they are all candidates. `hosts` are theirs.
+    `step` is the step of the check, counted in batches that followed a step of the optimizer, `equal_at` that of the
+    check before, and `batch` the batch in which the difference was reported. `tensors` has the first hundred of
+    `num_tensors` names. `num_ranks` of `size` ranks answered, and `num_odd` of these are odd by majority. Where
+    `is_majority` is False, each of them may be the odd one. `ranks` and `hosts` name the first of the odd ones.
     """
 
     step: int

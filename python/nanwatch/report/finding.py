@@ -212,7 +212,7 @@ def finding_of(
         origin=origin,
         source_module=source_module,
         num_nonfinite=None if health is None else health.num_nan + health.num_posinf + health.num_neginf,
-        # The shape of a sharded tensor is the whole one's; counted is the shard.
+        # The shape of a sharded tensor is that of the whole, and the counts are those of the shard.
         numel=prod(record.shape or ()) if health is None else health.numel,
         index=None if health is None else health.first_nonfinite,
         phase=frame.phase,
@@ -322,7 +322,7 @@ class RankObservation:
     @classmethod
     def from_json(cls, document: str | bytes) -> RankObservation:
         """Read what `to_json` wrote. Raise ValueError with the place for anything else."""
-        observation: RankObservation = reading.read(cls, json.loads(document), "sighting")
+        observation: RankObservation = reading.read(cls, json.loads(document), "observation")
         return observation
 
 
@@ -331,7 +331,7 @@ class Origin:
     """The place of the job's first non-finite value.
 
     `first` is the earliest observation, and `num_alike` the number of ranks that made theirs at the same place and
-    time. Of `world_size` ranks, `num_reported` have answered, `num_failed` of them with an observation.
+    time. `num_reported` of `world_size` ranks have answered, `num_failed` of them with an observation.
     """
 
     first: RankObservation

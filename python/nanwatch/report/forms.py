@@ -78,7 +78,7 @@ def _sarif_result(annotation: Annotation) -> dict[str, Any]:
     }
     if annotation.place is not None:
         path = PurePath(annotation.place.file)
-        # Without columns: ours are bytes, those of SARIF are characters.
+        # Leave out the columns: a Place counts bytes, SARIF counts characters.
         location["physicalLocation"] = {
             "artifactLocation": {"uri": path.as_uri() if path.is_absolute() else quote(path.as_posix())},
             "region": {"startLine": annotation.place.line},

@@ -207,7 +207,7 @@ class NonFiniteError(ValueError):
 
 
 def add_note(error: BaseException, report: Report) -> None:
-    """Add what was not finite to somebody else's exception, as a note under its traceback (PEP 678). Raises nothing."""
+    """Add the report to a user's exception, as a note below its traceback (PEP 678). Raises nothing."""
     note = f"nanwatch: {_message(report)}"
     try:
         if sys.version_info >= (3, 11):
@@ -215,7 +215,7 @@ def add_note(error: BaseException, report: Report) -> None:
         else:  # Python shows none, but pytest and others do
             vars(error).setdefault("__notes__", []).append(note)
     except Exception:  # a class of exceptions may have an `add_note` of its own
-        suppressed("an exception of the user's took no note")
+        suppressed("a user's exception took no note")
 
 
 def _message(report: Report, origin: Origin | None = None) -> str:

@@ -124,7 +124,7 @@ def _by(finding: Finding) -> list[Fact]:
     if finding.operation is None:
         return []
     where = "" if finding.place is None else f" at {finding.place.short}"
-    # The record may show what became of it: inf minus inf is nan.
+    # The record may show a later value: inf minus inf is nan.
     made = f" made {finding.made}" if finding.made is not None and finding.made not in finding.value else ""
     words = ", ".join(
         f"{operand.label} {operand.abs_min:.2e} to {operand.abs_max:.2e}"

@@ -73,35 +73,35 @@ def watch(
     Args:
         model: any nn.Module, also a compiled one. Modules that it gets later are watched too.
         read: which tensors to read in the forward. Integer buffers are skipped.
-        gradients: read gradients too, and stop a step that would take a bad one. These are of the tensors that are read
-            in the forward. The step has changed no weight by then (docs/gradients.md).
-        optimizer: read this optimizer's state after each step. That is moments, and weights of its own.
-        modules: watch only modules named like "encoder.*". A glob's `*` crosses dots. Names may have or lack what
-            DistributedDataParallel and other wrappers put before them.
-        ignore_modules: do not watch modules named so.
+        gradients: read gradients too, and stop a step before it takes a bad one. These are the gradients of the tensors
+            that are read in the forward. The step has changed no weight by then (docs/gradients.md).
+        optimizer: read this optimizer's state after each step. The state is moments, and weights of its own.
+        modules: watch only modules whose names match, such as "encoder.*". A glob's `*` crosses dots. The prefix that
+            DistributedDataParallel or another wrapper adds may be left out.
+        ignore_modules: do not watch modules whose names match.
         every: read only every n-th batch.
         max_frames: keep the latest n calls of modules for the report. Each is a frame.
         on_nonfinite: at a nan or an inf "raise", "warn", only "record", or from code call a function with the Report.
-            Warns when non-finite values begin, and of their sum at `stop()` (docs/watching.md).
+            "warn" tells when non-finite values begin, and at `stop()` how many batches had them (docs/watching.md).
         allow: infinities or nans that are meant, by module: "inf:mask*", "nan:embed". The names are patterns, "(root)"
             is the model itself. Masks are recognised without it (docs/watching.md).
         rerun: run a failed batch again to find operation and cure. None does so if the failure ends the batch or a
             function gets it, True also if the run goes on (docs/rerun.md).
         output_dir: a folder for each failure's report and capsule. The report is text, JSON and HTML.
-        trace: a Parquet file, or a folder, for the range of every tensor. Or a `nanwatch.Trace` with what else to keep.
-            Needs `pyarrow` (docs/traces.md).
+        trace: a Parquet file for the range of every tensor. A `nanwatch.Trace` says what else to keep. Needs `pyarrow`
+            (docs/traces.md).
         sinks: send headroom, failures, forecasts and spikes to a tracker: "tensorboard:runs/a", "wandb", "slack:URL".
-            Or to a tracker's object, a function, a `nanwatch.Sink`, or several of these (docs/trackers.md).
-        black_box: keep the latest calls in a file that outlives the process; None is on with output_dir. The file of
-            4 MiB is there, else in `~/.local/state/nanwatch` (docs/blackbox.md). Needs the compiled part.
+            A target may also be a tracker's object, a function or a `nanwatch.Sink` (docs/trackers.md).
+        black_box: keep the latest calls in a file that outlives the process. None keeps them with output_dir, in that
+            folder. Else the file of 4 MiB is in `~/.local/state/nanwatch` (docs/blackbox.md). Needs the compiled part.
         forecast: warn of tensors that lose headroom and will overflow. At most 3 in 10,000 batches (docs/forecasts.md).
-        spikes: name what left its history when loss or gradients jump; reads gradients too (docs/spikes.md).
-        audit: audit steps 1, 2, 3 and every n-th: weights without gradient, that rest, or are frozen and move. A
-            `nanwatch.Audit` names the frozen ones. True is every 100th (docs/updates.md).
-        replicas: every n steps compare to the bit what ranks hold alike. True is every 100 (docs/how-to/replicas.md).
+        spikes: name the first unusual tensor when loss or gradients jump; reads gradients too (docs/spikes.md).
+        audit: check steps 1, 2, 3 and every n-th for weights that get no gradient, do not move, or move though frozen.
+            A `nanwatch.Audit` names the frozen ones. True is every 100th (docs/updates.md).
+        replicas: every n steps compare the weights that ranks share bit for bit. True is 100 (docs/how-to/replicas.md).
         attention: every n batches read each head's largest attention logit. True is every 100 (docs/attention.md).
-        guard_checkpoints: save a bad checkpoint beside the good one. Then act on the failure. Bad is a non-finite
-            weight or optimizer state (docs/how-to/good-checkpoint.md).
+        guard_checkpoints: save a checkpoint with a nan or an inf beside the good one, then act as on any failure
+            (docs/how-to/good-checkpoint.md).
 
     Raises TypeError or ValueError, naming the given and the accepted values, for a `model` whose calls cannot be seen,
     an option with a wrong value, an unknown option, a pattern that matches nothing, and a place where nothing can be
@@ -129,7 +129,7 @@ def watch(
     return watched
 
 
-# Those that `watch` has started, by model.
+# The watches that `watch` has started, by model.
 _started: MutableMapping[nn.Module, weakref.WeakSet[Watch]] = WeakIdKeyDictionary()
 
 
@@ -279,9 +279,9 @@ TEXTS = {name: " ".join(text.split()) for name, text in _SENTENCE.findall(getdoc
 
 
 def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
-    """Return the options that NANWATCH_OPTIONS says, and else `given`, or raise TypeError or ValueError.
+    """Return the checked options: those of NANWATCH_OPTIONS, else `given`. Raises TypeError or ValueError.
 
-    `settings` go before what the environment says.
+    `settings` replace what other variables of the environment say.
     """
     chosen = {**given, **_options_of_environment()}
     values = {name: _checked(name, value) for name, value in chosen.items()}
@@ -405,7 +405,7 @@ def rerun(
 ) -> Replayed:
     """Do the same as `replay`, and return the remarks beside the report."""
     if os.environ.get(SWITCH) == "0":
-        raise ValueError(f"{SWITCH}=0 switches every watch off, and a replay is nothing without; unset it")
+        raise ValueError(f"{SWITCH}=0 switches every watch off, and a replay needs one; unset it")
     # The re-run comes when the call is over.
     options = replace(DEFAULTS, on_nonfinite=lambda _: None, act_at="batch", rerun=True)
     return call_again(capsule, model, lambda module: Watch(module, options), dtype, device)

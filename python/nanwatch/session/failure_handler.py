@@ -39,7 +39,7 @@ from .reports import Reports
 
 # Non-finite batches that are remembered after their end, for their backwards and recomputations.
 _MAX_ENDED = 64
-# Seconds for which an exception of the user's waits for the other ranks: they look at the store once a second.
+# Seconds that a user's exception waits for the other ranks, which look at the store once a second.
 _PATIENCE = 3.0
 _WHERE = "Watch.report() (or --output-dir) has the frames that led to it"
 _GOES_ON = "no re-run was made, as the run goes on: rerun=True (--rerun) finds the operation"
@@ -81,7 +81,7 @@ class FailureHandler:
         """Take a call that holds a non-finite value. Act on it at its batch's end if the forward `is_over`."""
         make = partial(self._reports.of_call, frame, caller, args, kwargs, is_over=is_over)
         if frame.recomputed:
-            # A recomputed forward repeats the failure of its batch, or is the first to fail. It has no end of its own.
+            # A recomputed forward repeats the failure of its batch, or fails first. It is no batch, so nothing ends it.
             if not self.knows(frame.batch):
                 self._ended.append(frame.batch)
                 self.step_follows(Incident(make()))
@@ -91,7 +91,7 @@ class FailureHandler:
         if may_raise and incident is not None and not incident.is_finished and incident.raised is None:
             # `batch_ended` finishes it: a re-run could wait for a lock that the forward holds.
             incident.raised = NonFiniteError(incident.report)
-            # Raise it from no local: the traceback would hold itself, and with it the locals of the forward.
+            # No local variable holds the error: its traceback would hold this frame, and so the locals of the forward.
             raise incident.raised
 
     def knows(self, batch: int) -> bool:
@@ -102,7 +102,7 @@ class FailureHandler:
         """Return the incident of the batch: None where that has ended, that of `make()` for its first bad call."""
         if not self.knows(batch):
             self.steps.settle(only_known=True)
-            # A deferred backward came first: something else than an optimizer has moved the weights by its gradients.
+            # A deferred backward came first: code other than an optimizer has moved the weights by its gradients.
             self._under_way[batch] = incident = self.steps.release() or Incident(make())
             self._tell(incident, ranks=tells_ranks)
             if not self._options.acts:
@@ -163,7 +163,7 @@ class FailureHandler:
         is_ours = isinstance(error, NonFiniteError | BatchLimitError)
         if is_ours or not isinstance(error, Exception) or batch % self._options.every:
             return
-        with suppressing("what an exception of the user's left could not be told"):  # which matters more
+        with suppressing("a user's exception could not be examined"):  # the exception itself matters more
             if incident is None and (report := self._reports.of_left_calls(error, batch)) is not None:
                 # Somebody may catch the exception and go on, so the other ranks are not told.
                 incident = self._see(batch, lambda: report, tells_ranks=False)
@@ -180,8 +180,8 @@ class FailureHandler:
         """Have the incident examined and written, agree with the other ranks on the origin, and raise it; once.
 
         `theirs` is the user's exception, which ends the batch already: it gets the report, and nothing is raised beside
-        it. An incident that `is_untaken` by a step is warned of. Of several non-finite batches in a row only the first
-        is examined, unless each is raised, and the sinks get only the first where the run goes on by itself.
+        it. An incident whose gradients no step took, `is_untaken`, is a warning. Only the first of several non-finite
+        batches in a row is examined, unless each is raised, and sinks get only that where the run goes on by itself.
         """
         if incident.is_finished:
             return
@@ -190,7 +190,7 @@ class FailureHandler:
         if is_first or self._action == "raise":
             try:
                 self._examine(incident)
-            except BaseException as interrupt:  # what a signal handler of the program raised meanwhile
+            except BaseException as interrupt:  # a signal handler of the program raised it meanwhile
                 cause = NonFiniteError(incident.report)
                 warn_user(f"{cause}", may_raise=False)
                 raise interrupt from cause
@@ -257,17 +257,17 @@ class FailureHandler:
                     reason = "another thread was inside the model" if is_shared else ""
                     examine(start, examines=True, reason=reason)
         except ChildEndedError as error:
-            incident.remark(f"of a re-run in a child process: {error}")
+            incident.remark(f"the re-run in a child process did not end well: {error}")
             examine(None, examines=False)
-        except Exception as error:  # a failed re-run must not lose the first report
+        except Exception as error:  # the first report must survive a failed re-run
             warn_user(f"nanwatch could not re-run a failed batch: {spell(error)}", may_raise=False)
-        except BaseException as interrupt:  # of a signal's handler, or of code that ran again in this process
+        except BaseException as interrupt:  # by a signal handler, or by code that ran again in this process
             incident.remark(f"{type(interrupt).__name__} ended the re-run")
             examine(None, examines=False)
             raise
 
     def _examine_in_child(self, incident: Incident, start: BatchSnapshot | None, examine: Any) -> None:
-        # Once, as each child would import it anew: torch._dynamo takes a second.
+        # Import it here, or each child does so anew: torch._dynamo takes a second.
         importlib.import_module("torch._dynamo")
         tempfile.gettempdir()  # writes a file, the first time
 
@@ -303,19 +303,19 @@ class FailureHandler:
         return self._exception_batch == self._recorder.latest_batch
 
     def settle(self) -> None:
-        """Settle what is under way where a report is asked for, which is no place to raise an error."""
+        """Settle what is under way before a report is made. A failure becomes a warning, as a report raises nothing."""
         try:
             self._recorder.settle()
-        except NonFiniteError as error:  # of a thread or a backward that an exception has ended
+        except NonFiniteError as error:  # the failure of a thread or a backward that an exception has ended
             warn_user(f"{error}", may_raise=False)
         self.steps.settle()
 
     # The watch ends
 
     def close(self) -> None:
-        """Report gradients that no step was about to take, warn of the sum of all failures, and leave the other ranks.
+        """Warn of a bad backward that no step took and of the number of all failures, and leave the other ranks.
 
-        Such gradients are no failure yet, so "raise" warns too.
+        Such a backward is no failure yet, so "raise" warns too.
         """
         is_raising = sys.exc_info()[0] is not None
         try:

@@ -29,8 +29,8 @@ _T = TypeVar("_T", "Trace", "Audit")
 PARTS = ("weights", "buffers", "inputs", "outputs")
 # Batches are counted in 64 bits. Sums and differences of two such numbers stay in them.
 MAX_BATCH = 2**62 - 1
-# An exact reading of attention logits takes up to 5 % of its batch, and growth is a matter of thousands of batches.
-# A check of replicas and an audit read the weights once, or twice, which is 0.5 % of a hundred steps.
+# Reading attention logits takes up to 5 % of a batch, and logits grow over thousands of batches. A check of replicas
+# or an audit reads the weights once or twice, which is 0.5 % of a hundred steps.
 _EVERY = 100
 POLICIES = "raise|warn|record"
 ROOT = "(root)"  # matches the model itself, whose name is empty

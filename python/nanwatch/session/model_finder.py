@@ -33,8 +33,8 @@ MAX_MODELS = 32
 def topmost(module: nn.Module, alive: Iterable[nn.Module], caller: FrameType | None) -> nn.Module:
     """Return the outermost living module that holds `module` at any depth.
 
-    A LightningModule is never called itself: its `training_step` is called, and calls its parts. Of several, or of
-    none as a part holds its parent, it is the one whose method has led to `caller`, else `module`.
+    A LightningModule is never called itself: its `training_step` calls its parts. Where several modules qualify, or
+    none because a part holds its parent, return the one whose method has led to `caller`, else `module`.
     """
     holders: dict[int, list[nn.Module]] = {}
     for holder in alive:

@@ -64,9 +64,8 @@ class OptimizerSteps:
 
     Before a step it reads the learning rates and, with the option `gradients`, the gradients that the step takes, after
     it the state of the option `optimizer`, and after the last step of a run the weights. A failure that is due goes to
-    `failures`. The backward or the step raises what that raises, and no weight has changed. A step's closure is
-    followed by the same checks, because the weights change next, and its backward may have ended on another thread.
-    `tell` gets each skipped step. `spikes` are told of each backward and step.
+    `failures`, which may raise: the backward or the step then ends before a weight has changed. The same checks follow
+    a step's closure, because the weights change next. `tell` gets each skipped step, `spikes` each backward and step.
     """
 
     def __init__(self, reports: Reports, failures: Any, tell: Callable[[SkippedStep], object]) -> None:
@@ -107,7 +106,7 @@ class OptimizerSteps:
     # A backward
 
     def backward_started(self) -> None:
-        """Look at the loss of a backward that begins: nan or inf is a failure, though its gradients be finite."""
+        """Look at the loss of a backward that begins: nan or inf is a failure, even if all gradients are finite."""
         self.settle()
         if self.spikes is not None:
             self.spikes.backward_started()
@@ -116,14 +115,14 @@ class OptimizerSteps:
             return
         batch, self._loss, numbers = self._recorder.latest_batch, None, Numbers(loss)
 
-        # Of half precision, a loss may be inf by its scale alone.
+        # A loss in half precision may be inf only because of its scale.
         is_bad: Any = isnan if loss.dtype is torch.float16 else lambda number: not isfinite(number)
 
         def ended() -> None:
             if is_bad(number := numbers.wait()[0]):
                 self._loss_is_bad(loss, batch, number)
 
-        # At the end of a backward the host waits for the gradients of a GPU anyway.
+        # On a GPU wait until the backward ends, where the host waits for the gradients anyway.
         if loss.device.type == "cuda" or is_bad(numbers.wait()[0]):
             torch.autograd.Variable._execution_engine.queue_callback(ended)
 
@@ -195,7 +194,7 @@ class OptimizerSteps:
         if not is_known and (only_known or not deferred.is_of_weight or self._bad_weights()):
             return
         if not is_known and self._options.scaler is None:
-            before = None  # the scaler that was found has no part in this
+            before = None  # the scale has not fallen, so the scaler that was found did not skip the step
         finding = deferred.incident.finding
         self.deferred, self._skipped_weights = None, deferred.weights
         step = SkippedStep(finding.batch, before, after, finding)

@@ -1,6 +1,6 @@
-"""Starts from which the batches of one Watch can be run again, and the reports of a Watch.
+"""The starts of batches, from which a re-run begins, and the reports of one Watch.
 
-Reports are of its latest frames, of a non-finite call, or of calls that an exception left.
+A report is about the latest frames, a non-finite call, or the calls that an exception left.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Starts:
             recorder.watch_generators(vars(torch.cuda))
         self._buffers = BufferHistory()
         self._draws: bool | None = None
-        # The start refers to `_NO_MODULE`, as a model that keeps this would keep itself. Its graph may be gone.
+        # The start refers to `_NO_MODULE`: a model that keeps this start would else keep itself alive.
         self._failed: tuple[int, weakref.ref[nn.Module], BatchSnapshot] | None = None
         self._backwards: dict[int, ProgramCall] = {}  # by batch
         self.lines: Lines = {}  # of the latest backward
@@ -326,8 +326,8 @@ class Reports:
     ) -> list[LeftCall]:
         """Return the calls around the non-finite one and that itself, the innermost first.
 
-        This thread's stack has those under way, but for those in compiled code. Of the others the names of the modules
-        tell, without arguments but for the outermost, which got `args` and `kwargs`.
+        This thread's stack has the calls under way, except those in compiled code. The names of modules tell of the
+        others. Only the outermost of these has arguments, `args` and `kwargs`.
         """
         calls, model = [] if is_over else open_calls(), self.model()
         if model is None or (calls and isinstance(calls[0].module, Function)):

@@ -201,7 +201,7 @@ class Watch:
     @property
     def attention(self) -> dict[str, AttentionLogits]:
         """The latest attention logits by module and head; empty without `attention`. Waits for a GPU."""
-        return {} if self._attention is None else self._attention.found()
+        return {} if self._attention is None else self._attention.latest()
 
     @property
     def spikes(self) -> tuple[SpikeReport, ...]:

@@ -16,7 +16,7 @@ def side(
     rank: int, now: int, gradient: Tensor = GRADIENT, before: int = 1, step: int = 2, **more: Any
 ) -> Side:
     """One rank whose weight w has a hash, and had another one before it stepped with a gradient."""
-    known = {"step": 1, "forwards": 1, "said": ["w"], "matrices": ["w"], "directed": ["w"]}
+    known = {"step": 1, "forwards": 1, "declared": ["w"], "matrices": ["w"], "directed": ["w"]}
     known |= {"are_groups_small": False, "is_mixed": False}
     prints = {"w": WeightPrint(before, False, sketch_of(gradient))}
     return Side(1, [(rank, "host")], {"step ": step, "w": now}, known | {"before": prints} | more)
@@ -59,7 +59,7 @@ def test_a_weight_of_which_nobody_says_who_holds_it_needs_evidence() -> None:
         sides = []
         for rank, gradient in enumerate((GRADIENT, -GRADIENT)):
             prints = dict.fromkeys((name, *kept), WeightPrint(1, has_moved, sketch_of(gradient)))
-            known = side(rank, 0, said=[], matrices=kept, **more).more | {"before": prints}
+            known = side(rank, 0, declared=[], matrices=kept, **more).more | {"before": prints}
             values = {"step ": 2, name: rank + 5} | dict.fromkeys(kept, 9)
             sides.append(Side(1, [(rank, "host")], values, known))
         return len(judge_steps(sides)["faults"])

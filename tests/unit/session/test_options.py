@@ -87,7 +87,7 @@ def test_signature_fields_flags_and_page_agree() -> None:
     assert vars(make_options({name: signature[name].default for name in OPTIONS})) == vars(make_options({}))
     described = inspect.getdoc(nanwatch.watch).partition("Args:")[2].partition("\n\n")[0]  # type: ignore[union-attr]
     assert re.findall(r"^    (\w+): ", described, re.MULTILINE) == ["model", *OPTIONS]
-    assert (TEXTS["every"], TEXTS["replicas"][-5:]) == ("read only every n-th batch", "alike")
+    assert (TEXTS["every"], TEXTS["replicas"][-3:]) == ("read only every n-th batch", "bit")
     flags = {action.dest: action.default for action in run_parser()._actions if action.dest in OPTIONS}
     assert set(flags.values()) == {argparse.SUPPRESS}
     assert OPTIONS.keys() - flags.keys() == {"optimizer"}
