@@ -11,18 +11,18 @@ import threading
 import time
 import weakref
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..numerics import _extension
-from ..numerics.readable import unreadable
 from ..records.record import PLAIN_MASK, Frame, Note, Record, Role
 from .backward import Gradient, backward_frames
 from .events import Event, Part, PeakName, Recorder, RecorderEvents, Settings, Start
@@ -44,86 +44,63 @@ class _Node:
 
 
 @dataclass(eq=False)
-class _Batch:
-    """Batch of a thread: the arguments of its outermost call until that ends, and with `keeps_starts` its start."""
-
-    number: int
-    name: str  # of the outermost module
-    recomputed: bool
-    given: tuple[Any, Any]
-    is_over: bool = False
-    start: Callable[[], Start | None] = lambda: None
-
-
-@dataclass(eq=False)
 class _Call:
     """Call under way, and then one that gradients may come for: the hooks of its outputs keep it.
 
-    `frame` has no records. `added` are outputs that `add_output` gave it. `backward` is the latest run of the engine in
-    which one of the outputs had a gradient.
+    `frame` has no records. `added` are outputs that `add_output` gave it. An outermost call stands for its batch:
+    `given` are its arguments, None once it is over, and `start` returns the batch's start with `keeps_starts`.
     """
 
     node: _Node
-    batch: _Batch
     caller: _Call | None
     frame: Frame
+    given: tuple[Any, Any] | None = None
     added: list[tuple[Role, str, Any]] = field(default_factory=list)
     number: int = 0
-    backward: int = -1
+    backward: int = -1  # the latest run of the engine in which one of its outputs had a gradient
+    start: Callable[[], Start | None] = lambda: None
 
 
 class _Thread(threading.local):
-    batch: _Batch | None = None  # under way
     call: _Call | None = None  # the innermost under way
+    outermost: Any = None
     recording = False  # what is read or called back may call other modules: they are not recorded
-
-
-@dataclass
-class _Subscription:
-    events: int
-    active: bool = True
-
-    def remove(self) -> None:
-        self.active = False
-
-
-# Gradients of a backward, by place in the graph; past a leaf, by tensor and version, too.
-_Gradients: TypeAlias = dict[object, list[Gradient]]
 
 
 class PythonRecorder:
     """Recorder without the compiled part, and the reference for the methods of both recorders.
 
-    Attributes that others set: `keeps_starts` for `start` and `ended_starts`, `gathers_from`, the batch from which on
-    peaks are gathered for `take_peaks`, `gathers_inputs` among these, `gathers_gradient_peaks` for
-    `take_gradient_peaks`, and `gathers_weights` for weights that are gathered from shards anew in each batch.
-    `latest_batch` is -1 before the first. `counters` are numbers of calls, frames, tensors, reads, bytes and hits.
-    `paused`, set by pause(), resume() and stop() of a Watch: nothing is recorded.
+    Attributes that others set: `paused`: nothing is recorded, `keeps_starts` for `start` and `ended_starts`,
+    `gathers_from`, the batch from which on peaks are gathered for `take_peaks`, `gathers_inputs` among these,
+    `gathers_gradient_peaks` for `take_gradient_peaks`, and `gathers_weights` for weights that are gathered from shards
+    anew in each batch. `latest_batch` is -1 before the first, `frames_kept` how many frames have ever been among
+    `frames()`. `counters` are numbers of calls, frames, tensors, reads, bytes and hits.
     """
 
     keeps_starts = gathers_inputs = gathers_gradient_peaks = gathers_weights = False
-    gathers_from, latest_batch = sys.maxsize, -1
+    gathers_from, latest_batch, frames_kept = sys.maxsize, -1, 0
 
     def __init__(self, settings: Settings, events: RecorderEvents) -> None:
         names = ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits")
-        self.counters = dict.fromkeys(names, 0)
+        self.counters = Counter(dict.fromkeys(names, 0))
         # Nobody calls back or reads a tensor while holding the lock. Reentrant, as a signal's handler may ask for a
         # report at any moment.
         self._lock = threading.RLock()
         self._settings, self._events = settings, events
         self._is_paused, self._num_suspended = False, 0
-        self._subscriptions: list[_Subscription] = []
+        self._subscriptions: list[SimpleNamespace] = []
         self._nodes: list[_Node] = []
         self._thread = _Thread()
-        self._batches: weakref.WeakSet[_Batch] = weakref.WeakSet()
+        self._batches: weakref.WeakSet[_Call] = weakref.WeakSet()  # their outermost calls
         self._called = set[str]()
         self._frames: deque[Frame] = deque(maxlen=settings.max_frames)
-        self._num_frames: dict[int, int] = {}  # by batch, of the latest ones
+        self._num_frames = Counter[int]()  # by batch, of the latest ones
         self._peaks, self._gradient_peaks = Peaks(), Peaks()
         self._follows = settings.gradients
-        self._hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # handles of those that keep no call
-        # By the engine's run. The callback at its end is gone if an exception has ended it.
-        self._backwards: dict[int, tuple[weakref.ref[Any], _Gradients]] = {}
+        self._hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # their handles
+        # By the engine's run: the callback at its end, which is gone if an exception has ended it, and the gradients by
+        # place in the graph; past a leaf, by tensor and version, too.
+        self._backwards: dict[int, tuple[weakref.ref[Any], dict[object, list[Gradient]]]] = {}
 
     # Settings, which a Watch makes
 
@@ -150,13 +127,15 @@ class PythonRecorder:
         with self._lock:
             self._num_suspended += 1 if on else -1
 
-    def subscribe(self, events: int) -> _Subscription:
-        """Report these events from now on. Several subscriptions to one event are counted."""
-        self._subscriptions.append(_Subscription(events))
-        return self._subscriptions[-1]
+    def subscribe(self, events: int) -> Any:
+        """Report these events until `remove()`, while `active`. Several subscriptions to one event are counted."""
+        subscription = SimpleNamespace(events=events, active=True)
+        subscription.remove = partial(setattr, subscription, "active", False)
+        self._subscriptions.append(subscription)
+        return subscription
 
     def _reports(self, event: Event) -> bool:
-        return any(known.active and known.events & event for known in self._subscriptions)
+        return any(each.active and each.events & event for each in self._subscriptions)
 
     def watch_buffers(self, *_: object) -> None:
         """Do nothing: this recorder has no cache, and calls `on_batch_start` for each batch."""
@@ -170,19 +149,19 @@ class PythonRecorder:
         thread, node = self._thread, self._nodes[number]
         if thread.recording or (thread.call is None and self.paused):
             return None
-        if thread.call is None or thread.batch is None:
-            thread.batch = self._begin_batch(node.name, module, args, kwargs)
-        batch = thread.batch
-        frame = Frame(batch.number, node.name, type(module).__name__, (), "forward", batch.recomputed)
-        thread.call = _Call(node, batch, thread.call, frame)
+        frame = self._frame_of_batch() if thread.call is None else thread.call.frame
+        call = _Call(node, thread.call, frame._replace(name=node.name, class_name=type(module).__name__))
+        if thread.call is None:
+            self._begin_batch(call, module, args, kwargs or None)
+            thread.outermost = call
+        thread.call = call
         with self._lock:
             self.counters["calls"] += 1
-        return thread.call
+        return call
 
     def leave(self, call: _Call, module: nn.Module, args: Any, kwargs: Any, outputs: tuple[Any, ...]) -> None:
         """Record a call that has returned `outputs[0]`, or raised the exception being handled."""
-        thread = self._thread
-        completed, thread.call, thread.recording = False, call.caller, True
+        completed, self._thread.recording = False, True
         # No context managers, which need more of the stack than is perhaps left.
         try:
             if outputs and call.node.observed and self._is_due(call):
@@ -191,9 +170,9 @@ class PythonRecorder:
         finally:
             try:
                 if call.caller is None:
-                    self._end_batch(call.batch, completed)
+                    self._end_batch(call, completed)
             finally:
-                thread.recording = False
+                self._thread.call, self._thread.recording = call.caller, False
 
     def add_output(self, label: str, tensor: Tensor) -> None:
         """Give the innermost observed call under way in this thread one more output."""
@@ -210,17 +189,17 @@ class PythonRecorder:
 
     def outermost(self) -> str | None:
         """Return the name of the module of this thread's outermost call."""
-        return None if self._thread.call is None else self._thread.call.batch.name
+        return None if self._thread.call is None else str(self._thread.outermost.node.name)
 
     def _is_due(self, call: _Call) -> bool:
-        return not self.paused and call.batch.number % self._settings.every == 0
+        return not self.paused and call.frame.batch % self._settings.every == 0
 
     def _record(self, call: _Call, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        batch, settings = call.batch, self._settings
+        batch, settings = call.frame.batch, self._settings
         try:
             values = call_values(settings, module, args, kwargs, output) + call.added
             call.added.clear()
-            read = partial(observe, allow_inf=call.node.allow_inf, batch=batch.number, wanted=settings)
+            read = partial(observe, allow_inf=call.node.allow_inf, batch=batch, wanted=settings)
             records = [read(x, label, role) for role, label, x in values]
             if self._follows:
                 self._follow(call, values)
@@ -229,72 +208,75 @@ class PythonRecorder:
             records = [Record("output", "output", None, "", None, None, None, None, _FULL_STACK)]
         frame = call.frame._replace(records=tuple(records))
         self._keep(frame, sum(record.isfinite is not None for record in records))
-        if self._reports(Event.FRAME) or batch.number in settings.traced:
+        if self._reports(Event.FRAME) or batch in settings.traced:
             self._events.on_frame(frame)
         if any(record.is_fault for record in records):
             caller = None if call.caller is None else call.caller.node.name
-            self._events.on_nonfinite(frame, caller, *batch.given, False)
+            given = self._thread.outermost.given
+            self._events.on_nonfinite(frame, caller, given[0], given[1], False)
 
     # Batches, and their starts
 
-    def _begin_batch(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> _Batch:
+    def _frame_of_batch(self) -> Frame:
         self.settle()
         # Called from a backward: activation checkpointing runs the forward again. That is no new batch.
         recomputed = torch._C._current_graph_task_id() != -1
         with self._lock:
             self.latest_batch += not recomputed
-            batch = _Batch(self.latest_batch, name, recomputed, (args, kwargs or None))
-        if recomputed:
-            return batch
+            return Frame(self.latest_batch, "", "", (), "forward", recomputed)
+
+    def _begin_batch(self, call: _Call, module: nn.Module, args: Any, kwargs: Any) -> None:
+        batch, call.given = call.frame.batch, (args, kwargs)
+        if call.frame.recomputed:
+            return
         # Also of a batch that is not recorded: its thread is inside the model.
-        is_traced = batch.number in self._settings.traced
-        extra = self._events.on_batch_start(batch.number, is_traced, module, args, kwargs or None)
+        extra = self._events.on_batch_start(batch, batch in self._settings.traced, module, args, kwargs)
         if self.keeps_starts:
             if not hasattr(type(module), "is_watched_function"):
                 self.forget_starts(keeps_numbers=True)
-            start = Start.of(batch.number, module, args, kwargs or None, extra)._replace(module=None)
+            start = Start.of(batch, module, args, kwargs, extra)._replace(module=None)
             module_of, began = weakref.ref(module), time.monotonic()  # a model may keep its own output
-            batch.start = lambda: start._replace(module=module_of(), elapsed=time.monotonic() - began)
+            call.start = lambda: start._replace(module=module_of(), elapsed=time.monotonic() - began)
         with self._lock:
-            self._batches.add(batch)
-        return batch
+            self._batches.add(call)
 
-    def _end_batch(self, batch: _Batch, completed: bool) -> None:
-        error = None if completed else sys.exc_info()[1]
-        is_reported = not completed or self._reports(Event.BATCH_END) or batch.number >= self.gathers_from
+    def _end_batch(self, call: _Call, completed: bool) -> None:
+        error, batch = None if completed else sys.exc_info()[1], call.frame.batch
+        is_reported = not completed or self._reports(Event.BATCH_END) or batch >= self.gathers_from
         try:
-            if is_reported and not batch.recomputed:
-                self._events.on_batch_end(batch.number, completed)
+            if is_reported and not call.frame.recomputed:
+                self._events.on_batch_end(batch, completed)
         except BaseException as raised:
             # KeyboardInterrupt and SystemExit end the program, whatever came first.
             if error is None or raised.__cause__ is error or not isinstance(raised, Exception):
                 raise
         finally:
-            self._thread.batch, batch.given, batch.is_over = None, ((), None), True
+            call.given = self._thread.outermost = None
 
     @property
     def num_other_threads(self) -> int:
         """Return how many other threads are inside a batch."""
         with self._lock:
-            return sum(not batch.is_over for batch in self._batches if batch is not self._thread.batch)
+            batches = [call for call in self._batches if call.given is not None]
+        return len(batches) - (self._thread.outermost in batches)
 
     def start(self) -> Start | None:
         """Return the start of the batch under way in this thread."""
-        return None if self._thread.batch is None else self._thread.batch.start()
+        return None if self._thread.outermost is None else self._thread.outermost.start()
 
     def ended_starts(self) -> list[Start]:
         """Return the starts of ended batches of which a gradient may still come: of the latest with its call."""
         with self._lock:
-            starts = [batch.start() for batch in self._batches if batch.is_over]
+            starts = [call.start() for call in self._batches if call.given is None]
         return sorted([start for start in starts if start is not None and start.grad], key=lambda x: x.batch)
 
     def forget_starts(self, *, keeps_numbers: bool = False) -> None:
         """Forget the starts of ended batches, or no more than their calls."""
         with self._lock:
-            for batch in self._batches:
-                if batch.is_over and (start := batch.start()) is not None:
+            for call in self._batches:
+                if call.given is None and (start := call.start()) is not None:
                     rest = start._replace(module=None, args=(), kwargs=None, versions=[], extra=None)
-                    batch.start = partial(Start, *rest) if keeps_numbers else lambda: None
+                    call.start = partial(Start, *rest) if keeps_numbers else lambda: None
 
     # Frames, of calls, steps and backwards
 
@@ -312,17 +294,11 @@ class PythonRecorder:
                     self._peaks.add(frame, self.gathers_inputs)  # an input counts at the module that made it
             elif frame.phase == "backward" and self.gathers_gradient_peaks:
                 self._gradient_peaks.add(frame)
-            self.counters["frames"] += 1
-            self.counters["tensors"] += num_read
-            self.counters["tensors_read"] += num_read
-            self._num_frames[frame.batch] = self._num_frames.get(frame.batch, 0) + 1
+            self.frames_kept += 1
+            self.counters.update(frames=1, tensors=num_read, tensors_read=num_read)
+            self._num_frames[frame.batch] += 1
             if len(self._num_frames) > _COUNTED_BATCHES:
                 del self._num_frames[min(self._num_frames)]
-
-    @property
-    def frames_kept(self) -> int:
-        """Return how many frames have ever been among `frames()`."""
-        return self.counters["frames"]
 
     def frames(self) -> list[Frame]:
         """Return the latest frames, oldest first."""
@@ -375,13 +351,11 @@ class PythonRecorder:
                 hook = partial(self._take, weakref.ref(self), call_of, part, f"{label}.grad", place)
                 hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save() warns of others
                 with self._lock:
-                    handle = x.register_hook(hook)
-                    if part != "output":
-                        self._hooks.add(handle)
-                        weakref.finalize(call, handle.remove).atexit = False
+                    self._hooks.add(handle := x.register_hook(hook))
+                weakref.finalize(call, handle.remove).atexit = False
 
     def forget_gradients(self, leaves: Sequence[Tensor]) -> None:
-        """Remove the hooks from leaves, and look at no gradient any more."""
+        """Remove the hooks, also from leaves, and look at no gradient any more."""
         self._follows = False
         with self._lock:
             for handle in [*self._hooks]:
@@ -391,7 +365,7 @@ class PythonRecorder:
     def _take(recorder_of: Any, call_of: Any, part: Part, label: str, place: Any, gradient: Any) -> None:
         # Autograd gives None for a result that nobody used, as a part of unbind, and for a Function whose backward
         # returns none. Compiled autograd would follow this hook into code that it cannot compile.
-        if gradient is None or is_compiling():
+        if gradient is None or torch.compiler.is_compiling():
             return
         recorder, call, task = recorder_of(), call_of(), torch._C._current_graph_task_id()
         if recorder is None or call is None or not recorder._follows or task == -1:
@@ -403,18 +377,13 @@ class PythonRecorder:
         is_reached = call.backward == task
         if part == "input" and not is_reached:
             return
-        is_leaf = place[0] == "leaf"  # which gets one gradient, and may have thousands of hooks
         with torch._C.DisableTorchFunction():
-            version = None if is_leaf or gradient.is_inference() else gradient._version
-        key = place if is_leaf else (place, id(gradient), version)
-        group = recorder._gradients_of(task).setdefault(key, [])
-        if is_leaf and group:
-            record = group[0][-1]._replace(label=label)
-        else:
-            record = observe(gradient, label, "gradient", batch=call.batch.number, wanted=recorder._settings)
-        group.append((call, part, is_reached, record))
+            version = None if gradient.is_inference() else gradient._version
+        key = place if place[0] == "leaf" else (place, id(gradient), version)
+        record = observe(gradient, label, "gradient", batch=call.frame.batch, wanted=recorder._settings)
+        recorder._gradients_of(task).setdefault(key, []).append((call, part, is_reached, record))
 
-    def _gradients_of(self, task: int) -> _Gradients:
+    def _gradients_of(self, task: int) -> dict[object, list[Gradient]]:
         end = partial(self._finish, task)
         with self._lock:
             if task in self._backwards:
@@ -434,8 +403,8 @@ class PythonRecorder:
     def finish_nonfinite_backward(self) -> None:
         """Make frames of this thread's backward, as far as it has come, if a gradient in it is not finite."""
         task = torch._C._current_graph_task_id()
-        groups = list(self._backwards[task][1].values()) if task in self._backwards else []
-        if any(record.is_fault for group in groups for *_, record in group):
+        groups = self._backwards[task][1].values() if task in self._backwards else ()
+        if any(record.is_fault for group in list(groups) for *_, record in group):
             self._finish(task)
 
     def _finish(self, task: int) -> None:
@@ -443,15 +412,14 @@ class PythonRecorder:
         if gradients is None or self.paused or not self._follows:
             return
         calls, arrivals = backward_frames(gradients.values())
-        frames = [call.frame for call in calls]
         try:
-            for frame in frames:
+            for frame, *_ in calls:
                 if frame.batch in self._settings.traced:
                     self._events.on_frame(frame)
-            if any(frame.fault is not None for frame in frames):
+            if any(frame.fault is not None for frame, *_ in calls):
                 self._events.on_backward_end(calls, arrivals)
         finally:
-            for frame in frames:
+            for frame, *_ in calls:
                 self._keep(frame, len(frame.records))
 
     def excuse_gradients(self, batches: Sequence[int], note: Note) -> None:
@@ -466,7 +434,7 @@ class PythonRecorder:
 def _place_of(x: Any) -> tuple[Any, ...] | None:
     """Return the place of a tensor in the graph: an output of a node, or a leaf's own; None where hooks see nothing."""
     is_followed = issubclass(type(x), Tensor) and x.requires_grad and not x.is_meta
-    if not is_followed or unreadable(x).startswith("inside a functorch transform"):
+    if not is_followed or is_functorch_wrapped_tensor(x):
         return None
     try:
         return ("leaf", id(x)) if x.grad_fn is None else (x.grad_fn._sequence_nr(), x.output_nr)
@@ -477,8 +445,7 @@ def _place_of(x: Any) -> tuple[Any, ...] | None:
 class Peaks(dict[PeakName, float]):
     """The largest magnitude of each tensor of a batch, or of each gradient of several backwards."""
 
-    batch = -1
-    num_taken = 0  # names, in the order in which they came
+    batch, num_taken = -1, 0  # names are taken in the order in which they came
 
     def add(self, frame: Frame, with_inputs: bool = True) -> None:
         """Take the finite records of a frame: reports have the others. The forward of another batch begins anew."""
