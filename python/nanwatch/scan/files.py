@@ -47,16 +47,17 @@ class Stored(NamedTuple):
     """One tensor of a checkpoint.
 
     `regions` are the addresses at which its file is mapped. `load` returns the tensor, or the blocks of bytes of an
-    `encoding` of GGUF, which stands for `shape` elements.
+    `encoding` of GGUF, which stands for `shape` elements and which `decoder` decodes.
     """
 
     file: Path
     regions: tuple[range, ...]
     name: str
     load: Callable[[], Tensor]
-    encoding: Any = None
+    encoding: str = ""
     shape: tuple[int, ...] = ()
     block: tuple[int, int] = (1, 1)  # elements and bytes of a block of the encoding
+    decoder: Callable[[Any], Any] | None = None
 
     def parts(self, x: Tensor, step: int) -> Sequence[Tensor]:
         """Return the parts of the loaded tensor in C order, to `decode`.
@@ -66,17 +67,15 @@ class Stored(NamedTuple):
         flat, (elements, width) = x.reshape(-1), self.block
         flat = flat.view(torch.uint8) if flat.dtype is torch.bool else flat  # a file may have any byte there
         length = step // elements * width
-        return (
-            flat.split(length) if flat.numel() > length else (flat,)
-        )  # a view takes a tenth of the read of 1 MiB
+        # A view takes a tenth of the read of 1 MiB.
+        return flat.split(length) if flat.numel() > length else (flat,)
 
     def decode(self, part: Tensor) -> Tensor:
         """Return the elements of a part."""
-        if self.encoding is None:
+        if self.decoder is None:
             return part
         with np.errstate(all="ignore"):
-            blocks = _gguf().dequantize(part.numpy().reshape(-1, self.block[1]), self.encoding)
-        return torch.from_numpy(blocks).flatten()
+            return torch.from_numpy(self.decoder(part.numpy().reshape(-1, self.block[1]))).flatten()
 
     def release(self, *tensors: Tensor) -> None:
         """Give the mapped pages from the first to the last of these back to the kernel.
@@ -132,8 +131,7 @@ def _index(path: Path) -> Entries:
             yield _fault(path, f"it names {file[:80]!r}, which is not in its folder")
             continue
         for entry in _file(path.parent / file):
-            if isinstance(entry, Stored):
-                file_of.pop(entry.name, None)
+            file_of.pop(getattr(entry, "name", ""), None)
             yield entry
     for name, file in sorted(file_of.items()):
         yield Problem("lost", True, f"{file[:80]} does not have it", (name,))
@@ -182,38 +180,29 @@ def _regions(path: Path) -> tuple[range, ...]:
 
 # The formats: each reader yields the name of a tensor and what loads it.
 
-# Dtypes of safetensors of which a view of the mapped file takes 2 us, where the package takes 14 to load a tensor.
-# A view would have its bytes in the wrong order on a machine that begins with the highest.
-_VIEWED = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I32": torch.int32, "U8": torch.uint8,
-} if sys.byteorder == "little" else {}  # fmt: skip
-
 
 def _safetensors_file(path: Path) -> _Fields:
-    opened = needed("safetensors", path.name, "scan").safe_open(path, framework="pt")  # refuses a bad header
+    library = needed("safetensors.torch", path.name, "scan")
+    opened = library.safe_open(path, framework="pt")  # refuses a bad header
     # Unlike mmap's, this mapping keeps no file open.
     mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8).numpy()
     start = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
     header = json.loads(mapped[8:start].tobytes())
     for name in opened.keys():  # noqa: SIM118 - no dict
-        shape, dtype = header[name]["shape"], _VIEWED.get(header[name]["dtype"])
+        shape, dtype = header[name]["shape"], library._TYPES.get(header[name]["dtype"])
         if dtype is None or 0 in shape:
             yield name, partial(opened.get_tensor, name)
-        else:
+        else:  # a view takes 2 us, where the package takes 14 to load a tensor
             offset = start + header[name]["data_offsets"][0]
             flat = torch.frombuffer(mapped, dtype=dtype, count=prod(shape), offset=offset)
             yield name, partial(flat.view, shape)
 
 
 # NumPy's arrays and scalars lie in many checkpoints, and making them runs no code of the file.
-_NUMPY: list[Any] = [
-    np.ndarray,
-    np.dtype,
-    *{type(np.dtype(code)) for code in np.typecodes["All"]},
-    *((call, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")
-      for name, call in (("_reconstruct", np.zeros(0).__reduce__()[0]), ("scalar", np.float32(0).__reduce__()[0]))),
-]  # fmt: skip
+_MADE_BY = {"_reconstruct": np.zeros(0).__reduce__()[0], "scalar": np.float32(0).__reduce__()[0]}
+_NUMPY: list[Any] = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in np.typecodes["All"]}]
+for _core in ("core", "_core"):  # as NumPy 1 and 2 call it
+    _NUMPY += [(call, f"numpy.{_core}.multiarray.{name}") for name, call in _MADE_BY.items()]
 
 
 def _torch_file(path: Path) -> _Fields:
@@ -235,28 +224,25 @@ def _torch_file(path: Path) -> _Fields:
 def _numpy_file(path: Path) -> _Fields:
     content: Any = np.load(path, mmap_mode="c", allow_pickle=False)
     arrays = {path.stem: content} if isinstance(content, np.ndarray) else content
-    yield from ((name, partial(_numpy_tensor, arrays, name)) for name in arrays)
+    yield from ((name, lambda name=name: _native(arrays[name])) for name in arrays)
 
 
-def _numpy_tensor(arrays: Any, name: str) -> Tensor:
-    array = arrays[name]
+def _native(array: Any) -> Tensor:
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
-def _gguf() -> Any:
-    return needed("gguf", "a GGUF file", "scan")
-
-
 def _gguf_file(path: Path) -> _Fields:
-    for entry in _gguf().GGUFReader(path, "c").tensors:
+    library = needed("gguf", "a GGUF file", "scan")
+    for entry in library.GGUFReader(path, "c").tensors:
         data, encoding = torch.from_numpy(entry.data), entry.tensor_type
         if encoding.name == "BF16":
             yield entry.name, data.view(torch.bfloat16).detach
         elif data.dtype is not torch.uint8:
             yield entry.name, data.detach
         else:
-            shape = tuple(map(int, reversed(entry.shape)))
-            yield entry.name, data.detach, encoding, shape, _gguf().GGML_QUANT_SIZES[encoding]
+            shape, block = tuple(map(int, reversed(entry.shape))), library.GGML_QUANT_SIZES[encoding]
+            decoder = partial(library.dequantize, qtype=encoding)
+            yield entry.name, data.detach, encoding.name.lower(), shape, block, decoder
 
 
 _DCP = "torch.distributed.checkpoint"
@@ -320,7 +306,7 @@ def tensors_in(content: Any) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         elif isinstance(value, _SCALARS):
             continue  # also NumPy's float64, a float: a best loss begins as inf
         elif isinstance(value, np.ndarray | np.generic) and value.dtype.char in _FRACTIONS:
-            yield keys, torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))
+            yield keys, _native(np.array(value))
         elif id(value) not in seen:
             seen.add(id(value))
             pending += [((*keys, str(key)), child) for key, child in reversed(_children(value))]
@@ -328,9 +314,8 @@ def tensors_in(content: Any) -> Iterator[tuple[tuple[str, ...], Tensor]]:
 
 def _children(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, nn.Module):
-        modules = [(f"{path}." * bool(path), module) for path, module in each_module(value)]
-        return [(path + key, x) for path, module in modules for key, x in
-                [*module._parameters.items(), *module._buffers.items()]]  # fmt: skip
+        tensors = [(path, {**module._parameters, **module._buffers}) for path, module in each_module(value)]
+        return [(f"{path}.{key}".removeprefix("."), x) for path, named in tensors for key, x in named.items()]
     if isinstance(value, Mapping):
         return [(key if isinstance(key, str | int) else type(key).__name__, value[key]) for key in value]
     if isinstance(value, list | tuple | set | frozenset | deque):

@@ -14,25 +14,23 @@ import copy
 import inspect
 import os
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from functools import partial, reduce, wraps
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, distributed
 from torch.optim.optimizer import Optimizer
 
-from ..instrumentation.wrapped_names import named_modules, parameter_names
+from ..instrumentation.global_hooks import GlobalHooks, Handles, weakly
+from ..instrumentation.slot import Changes
 from ..numerics._extension import instances_of
 from ..numerics.readable import local_shard, only_our_dispatch
 from ..recording.observe import holds_fractions, nonfinite, observe, state_tensors
 from ..records.record import Frame, Record, Role
-from ..util.imports import when_imported
 from ..util.modules import parameters_of
 from ..util.visible import first_few, suppressed, suppressing, visible, warn_user, without_wrappers
 from .files import tensors_in
@@ -82,18 +80,24 @@ class CheckpointGuard:
     def __init__(self, reports: Any, failures: Any) -> None:
         self._reports, self._failures = reports, failures
         self._raises = reports.options.on_nonfinite == "raise"
-        self.keeps = False  # the older checkpoints, because the newest is not finite
+        self._keeps = False  # the older checkpoints, because the newest is not finite
         # Infinities that the model began with are meant: a buffer for a running minimum, a bias that masks.
         self._meant: set[str] = set()
         with suppressing("the infinities that a model began with could not be read"), only_our_dispatch():
-            names = {id(x): name for name, x in self._model_tensors()}
-            bad = nonfinite({id(x): x for _, x in self._model_tensors()}.values())
-            self._meant = {names[id(x)] for x in bad if not bool(torch.isnan(x).any())}
-        self.remove = weakref.finalize(self, _forget, reference := weakref.ref(self))
-        with _changing:
-            _guards.append(reference)
-            for seam in _SEAMS if len(_guards) == 1 else ():
-                _undo.append(when_imported(seam.module, partial(_replace, seam)))
+            tensors = dict(self._model_tensors())
+            bad = {id(x) for x in nonfinite(tensors.values()) if not bool(torch.isnan(x).any())}
+            self._meant = {name for name, x in tensors.items() if id(x) in bad}
+        self.remove = Handles(self, [_saves.add(weakly(self._on_save))]).remove
+
+    def _on_save(self, save: Save) -> None:
+        save.raises |= self._raises
+        if not save.seam.called:
+            save.is_done |= self._keeps
+        elif not save.is_done and save.guard is None and (records := self.examine(save.content)):
+            save.guard, save.records = self, records
+        elif save.is_done and self._keeps:  # a good one of the model ends that
+            weights = list(self._model_tensors())
+            self._keeps = all(_owner(weights, keys, x) is None for keys, x in tensors_in(save.content))
 
     def examine(self, content: Any) -> list[Record]:
         """Return the records of what is not finite in it and is the watched model's."""
@@ -112,18 +116,12 @@ class CheckpointGuard:
                     faults.append(observe(x, label, role, allows_inf or name in self._meant))
         return [record for record in faults if record.is_fault]
 
-    def wrote(self, content: Any) -> None:
-        """Let older checkpoints be deleted again once a good one of the model is written."""
-        if self.keeps:
-            weights = list(self._model_tensors())
-            self.keeps = all(_owner(weights, keys, x) is None for keys, x in tensors_in(content))
-
-    def divert(self, save: Save, records: list[Record]) -> Any:
+    def divert(self, save: Save) -> Any:
         """Save beside the name that was asked for, and act on the failure."""
-        names = first_few([visible(record.label) or "the tensor" for record in records])
-        which = "a tensor that is" if len(records) == 1 else f"{len(records):,} tensors that are"
+        names = first_few([visible(record.label) or "the tensor" for record in save.records])
+        which = "a tensor that is" if len(save.records) == 1 else f"{len(save.records):,} tensors that are"
         text = f"{save.seam.called} was given {which} not finite ({names})"
-        self.keeps, changed = True, dict[str, Any]()
+        self._keeps, changed = True, dict[str, Any]()
         if save.is_joint:
             changed, text = {"planner": CheckpointRefusedError(text)}, f"{text}: no rank writes it"
         elif save.path is not None:
@@ -132,40 +130,23 @@ class CheckpointGuard:
             text += f": the checkpoint is in {stem}{_MARK}{ending}, and {save.path} is untouched"
         else:
             text += f", and wrote {'nothing' if self._raises else 'it'}: an open file has no other name"
-        result = error = None
-        try:  # first, as the other ranks of a joint save wait for this one
-            result = save.write(**changed) if changed or not self._raises else None
-        except BaseException as refusal:
-            if not save.is_joint:
-                raise
-            error = refusal
+        # First, as the other ranks of a joint save wait for this one.
+        result = save.write(**changed) if changed or not self._raises else None
         batch = max(self._reports.recorder.latest_batch, 0)
-        frame = Frame(batch, "(checkpoint)", save.seam.called, tuple(records), "save")
+        frame = Frame(batch, "(checkpoint)", save.seam.called, tuple(save.records), "save")
         incident = self._reports.of_frame(frame)
         incident.remark(text)
         self._failures.step_follows(incident)
         warn_user(text)
-        return result if error is None else self.refused(save, error)
-
-    def refused(self, save: Save, error: BaseException) -> None:
-        """Raise the error of a save, or warn where a rank has refused and the run goes on."""
-        # A CheckpointException, which is no Exception, has the failures by rank.
-        failures = getattr(error, "failures", {}) if type(error).__name__ == "CheckpointException" else {}
-        if self._raises or not any(isinstance(x, CheckpointRefusedError) for x, _ in failures.values()):
-            raise error
-        warn_user(f"{save.seam.called}: a rank refused a checkpoint that is not finite, and no rank wrote it")
+        return result
 
     def _model_tensors(self) -> Iterator[_Owned]:
-        model = self._reports.model()
-        for member in () if model is None else named_modules(model):
-            for key, x in [*member.module._parameters.items(), *member.module._buffers.items()]:
-                if x is not None:
-                    yield f"{member.name}.{key}".removeprefix("."), x
+        for keys, x in tensors_in(self._reports.model()):
+            yield without_wrappers(*keys), x
 
     def _states(self) -> Iterator[_Owned]:
         """Yield the states of all optimizers that have a parameter of the model, and of the one in the options."""
-        model = self._reports.model()
-        names = {} if model is None else parameter_names(model)
+        names = {id(x): name for name, x in self._model_tensors()}
         for optimizer in instances_of(Optimizer):
             with suppressing("the state of an optimizer could not be listed"):
                 is_models = any(id(x) in names for x in parameters_of(optimizer))
@@ -199,9 +180,11 @@ def _storage(x: Tensor) -> int:
 
 # The functions that save.
 
+_is_saving = ContextVar("nanwatch.is_saving", default=False)  # a save calls further guarded functions
+
 
 class Save:
-    """One call that saves: its function in words, its content and place, and how to go on.
+    """One call that saves: its content and place, what the guards say of it, and how to go on.
 
     `content` is nested containers of tensors, or a model. `path` is None for an open file and for a storage of the
     user's own.
@@ -214,9 +197,9 @@ class Save:
         if place is None:
             place = getattr(bound.arguments.get("storage_writer"), "path", None)
         self.path = os.fsdecode(place) if isinstance(place, str | os.PathLike) else None
-        # No guard reads what goes beside a good one already, nor one tensor of many of DCP.
-        is_beside = self.path is not None and _MARK in os.path.basename(self.path.rstrip("/"))
-        self.is_left_alone = is_beside or (self.path is None and isinstance(self.content, Tensor))
+        self.guard: CheckpointGuard | None = None  # the first that finds the `records` not finite
+        self.records: list[Record] = []
+        self.raises = self.is_done = False
 
     @property
     def is_joint(self) -> bool:
@@ -228,7 +211,10 @@ class Save:
         return distributed.get_world_size(get("process_group")) > 1
 
     def write(self, **changed: Any) -> Any:
-        """Save as asked, or with changed arguments, past all guards."""
+        """Save as asked, or with changed arguments, past all guards.
+
+        Warn where a rank refused its part in a joint save and the run goes on.
+        """
         bound = copy.copy(self._bound)
         bound.arguments = {**bound.arguments, **changed}
         if (writer := bound.arguments.get("storage_writer")) is not None and self.seam.place in changed:
@@ -236,6 +222,16 @@ class Save:
         token = _is_saving.set(True)
         try:
             return self._original(*bound.args, **bound.kwargs)
+        except BaseException as error:
+            # A CheckpointException, which is no Exception, has the failures by rank.
+            failures = getattr(error, "failures", {}) if type(error).__name__ == "CheckpointException" else {}
+            is_refusal = any(isinstance(x, CheckpointRefusedError) for x, _ in failures.values())
+            if not is_refusal or (self.raises and self.guard is None):
+                raise
+            if self.guard is None:
+                warn_user(
+                    f"{self.seam.called}: a rank refused a checkpoint that is not finite, and no rank wrote it"
+                )
         finally:
             _is_saving.reset(token)
 
@@ -251,65 +247,51 @@ class CheckpointRefusedError(RuntimeError):
         raise self
 
 
-_is_saving = ContextVar("nanwatch.is_saving", default=False)  # a save calls further guarded functions
-_changing = threading.RLock()  # reentrant: the garbage collector may remove a guard anywhere
-_guards: list[weakref.ref[CheckpointGuard]] = []
-_undo: list[Callable[[], object]] = []
-
-
-def _forget(reference: weakref.ref[CheckpointGuard]) -> None:
-    with _changing:
-        _guards.remove(reference)
-        while _undo and not _guards:
-            _undo.pop()()
+def _install(_call: object) -> SimpleNamespace:
+    undo = ExitStack()
+    for changes in _changes.values():
+        changes.make()
+        undo.callback(changes.undo)
+    return SimpleNamespace(remove=undo.close)
 
 
 def _replace(seam: Seam) -> None:
+    """Replace a method in its class, or a function in every module that has it, under whatever name."""
     try:
         *owners, name = seam.name.split(".")
         owner: Any = reduce(getattr, owners, sys.modules[seam.module])
         function = _guarded(seam, original := vars(owner)[name])
-        with _changing:
-            if _guards:
-                _undo.append(partial(_swap, owner, function, original))
-                _swap(owner, original, function)
+        modules = [module for module in [*sys.modules.values()] if issubclass(type(module), ModuleType)]
+        for place in [owner] if owners else modules:
+            # Any other way to ask a module of importlib's LazyLoader for its names would run it.
+            for key, value in [*object.__getattribute__(place, "__dict__").items()]:
+                if value is original:
+                    _changes[seam].replace(place, key, function)
     except Exception:  # another version of the library
         suppressed(f"{seam.module}.{seam.name} could not be guarded")
 
 
-def _swap(owner: Any, old: Any, new: Any) -> None:
-    """Replace a function in its class, or in every module that has it, under whatever name."""
-    modules = [module for module in [*sys.modules.values()] if issubclass(type(module), ModuleType)]
-    for place in [owner] if isinstance(owner, type) else modules:
-        # Any other way to ask a module of importlib's LazyLoader for its names would run it.
-        for name, value in [*object.__getattribute__(place, "__dict__").items()]:
-            if value is old:
-                setattr(place, name, new)
+_changes = {seam: Changes(seam.module, partial(_replace, seam)) for seam in _SEAMS}
+_saves = GlobalHooks(_install)  # hook(save), before a save and once it `is_done`
 
 
 def _guarded(seam: Seam, original: Any) -> Any:
     signature = inspect.signature(original)
 
     @wraps(original)
-    def save(*args: Any, **kwargs: Any) -> Any:
-        guards = [guard for reference in tuple(_guards) if (guard := reference()) is not None]
-        if not seam.called and any(guard.keeps for guard in guards):
-            return None
-        call = None
-        if seam.called and guards and not _is_saving.get():
-            with suppress(TypeError):  # the function itself says what is wrong
-                call = Save(seam, signature.bind(*args, **kwargs), original)
-        if call is None or call.is_left_alone:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        save = None
+        with suppress(TypeError):  # the function itself says what is wrong
+            save = None if _is_saving.get() else Save(seam, signature.bind(*args, **kwargs), original)
+        # No guard reads one tensor of many of DCP, which its threads write.
+        if save is None or (save.path is None and isinstance(save.content, Tensor)):
             return original(*args, **kwargs)
-        for guard in guards:
-            if faults := guard.examine(call.content):
-                return guard.divert(call, faults)
-        try:
-            result = call.write()
-        except BaseException as error:
-            return guards[0].refused(call, error)
-        for guard in guards:
-            guard.wrote(call.content)
+        _saves.call(save)
+        if save.guard is not None or save.is_done:
+            return None if save.guard is None else save.guard.divert(save)
+        result = save.write()
+        save.is_done = True
+        _saves.call(save)
         return result
 
-    return save
+    return guarded

@@ -112,23 +112,22 @@ class Scan:
 
     def to_text(self) -> str:
         """Return the result for people."""
-        num_faults = sum(problem.is_fault for problem in self.problems)
+        faults = [problem for problem in self.problems if problem.is_fault]
+        remarks = [problem for problem in self.problems if not problem.is_fault]
+        verdict = f"{len(faults)} fault{'s' * (len(faults) > 1)}" if faults else "sound"
+        verdict = verdict if faults or self.is_checked else "nothing was checked"
         num_unread = sum(bool(tensor.unread) for tensor in self.tensors)
-        verdict = "sound" if self.is_checked else "nothing was checked"
-        if num_faults:
-            verdict = f"{num_faults} fault{'s' * (num_faults > 1)}"
         not_checked = f", {num_unread} tensors not checked" if num_unread else ""
-        size = sum(tensor.nbytes for tensor in self.tensors)
+        size = sum(tensor.nbytes for tensor in self.tensors) / 1e6
         dtypes = Counter(tensor.dtype for tensor in self.tensors).most_common()
         listed = f" ({', '.join(f'{dtype} {count:,}' for dtype, count in dtypes)})" if dtypes else ""
-        lines = [f"{', '.join(self.paths)}: {verdict}{not_checked}"]
-        lines += [f"{len(self.tensors):,} tensors, {size / 1e6:,.2f} MB{listed}"]
-        for title, is_fault in (("Faults:", True), ("Worth a look:", False)):
-            lines += _section(title, [problem for problem in self.problems if problem.is_fault is is_fault])
+        paths = ", ".join(self.paths)
+        lines = [f"{paths}: {verdict}{not_checked}", f"{len(self.tensors):,} tensors, {size:,.2f} MB{listed}"]
+        lines += [*_section("Faults:", faults), *_section("Worth a look:", remarks)]
         if self.against is not None:
             counts = Counter(change.kind for change in self.changes).items()
             listed = ", ".join(f"{count:,} {kind}" for kind, count in counts) or "nothing to compare"
-            lines += ["", f"Original: {', '.join(self.paths)}. What became of it: {self.against}."]
+            lines += ["", f"Original: {paths}. What became of it: {self.against}."]
             lines += [f"{'Faithful' if self.is_faithful else 'Not the same'}: {listed}"]
             changes = [x for x in self.changes if x.kind != "equal" or _is_renamed(x)]
             changes.sort(key=lambda change: -change.relative)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import islice
-from math import inf, isinf, prod, sqrt
+from itertools import chain, islice
+from math import inf, prod, sqrt
 from os import PathLike
 from pathlib import Path
 from statistics import median
@@ -21,6 +21,7 @@ from torch import Tensor
 from ..history.monitor import apart_from_siblings
 from ..numerics import _extension
 from ..numerics._fingerprint import block_sums, sealed
+from ..numerics.fit import edges
 from ..numerics.formats import BY_NAME, limits
 from ..numerics.ranges import health_of_parts, healths, tensor_health
 from ..numerics.readable import dtype_name, is_plain, type_name, unreadable
@@ -33,7 +34,6 @@ PART = 1 << 22  # bytes: a call reads two or three, so that threads rarely wake 
 _STEP = 1 << 18  # elements of a comparison: its temporaries stay in the caches
 _MANY_ZEROS = 0.25  # blocks of 4 bits make up to 17 % of random numbers zero
 _SHOWN = 5  # dead rows whose numbers are kept
-_CASTS = {dtype: BY_NAME[dtype_name(dtype)].ends for dtype in (torch.float16, torch.bfloat16)}
 _MOST_THREADS = 16  # more are no faster, and each has a part in memory
 # Relative, of a tensor: rounding to float8_e5m2 takes at most this. A cast that makes everything zero takes more.
 _MOST_ROUNDED = 0.125
@@ -67,10 +67,10 @@ def scan(
         >>> result.is_sound, result.tensors[0].health.num_nan
         (False, 1)
     """
-    for path in (*paths, *(() if against is None else (against,))):
+    for path in paths if against is None else (*paths, against):
         if not isinstance(path, str | PathLike):
             raise TypeError(f"scan got the path {type_name(path)}; pass each as a str or a Path of its own")
-    if not paths or "" in paths or against == "":
+    if not paths or "" in (*paths, against):
         raise ValueError("scan got no path; pass the file or the folder of a checkpoint")
     _extension.explain_once()
     members, problems = _read_all(paths, tell, fingerprints=against is not None)
@@ -81,7 +81,7 @@ def scan(
             why = "; ".join(fault.text for fault in faults) or "it has no tensor"
             raise ValueError(f"{against} cannot be compared with: {why}")
         lost = [(name, fault.text) for fault in faults for name in fault.tensors or (str(against),)]
-        changes += (Change(name, name, "not compared", text) for name, text in lost)
+        changes = [Change(name, name, "not compared", text) for name, text in lost]
         changes += _changes(members, others, tell)
     tensors = tuple(tensor for _, tensor in members)
     problems += (Problem(*remark, (tensor.name,)) for tensor in tensors for remark in _remarks(tensor))
@@ -138,8 +138,8 @@ class _Reading:
             if not is_plain(x):
                 self.facts["health"] = tensor_health(x)
                 return
-            if stored.encoding is not None:
-                self.facts.update(dtype=stored.encoding.name.lower(), shape=stored.shape)
+            if stored.encoding:
+                self.facts.update(dtype=stored.encoding, shape=stored.shape)
                 stored.decode(x.reshape(-1)[: stored.block[1]])  # raises where gguf has no decoder
             self.facts["nbytes"], self.x = x.nbytes, x
             self.step = PART // (4 if stored.encoding else x.element_size())
@@ -158,10 +158,9 @@ class _Reading:
         columns = {number * self.step: row for number, (row, _) in enumerate(rows)}
         health = self.facts["health"] = health_of_parts(columns, self.facts["shape"])
         if fingerprints:
-            self.facts["fingerprint"] = sealed(
-                torch.cat([sums for _, sums in rows]), dtype_name(x.dtype), x.shape
-            )
-        has_rows = self.stored.encoding is None and x.is_floating_point() and x.dim() > 1
+            sums = torch.cat([sums for _, sums in rows])
+            self.facts["fingerprint"] = sealed(sums, dtype_name(x.dtype), x.shape)
+        has_rows = not self.stored.encoding and x.is_floating_point() and x.dim() > 1
         # With fewer zeros than a row has elements no row is dead.
         if has_rows and 1 < (width := prod(x.shape[1:])) <= health.num_zero:
             dead = _dead_rows(self.stored, x.reshape(-1, width))
@@ -237,13 +236,13 @@ def _remarks(tensor: TensorScan) -> Iterator[tuple[str, bool, str]]:
         listed = ", ".join(map(str, tensor.first_dead_rows)) + (", ..." if count > _SHOWN else "")
         yield "dead", False, f"{count:,} rows are all zero: {listed}"
     ends = limits(tensor.dtype)
-    for dtype, narrow in _CASTS.items():
-        is_wider = ends is not None and ends.largest > narrow.largest
-        if is_wider and isinf(torch.tensor(largest, dtype=torch.float64).to(dtype)):
-            yield "range", False, f"abs max {largest:.4g} overflows in {dtype_name(dtype)}"
-        elif is_wider and 0 < largest < narrow.smallest_normal:
-            text = f"abs max {largest:.4g}: every element would be subnormal or zero in {dtype_name(dtype)}"
-            yield "range", False, text
+    for name in ("float16", "bfloat16"):
+        if ends is None or ends.largest <= BY_NAME[name].ends.largest:
+            continue
+        if largest >= edges(name).overflows_from:
+            yield "range", False, f"abs max {largest:.4g} overflows in {name}"
+        elif 0 < largest < edges(name).normal_from:
+            yield "range", False, f"abs max {largest:.4g}: every element would be subnormal or zero in {name}"
 
 
 def _outliers(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
@@ -254,7 +253,7 @@ def _outliers(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
             f"abs max {peaks[module, label]:.4g} is {factor:.3g} times the median {median(siblings):.4g} of the"
             f" {len(siblings)} other {pattern}.{label}"
         )
-        yield Problem("outlier", False, text, (f"{module}.{label}" if module else label,))
+        yield Problem("outlier", False, text, (f"{module}.{label}".removeprefix("."),))
 
 
 # Comparison of two checkpoints.
@@ -263,15 +262,15 @@ def _outliers(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
 def _changes(first: Sequence[Member], second: Sequence[Member], tell: Tell) -> Iterator[Change]:
     """Yield how the tensors of `second` differ from those of `first`.
 
-    They are matched by name, and by fingerprint where names differ. Names that occur twice, as in a folder with the
-    random states of several ranks, are matched in their order.
+    They are matched by name, and by fingerprint where names differ. Those that have the same, as the random states of
+    several ranks in a folder, are matched in their order.
     """
     by_name, by_value = defaultdict[str, deque[Member]](deque), defaultdict[int | None, deque[Member]](deque)
     for member in second:
         by_name[without_wrappers(member[1].name)].append(member)
     named = [by_name[without_wrappers(tensor.name)] for _, tensor in first]
     matches = [members.popleft() if members else None for members in named]
-    for member in (member for members in by_name.values() for member in members):
+    for member in chain.from_iterable(by_name.values()):
         by_value[_value(member[1])].append(member)
     for number, (member, match) in enumerate(zip(first, matches, strict=True)):
         tell("comparing", number, len(first), "tensors")
@@ -279,8 +278,8 @@ def _changes(first: Sequence[Member], second: Sequence[Member], tell: Tell) -> I
         if match is None and value is not None and by_value[value]:
             match = by_value[value].popleft()
         yield Change(member[1].name, "", "missing there") if match is None else _change(member, match)
-    left = (member for members in by_value.values() for member in members)
-    yield from (Change("", tensor.name, "only there") for _, tensor in left)
+    for _, tensor in chain.from_iterable(by_value.values()):
+        yield Change("", tensor.name, "only there")
 
 
 def _value(tensor: TensorScan) -> int | None:
@@ -290,24 +289,30 @@ def _value(tensor: TensorScan) -> int | None:
 
 
 def _change(first: Member, second: Member) -> Change:
-    (_, a), (_, b) = first, second
+    (stored, a), (other, b) = first, second
+    why, relative, is_cast = a.lost or a.unread or b.lost or b.unread, 0.0, True
     if a.fingerprint == b.fingerprint is not None:
         return Change(a.name, b.name, "equal")
-    why = a.lost or a.unread or b.lost or b.unread
     if not why and a.shape != b.shape:
         why = f"{list(a.shape)} is no {list(b.shape)}"
     elif not why and a.dtype != b.dtype and not (a.is_float and b.is_float):
         why = f"{a.dtype} is no {b.dtype}"
-    try:
-        return Change(a.name, b.name, "not compared", why) if why else _distance(first, second)
-    except Exception as error:  # cut off since
-        return Change(a.name, b.name, "not compared", spell(error))
+    if not why:
+        try:
+            relative, is_cast = _distance(stored, other)
+        except Exception as error:  # cut off since
+            why = spell(error)
+    if why:
+        return Change(a.name, b.name, "not compared", why)
+    if a.dtype == b.dtype:
+        return Change(a.name, b.name, "changed" if relative else "equal", "", relative)
+    kind = "converted" if is_cast and relative <= _MOST_ROUNDED else "changed"
+    return Change(a.name, b.name, kind, f"{a.dtype} to {b.dtype}", relative)
 
 
-def _distance(first: Member, second: Member) -> Change:
-    (stored, a), (other, b) = first, second
-    noise = square = 0.0
-    is_cast = True  # each element of the narrower format is the nearest to the other's
+def _distance(stored: Stored, other: Stored) -> tuple[float, bool]:
+    """Return the relative difference, and whether each element of the narrower format is the nearest to the other's."""
+    noise, square, is_cast = 0.0, 0.0, True
     for raw, other_raw in zip(*(side.parts(side.load(), _STEP) for side in (stored, other)), strict=True):
         x, y = stored.decode(raw), other.decode(other_raw)
         is_cast = is_cast and (_equal(x.to(y.dtype), y) or _equal(y.to(x.dtype), x))
@@ -317,11 +322,7 @@ def _distance(first: Member, second: Member) -> Change:
         square += float(x.nan_to_num(0, 0, 0).square().sum())
         stored.release(raw)
         other.release(other_raw)
-    relative = sqrt(noise / square) if square else (inf if noise else 0.0)
-    if a.dtype == b.dtype:
-        return Change(a.name, b.name, "changed" if noise else "equal", "", relative)
-    kind = "converted" if is_cast and relative <= _MOST_ROUNDED else "changed"
-    return Change(a.name, b.name, kind, f"{a.dtype} to {b.dtype}", relative)
+    return sqrt(noise / square) if square else (inf if noise else 0.0), is_cast
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
