@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ..numerics import readable
+from ..numerics import _extension, readable
 from ..numerics._fingerprint import sketch
-from ..numerics.formats import TensorHealth
+from ..numerics.formats import AbsRange, TensorHealth
 from ..numerics.ranges import abs_range, abs_ranges, health_of, range_and_fingerprint, tensor_health
 from ..numerics.readable import (
     dequantized,
@@ -131,15 +131,40 @@ def observe(
         return _sketched(x, record) if is_due else record
 
 
+def observe_all(values: Sequence[tuple[Role, str, Tensor]], wanted: Settings) -> list[Record]:
+    """Return the record of each value as `observe` makes it: those of plain and finite tensors from one read of all."""
+    records = []
+    with only_our_dispatch():
+        plain = [x for _, _, x in values if type(x) in (Tensor, nn.Parameter)]
+        ranges = dict(zip(map(id, plain), _ranges(plain), strict=True))
+        for role, label, x in values:
+            record, span = None, ranges.get(id(x))
+            if span is not None and span.isfinite and not (wanted.counts or wanted.fingerprints):
+                record = Record(label, role, tuple(x.shape), _spelled(x.dtype), *span, None)
+            is_mask = record is not None and record.abs_min == 0 and may_be_finite_mask(x, record)
+            records.append(observe(x, label, role, wanted=wanted) if record is None or is_mask else record)
+    return records
+
+
 def nonfinite(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return those that hold a nan or an inf, from one read of all. A tensor that cannot be read is left out."""
-    candidates = [x for x in tensors if not is_captured(x)]
+    given = list(tensors)
+    with only_our_dispatch():
+        spans = [span or observe(x, "", "gradient") for x, span in zip(given, _ranges(given), strict=True)]
+    return [x for x, span in zip(given, spans, strict=True) if span.isfinite is False]
+
+
+def _ranges(tensors: list[Tensor]) -> Sequence[AbsRange | None]:
+    """Return the range of each tensor, None where one of them cannot be read or memory is short."""
     try:
-        ranges = abs_ranges(candidates)
-    except Exception:  # one of them cannot be read, or memory is short
+        # The compiled reader takes no call of Python for a tensor. On a GPU one launch for all waits once.
+        if _extension.C is not None and {x.device.type for x in tensors} == {"cpu"}:
+            return [abs_range(x) for x in tensors]
+        if not any(map(is_captured, tensors)):
+            return abs_ranges(tensors)
+    except Exception:
         suppressed("tensors could not be read in one call")
-        return [x for x in candidates if observe(x, "", "gradient").isfinite is False]
-    return [x for x, its_range in zip(candidates, ranges, strict=True) if not its_range.isfinite]
+    return [None] * len(tensors)
 
 
 def _unread(

@@ -257,8 +257,7 @@ class PythonRecorder:
     def num_other_threads(self) -> int:
         """Return how many other threads are inside a batch."""
         with self._lock:
-            batches = [call for call in self._batches if call.given is not None]
-        return len(batches) - (self._thread.outermost in batches)
+            return sum(call.given is not None for call in self._batches if call is not self._thread.outermost)
 
     def start(self) -> Start | None:
         """Return the start of the batch under way in this thread."""
@@ -396,9 +395,8 @@ class PythonRecorder:
 
     def settle(self) -> None:
         """Make frames of the backwards that an exception ended without a sign."""
-        for task, (end, _) in list(self._backwards.items()):
-            if end() is None:
-                self._finish(task)
+        for task in [task for task, (end, _) in list(self._backwards.items()) if end() is None]:
+            self._finish(task)
 
     def finish_nonfinite_backward(self) -> None:
         """Make frames of this thread's backward, as far as it has come, if a gradient in it is not finite."""

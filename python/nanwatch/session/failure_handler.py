@@ -62,8 +62,7 @@ class FailureHandler:
         self.is_run_open, self._num_examined = False, 0
         self._under_way: dict[int, Incident] = {}  # by the numbers of their batches
         self._ended: deque[int] = deque(maxlen=_MAX_ENDED)
-        self._exception_batch: int | None = None
-        self._num_runs, self._latest_warned = 0, -sys.maxsize
+        self._num_runs, self._latest_warned, self._exception_batch = 0, -sys.maxsize, -sys.maxsize
         self._warned: Counter[str] = Counter()  # non-finite batches, by the module that was the first to fail
         peer_timeout = options.peer_timeout if self._action == "raise" else 0.0
         self.ranks = RankCoordinator(model, peer_timeout, weakly(self._write_last_frames))
@@ -253,8 +252,7 @@ class FailureHandler:
                 self._examine_in_child(incident, start, examine)
             else:
                 with unwatched(model):  # no other thread enters the model meanwhile
-                    is_shared = self._recorder.num_other_threads > 0
-                    reason = "another thread was inside the model" if is_shared else ""
+                    reason = "another thread was inside the model" if self._recorder.num_other_threads else ""
                     examine(start, examines=True, reason=reason)
         except ChildEndedError as error:
             incident.remark(f"the re-run in a child process did not end well: {error}")

@@ -30,7 +30,7 @@ from ..instrumentation.wrapped_names import parameter_names, parameter_owners
 from ..numerics.readable import Numbers, is_plain
 from ..recording.backward import find_in_backward
 from ..recording.events import Arrival, BackwardCall, Event
-from ..recording.observe import nonfinite, observe, state_tensors
+from ..recording.observe import nonfinite, observe, observe_all, state_tensors
 from ..records.record import Frame, Note
 from ..report import text
 from ..report.events import SkippedStep
@@ -342,11 +342,13 @@ class OptimizerSteps:
             return
         model = self._model()
         names = {} if model is None else parameter_names(model)
-        settings, records, self._has_read_state = self._options.recorder_settings(), [], True
-        for role, label, x in state_tensors(optimizer, names):
-            # A state without a dimension is a count of steps.
-            if role == "weight" or (x.ndim and x.is_floating_point()):
-                records.append(observe(x, label, role, wanted=settings))
+        self._has_read_state = True
+        # A state without a dimension is a count of steps.
+        tensors = state_tensors(optimizer, names)
+        values = [
+            pair for pair in tensors if pair[0] == "weight" or (pair[2].ndim and pair[2].is_floating_point())
+        ]
+        records = observe_all(values, self._options.recorder_settings())
         frame = Frame(batch, OPTIMIZER, type(optimizer).__name__, tuple(records), "step")
         incident = None if frame.fault is None else self._reports.of_frame(frame)
         self._recorder.add_frame(batch, self._node, records)

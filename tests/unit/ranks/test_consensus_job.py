@@ -160,7 +160,7 @@ def test_a_new_group_has_a_new_consensus_and_a_watch_that_is_dropped_ends_it(job
     model(torch.ones(2, 4))
     first, job.group = consensus._job.consensus, type(job.group)()
     model(torch.ones(2, 4))
-    assert (consensus._job.consensus is first, verdict_threads()) == (False, 1)
+    assert (consensus._job.consensus is first, first.wait_for_ranks(), verdict_threads()) == (False, False, 1)
     del watch, model
     # The first collection frees the model, and with it the link that held the rest. Then the thread is told to end.
     gc.collect()
