@@ -43,7 +43,7 @@ class Seam(NamedTuple):
 
     module: str
     name: str
-    called: str = ""  # in words; "" for a function that deletes a checkpoint that has a successor
+    called: str = ""  # in words; "" for a function that moves or deletes files
     content: str = ""
     place: str = ""
     is_folder: bool = False
@@ -54,6 +54,7 @@ _LIGHTNING = ("lightning.fabric.plugins.io.torch_io", "lightning_fabric.plugins.
 _SEAMS = (
     Seam("torch.serialization", "save", "torch.save", "obj", "f"),
     Seam("safetensors.torch", "save_file", "safetensors", "tensors", "filename"),
+    Seam("safetensors.torch", "save", "safetensors", "tensors"),
     # By itself, because it makes another error of each ValueError.
     Seam("safetensors.torch", "save_model", "safetensors", "model", "filename"),
     # `async_save` calls these in a thread: the second one sends the content to a process.
@@ -65,8 +66,12 @@ _SEAMS = (
          "save_directory", is_folder=True),
     # Whole, because it saves into memory and then replaces the file.
     *(Seam(module, "TorchCheckpointIO.save_checkpoint", "Lightning", "checkpoint", "path") for module in _LIGHTNING),
+    # A program deletes a checkpoint that has a successor, and moves one that it saved under a temporary name.
     *(Seam(module, "TorchCheckpointIO.remove_checkpoint") for module in _LIGHTNING),
     Seam("transformers.trainer", "rotate_checkpoints"),
+    *(Seam("os", name, place="path") for name in ("remove", "unlink")),
+    *(Seam("os", name, place="src") for name in ("rename", "replace")),
+    Seam("shutil", "rmtree", place="path"),
 )  # fmt: skip
 _Owned: TypeAlias = tuple[str, Tensor]  # of the watched model, or of the state of an optimizer of it
 
@@ -81,6 +86,8 @@ class CheckpointGuard:
         self._reports, self._failures = reports, failures
         self._raises = reports.options.on_nonfinite == "raise"
         self._keeps = False  # the older checkpoints, because the newest is not finite
+        self._good = set[str]()  # paths of the checkpoints that were finite
+        self._beside: dict[str, str] = {}  # where others are, by the paths that were asked for
         # Infinities that the model began with are meant: a buffer for a running minimum, a bias that masks.
         self._meant: set[str] = set()
         with suppressing("the infinities that a model began with could not be read"), only_our_dispatch():
@@ -92,12 +99,29 @@ class CheckpointGuard:
     def _on_save(self, save: Save) -> None:
         save.raises |= self._raises
         if not save.seam.called:
-            save.is_done |= self._keeps
+            self._on_file(save)
         elif not save.is_done and save.guard is None and (records := self.examine(save.content)):
             save.guard, save.records = self, records
-        elif save.is_done and self._keeps:  # a good one of the model ends that
-            weights = list(self._model_tensors())
-            self._keeps = all(_owner(weights, keys, x) is None for keys, x in tensors_in(save.content))
+        elif save.is_done:
+            self._good |= {save.file} - {""}
+            self._beside.pop(save.file, None)
+            if self._keeps:  # a good one of the model ends that
+                weights = list(self._model_tensors())
+                self._keeps = all(_owner(weights, keys, x) is None for keys, x in tensors_in(save.content))
+
+    def _on_file(self, save: Save) -> None:
+        """Let a bad checkpoint stay beside where the program moves it, and keep the good ones."""
+        target = os.fsdecode(save.bound.arguments.get("dst", ""))
+        if save.is_done:
+            self._good |= {os.path.abspath(target)} if target and save.file in self._good else set()
+        elif save.file in self._beside:
+            save.changed = {save.seam.place: self._beside.pop(save.file)}
+            if target:
+                save.changed["dst"] = self._beside[os.path.abspath(target)] = _marked(target, False)
+        elif self._keeps and not target:
+            # A checkpoint is a file, or a folder of them.
+            holds_good = any(save.file in (path, os.path.dirname(path)) for path in self._good)
+            save.is_done = holds_good or not save.seam.place
 
     def examine(self, content: Any) -> list[Record]:
         """Return the records of what is not finite in it and is the watched model's."""
@@ -125,13 +149,15 @@ class CheckpointGuard:
         if save.is_joint:
             changed, text = {"planner": CheckpointRefusedError(text)}, f"{text}: no rank writes it"
         elif save.path is not None:
-            stem, ending = (save.path.rstrip("/"), "") if save.seam.is_folder else os.path.splitext(save.path)
-            changed = {save.seam.place: f"{stem}{_MARK}{ending}"}
-            text += f": the checkpoint is in {stem}{_MARK}{ending}, and {save.path} is untouched"
+            beside = self._beside[save.file] = _marked(save.path, save.seam.is_folder)
+            changed = {save.seam.place: beside}
+            text += f": the checkpoint is in {beside}, and {save.path} is untouched"
         else:
+            self._beside |= {save.file: save.file} if save.file else {}
             text += f", and wrote {'nothing' if self._raises else 'it'}: an open file has no other name"
         # First, as the other ranks of a joint save wait for this one.
-        result = save.write(**changed) if changed or not self._raises else None
+        save.changed = changed
+        result = save.write() if changed or not self._raises else None
         batch = max(self._reports.recorder.latest_batch, 0)
         frame = Frame(batch, "(checkpoint)", save.seam.called, tuple(save.records), "save")
         incident = self._reports.of_frame(frame)
@@ -178,6 +204,11 @@ def _storage(x: Tensor) -> int:
     return 0
 
 
+def _marked(path: str, is_folder: bool) -> str:
+    stem, ending = (path.rstrip("/"), "") if is_folder else os.path.splitext(path)
+    return f"{stem}{_MARK}{ending}"
+
+
 # The functions that save.
 
 _is_saving = ContextVar("nanwatch.is_saving", default=False)  # a save calls further guarded functions
@@ -191,33 +222,37 @@ class Save:
     """
 
     def __init__(self, seam: Seam, bound: inspect.BoundArguments, original: Callable[..., Any]) -> None:
-        self.seam, self._bound, self._original = seam, bound, original
+        self.seam, self.bound, self._original = seam, bound, original
         content, place = bound.arguments.get(seam.content), bound.arguments.get(seam.place)
         self.content = bound.arguments.get("self") if content is None else content
         if place is None:
             place = getattr(bound.arguments.get("storage_writer"), "path", None)
         self.path = os.fsdecode(place) if isinstance(place, str | os.PathLike) else None
+        name = getattr(place, "name", None) if self.path is None else self.path  # also of an open file
+        is_here = isinstance(name, str) and not bound.arguments.keys() & {"dir_fd", "src_dir_fd"}
+        self.file = os.path.abspath(str(name)) if is_here else ""
         self.guard: CheckpointGuard | None = None  # the first that finds the `records` not finite
         self.records: list[Record] = []
+        self.changed: dict[str, Any] = {}  # arguments
         self.raises = self.is_done = False
 
     @property
     def is_joint(self) -> bool:
         """Whether several ranks save the same checkpoint, and fail or succeed together."""
-        get, is_dcp = self._bound.arguments.get, self.seam.called.startswith(_DCP)
+        get, is_dcp = self.bound.arguments.get, self.seam.called.startswith(_DCP)
         is_alone = get("no_dist") or not get("use_collectives", True)
         if not is_dcp or is_alone or not distributed.is_available() or not distributed.is_initialized():
             return False
         return distributed.get_world_size(get("process_group")) > 1
 
-    def write(self, **changed: Any) -> Any:
-        """Save as asked, or with changed arguments, past all guards.
+    def write(self) -> Any:
+        """Save as asked, or with the `changed` arguments, past all guards.
 
         Warn where a rank refused its part in a joint save and the run goes on.
         """
-        bound = copy.copy(self._bound)
-        bound.arguments = {**bound.arguments, **changed}
-        if (writer := bound.arguments.get("storage_writer")) is not None and self.seam.place in changed:
+        bound = copy.copy(self.bound)
+        bound.arguments = {**bound.arguments, **self.changed}
+        if (writer := bound.arguments.get("storage_writer")) is not None and self.seam.place in self.changed:
             bound.arguments["storage_writer"] = copy.copy(writer)  # it would remember the path
         token = _is_saving.set(True)
         try:
@@ -229,9 +264,8 @@ class Save:
             if not is_refusal or (self.raises and self.guard is None):
                 raise
             if self.guard is None:
-                warn_user(
-                    f"{self.seam.called}: a rank refused a checkpoint that is not finite, and no rank wrote it"
-                )
+                words = "a rank refused a checkpoint that is not finite, and no rank wrote it"
+                warn_user(f"{self.seam.called}: {words}")
         finally:
             _is_saving.reset(token)
 

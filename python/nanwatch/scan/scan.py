@@ -54,10 +54,9 @@ def scan(
     folders with these or of torch.distributed.checkpoint. Several are one checkpoint, the original. `against`: what
     became of it, such as a conversion; the result then says which tensors differ and how far.
 
-    Files are mapped, so that memory does not grow with them. What cannot be mapped is loaded: a tensor at a time from
-    .npz and torch.distributed.checkpoint, and whole files of the format before PyTorch 1.6. Damaged files are problems
-    of the result. Raises OSError for a path that is not there, ValueError where it is no checkpoint,
-    ImportError where the package for a format is missing.
+    Files are mapped, so that memory does not grow with them, but for whole files of the format before PyTorch 1.6.
+    Damaged files are problems of the result. Raises OSError for a path that is not there, ValueError where it is no
+    checkpoint, ImportError where the package for a format is missing.
 
     Examples:
         >>> import nanwatch, torch
@@ -111,10 +110,7 @@ def _read_all(paths: Sequence[Any], tell: Tell, *, fingerprints: bool) -> tuple[
 
 
 def _compute_alone() -> None:
-    """Let PyTorch use this thread alone for what it calls: the others read other tensors.
-
-    `torch.set_num_threads` would change the number for threads of the program too.
-    """
+    """Let PyTorch use this thread alone. `torch.set_num_threads` would change threads of the program too."""
     # First let PyTorch and the compiled part, which has a copy of that code, set the number of a new thread.
     healths([torch.zeros(1 << 19, dtype=torch.uint8)])
     with suppress(AttributeError):  # a PyTorch without OpenMP
@@ -290,18 +286,17 @@ def _value(tensor: TensorScan) -> int | None:
 
 def _change(first: Member, second: Member) -> Change:
     (stored, a), (other, b) = first, second
-    why, relative, is_cast = a.lost or a.unread or b.lost or b.unread, 0.0, True
+    why = a.lost or a.unread or b.lost or b.unread
     if a.fingerprint == b.fingerprint is not None:
         return Change(a.name, b.name, "equal")
     if not why and a.shape != b.shape:
         why = f"{list(a.shape)} is no {list(b.shape)}"
     elif not why and a.dtype != b.dtype and not (a.is_float and b.is_float):
         why = f"{a.dtype} is no {b.dtype}"
-    if not why:
-        try:
-            relative, is_cast = _distance(stored, other)
-        except Exception as error:  # cut off since
-            why = spell(error)
+    try:
+        relative, is_cast = (0.0, True) if why else _distance(stored, other)
+    except Exception as error:  # cut off since
+        why = spell(error)
     if why:
         return Change(a.name, b.name, "not compared", why)
     if a.dtype == b.dtype:

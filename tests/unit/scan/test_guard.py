@@ -3,6 +3,7 @@
 import copy
 import io
 import logging
+import os
 import pickle
 import warnings
 from collections.abc import Callable
@@ -141,16 +142,40 @@ def test_a_healthy_save_writes_the_same_bytes(run, save, tmp_path):
     assert files[0] == files[1] != {}
 
 
-def test_an_open_file_gets_a_bad_checkpoint_only_where_the_run_goes_on(run):
+def test_memory_gets_a_bad_checkpoint_only_where_the_run_goes_on(run):
     PLANTED[0](run)
-    buffer = io.BytesIO()
+    buffer, state = io.BytesIO(), run.model.state_dict()
     with run.watch(), pytest.raises(nanwatch.NonFiniteError, match="wrote nothing"):
-        torch.save(run.model.state_dict(), buffer)
+        torch.save(state, buffer)
+    with run.watch(), pytest.raises(nanwatch.NonFiniteError, match="wrote nothing"):
+        safetensors.torch.save(state)
     assert buffer.getvalue() == b""
     with run.watch(on_nonfinite="warn"), pytest.warns(RuntimeWarning, match="an open file has no other name"):
-        torch.save(run.model.state_dict(), buffer)
-    buffer.seek(0)
-    assert torch.load(buffer)["0.weight"].isnan().any()
+        torch.save(state, buffer)
+    assert torch.load(io.BytesIO(buffer.getvalue()))["0.weight"].isnan().any()
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+def test_a_program_that_moves_and_deletes_keeps_the_good_one(run):
+    def save(number, is_open):
+        name = run.folder / "new"
+        with name.open("wb") if is_open else nullcontext(name) as file:
+            torch.save(run.model.state_dict(), file)
+        os.replace(name, run.folder / f"{number}.pt")
+        (run.folder / f"{number - 1}.pt").unlink(missing_ok=number == 0)
+
+    with run.watch(on_nonfinite="warn"):
+        save(0, True)
+        save(1, False)
+        PLANTED[0](run)
+        for number in (2, 3, 4):
+            save(number, number == 3)
+        assert {*run.files()} == {"1.pt", "4.nonfinite.pt"}
+        assert torch.load(run.folder / "1.pt")["0.weight"].isfinite().all()
+        run.model[0].weight.data.fill_(1)
+        save(5, False)
+        os.remove(run.folder / "1.pt")
+    assert {*run.files()} == {"5.pt"}
 
 
 class Stateless:
