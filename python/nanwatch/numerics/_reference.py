@@ -12,7 +12,7 @@ On a CPU in flush-denormal mode torch itself reads fp32, bf16 and fp64 subnormal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -115,11 +115,7 @@ def health(x: Tensor) -> Tensor:
         start = 0
         for chunk in chunks(part.values.reshape(-1)):
             stop = start + chunk.numel()
-            if part.positions is None:
-                positions = torch.arange(start, stop, device=x.device)
-            else:
-                positions = part.positions[start:stop]
-            rows.append(_health_row(chunk, positions, x.device))
+            rows.append(_health_row(chunk, part.positions(start, stop, device=x.device), x.device))
             start = stop
         if part.implicit_zeros:
             zeros = [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, float(part.implicit_zeros), 0.0, _INF]
@@ -150,7 +146,7 @@ class _Stored(NamedTuple):
 
     values: Tensor  # strided, of a readable dtype
     implicit_zeros: int  # elements of the shape that are zero because nothing is stored for them
-    positions: Tensor | None  # flat index of each value over the shape without its repeats; None: 0, 1, 2, …
+    positions: Callable[..., Tensor] = torch.arange  # flat index of each value from start to stop
     repeats: int = 1  # elements of the tensor that each value stands for
 
 
@@ -194,7 +190,7 @@ def stored(x: Tensor) -> _Stored:
     x = x.detach()
     if x.is_nested:
         parts = [stored(component).values.reshape(-1) for component in x.unbind()]
-        return _Stored(torch.cat([torch.empty(0, dtype=x.dtype, device=x.device), *parts]), 0, None)
+        return _Stored(torch.cat([torch.empty(0, dtype=x.dtype, device=x.device), *parts]), 0)
     x, repeats = without_repeats(x)
     if x.is_quantized:
         x = x.dequantize()
@@ -209,18 +205,22 @@ def stored(x: Tensor) -> _Stored:
         # Compressed layouts become COO: one path for the positions, at the price of one copy of the indices.
         return _stored_sparse(x if x.layout is torch.sparse_coo else x.to_sparse())
     # Of a subclass with its own dispatch no more is asked than that it reshapes.
-    return _Stored(x.reshape(-1) if overrides_dispatch(x) else x, 0, None, repeats)
+    return _Stored(x.reshape(-1) if overrides_dispatch(x) else x, 0, repeats=repeats)
 
 
 def _stored_sparse(x: Tensor) -> _Stored:
     x = x.coalesce()  # duplicates of one position are summed: only the sum is a value of the tensor
     values, indices = x.values(), x.indices()
     dense_numel = x.shape[x.sparse_dim() :].numel()
-    rows = torch.zeros(indices.shape[1], dtype=torch.int64, device=x.device)
-    for dim in range(x.sparse_dim()):
-        rows = rows * x.shape[dim] + indices[dim]
-    positions = rows[:, None] * dense_numel + torch.arange(dense_numel, device=x.device)
-    return _Stored(values.reshape(-1), x.numel() - values.numel(), positions.reshape(-1))
+
+    def positions(start: int, stop: int, device: torch.device) -> Tensor:
+        place = torch.arange(start, stop, device=device)
+        rows, flat = indices[:, place // dense_numel], torch.zeros_like(place)
+        for size, row in zip(x.shape, rows, strict=False):
+            flat = flat * size + row
+        return flat * dense_numel + place % dense_numel
+
+    return _Stored(values.reshape(-1), x.numel() - values.numel(), positions)
 
 
 def chunks(values: Tensor) -> Iterator[Tensor]:

@@ -177,6 +177,7 @@ def _read(x: Tensor, label: str, role: Role, fingerprints: bool) -> Record:
     shape, dtype = _form(x)
     try:
         if not is_captured(x):
+            x = x if role == "gradient" or fingerprints else _unsummed(x)
             span, bits = range_and_fingerprint(x) if fingerprints else (abs_range(x), None)
             # By name: importing DTensor where nobody uses it costs 0.3 s.
             note = _shard_note(x) if type(x).__name__ == "DTensor" else None
@@ -187,6 +188,17 @@ def _read(x: Tensor, label: str, role: Role, fingerprints: bool) -> Record:
         with suppressing("a tensor and its error say nothing"):
             reason = unreadable(x) or spell(error)
     return _unread(label, role, Note("not_checked", reason), shape, dtype)
+
+
+def _unsummed(x: Tensor) -> Tensor:
+    """Return `x`, a sparse one over the same memory as if no position were there twice.
+
+    To sum repeated positions takes longer than the product that a graph's adjacency matrix is for.
+    """
+    if x.layout is not torch.sparse_coo or x.is_coalesced() or x._values().numel() >= x.numel():
+        return x
+    indices, values = x._indices(), x._values()
+    return torch.sparse_coo_tensor(indices, values, x.shape, is_coalesced=True, check_invariants=False)
 
 
 _spelled = cache(readable.dtype_name)  # making the name takes as long as reading a small tensor
