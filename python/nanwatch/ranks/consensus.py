@@ -20,8 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from math import inf
 from typing import Any
@@ -287,40 +286,31 @@ class _JobConsensus(OriginConsensus):
         """
         return self._firsts.setdefault(coordinator, deque([(batch, self.steps)], maxlen=_MOST_FIRSTS))
 
-    def arrive(self, *, begins: bool) -> None:
-        """Arrive at the next barrier before a step, and do not wait. `begins`: also if there was no barrier yet."""
+    def arrive(self, *, begins: bool, waits: bool = False) -> bool:
+        """Arrive at the next barrier before a step. With `waits`, return whether a rank has failed once all are there.
+
+        `begins`: also if there was no barrier yet.
+        """
         begins = begins and any(coordinator.is_sharded for coordinator in _job.coordinators)
         if not begins and not self._num_barriers:
-            return
+            return False
         self._num_barriers = number = self._num_barriers + 1
-        with self._ending_barriers():
+        try:
             self._barrier_store = store = self._barrier_store or own_store(self.name, default_store())
             if self._may_wait and store.add(f"step/{number}", 1) == self.world_size:
                 store.set(f"step/{number}/all", "")
                 store.delete_key(f"step/{number - 1}")
                 store.delete_key(f"step/{number - 2}/all")  # each rank has read it
-
-    def wait_for_ranks(self) -> bool:
-        """Wait until all ranks have arrived at the next barrier, and return whether one of them has failed."""
-        self.arrive(begins=True)
-        if self._barrier_store is None:
-            return False
-        with self._ending_barriers():
-            if self._may_wait:
-                place, patience = f"step/{self._num_barriers}/all", timedelta(seconds=self.peer_timeout / 3)
-                self._barrier_store.wait([place], patience)
-            return bool(self._barrier_store.check([FIRST]))
-        return False
-
-    @contextmanager
-    def _ending_barriers(self) -> Iterator[None]:
-        try:
-            yield
+            if self._may_wait and waits:
+                store.wait([f"step/{number}/all"], timedelta(seconds=self.peer_timeout / 3))
+            return waits and bool(store.check([FIRST]))
         except RuntimeError as error:
             if self._may_wait:
-                words = f"nanwatch: steps wait for the other ranks no more: {spell(error)}"
-                warn_user(words, may_raise=False)
+                warn_user(
+                    f"nanwatch: steps wait for the other ranks no more: {spell(error)}", may_raise=False
+                )
             self._may_wait = False
+            return False
 
     def agree(self, patience: float = inf) -> Origin | None:
         """Return the origin once the ranks agree, and end the consensus. None if another watch has done so."""
@@ -450,7 +440,7 @@ class RankCoordinator:
     def await_step(self) -> None:
         """Wait until all ranks begin this step. Raises PeerNonFiniteError where one of them has failed instead."""
         self.is_sharded, consensus = True, _job.consensus
-        if self._is_open and consensus is not None and consensus.wait_for_ranks():
+        if self._is_open and consensus is not None and consensus.arrive(begins=True, waits=True):
             consensus.raise_failure(self)
 
     def settle(self, patience: float) -> Origin | None:
