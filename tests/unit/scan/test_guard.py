@@ -123,7 +123,6 @@ def test_a_bad_checkpoint_goes_beside_the_good_one(run, save, plant, policy):
         if "a.nonfinite.pt" in beside and save == "torch":
             saved = torch.load(run.folder / "a.nonfinite.pt")
             assert saved["model"]["0.weight"].isnan().sum() == 4
-            assert torch.equal(saved["average"]["0.weight"], run.average[0].weight)
     SAVES[save](run)  # nobody watches any more
     assert run.files() != after
 
@@ -145,10 +144,9 @@ def test_a_healthy_save_writes_the_same_bytes(run, save, tmp_path):
 def test_memory_gets_a_bad_checkpoint_only_where_the_run_goes_on(run):
     PLANTED[0](run)
     buffer, state = io.BytesIO(), run.model.state_dict()
-    with run.watch(), pytest.raises(nanwatch.NonFiniteError, match="wrote nothing"):
-        torch.save(state, buffer)
-    with run.watch(), pytest.raises(nanwatch.NonFiniteError, match="wrote nothing"):
-        safetensors.torch.save(state)
+    for save in (lambda: torch.save(state, buffer), lambda: safetensors.torch.save(state)):
+        with run.watch(), pytest.raises(nanwatch.NonFiniteError, match="wrote nothing"):
+            save()
     assert buffer.getvalue() == b""
     with run.watch(on_nonfinite="warn"), pytest.warns(RuntimeWarning, match="an open file has no other name"):
         torch.save(state, buffer)
