@@ -81,16 +81,16 @@ SENTENCES = {
     "made by the caller": "it was handed in by {giver}: the code of its forward, between the calls of its submodules,"
     " made it.",
     "made by the function": "this function made it: its inputs that were read are all finite{largest_input}.",
-    "weight before the first batch": "the weight was so before the first batch: an initialisation or a checkpoint wrote"
-    " it.",
-    "weight since a batch": "the weight was finite in batch {batch} and became so since the watch began: an optimizer"
-    " step wrote it, or other code.",
-    "weight since the forward": "the weight became so since the latest forward, which used it: an optimizer step wrote"
-    " it, or other code.",
-    "weight before the call": "the weight was so before this call: an optimizer step wrote it since the watch began, or"
-    " a checkpoint did before, if no earlier batch used it.",
-    "buffer": "the buffer was so when the call ended: in training mode running statistics take in the input; otherwise"
-    " it was so before, and an initialisation, a checkpoint or other code wrote it.",
+    "weight before the first batch": "the weight was not finite before the first batch: an initialisation or a"
+    " checkpoint wrote it.",
+    "weight since a batch": "the weight was finite in batch {batch} and is not any more: an optimizer step wrote it, or"
+    " other code.",
+    "weight since the forward": "the weight was finite in the latest forward and is not any more: an optimizer step"
+    " wrote it, or other code.",
+    "weight before the call": "the weight was not finite before this call: an optimizer step wrote it since the watch"
+    " began, or a checkpoint did before, if no earlier batch used it.",
+    "buffer": "the buffer was not finite when the call ended: in training mode running statistics take in the input;"
+    " otherwise an initialisation, a checkpoint or other code wrote it.",
     "data": "the batch was called with it, and the model passed it on; or a module wrote it there, in place, as"
     " x.mul_() does to what it is given.",
     "from outside": "it was handed in from outside the modules that are watched.",
@@ -98,10 +98,10 @@ SENTENCES = {
     " calls made it, or a submodule that is not watched, or {module} itself if it writes into its input.",
     "optimizer step": "the optimizer keeps it: a schedule wrote its learning rate, or the step left it in the state,"
     " because of the gradients that it took or of the state before.",
-    "gradient at the step": "the step was about to take it, and no backward on this rank brought a gradient that was"
-    " so: code between backward() and the step wrote it, or it is a sum of several backwards or ranks.",
-    "in a checkpoint": "it was so when it was saved: an optimizer step wrote it since the last forward, or other code,"
-    " such as an average of weights or a checkpoint that was loaded.",
+    "gradient at the step": "the step was about to take it, and each backward on this rank brought finite gradients:"
+    " code between backward() and the step wrote it, or it is a sum of several backwards or ranks.",
+    "in a checkpoint": "it was not finite when it was saved: an optimizer step wrote it since the last forward, or"
+    " other code, such as an average of weights or a checkpoint that was loaded.",
     "made by the module's backward": "the backward of this module made it: the gradients of its outputs that were read"
     " are all finite{largest_gradient}.",
     "made by the function's backward": "the backward of this function made it: the gradients of its outputs that were"
