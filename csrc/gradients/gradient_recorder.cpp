@@ -259,16 +259,16 @@ void GradientRecorder::on_gradient(const at::Tensor& gradient, const void* at, u
 }
 
 bool GradientRecorder::read(const at::Tensor& gradient, int64_t batch, GradientEvent* event, int64_t* bytes) {
-  const bool is_pythons = options_.is_pythons(Role::gradient, batch);
+  const bool is_made_by_python = options_.is_made_by_python(Role::gradient, batch);
   RecordData& row = event->row;
   View view{};
-  if (!is_pythons) event->pending = enqueue_read(gradient);
+  if (!is_made_by_python) event->pending = enqueue_read(gradient);
   if (event->pending != nullptr || (plain_view(gradient, &view) && view.dims <= 255)) {
     *bytes = gradient.numel() * int64_t(word_size(*format_of(gradient.scalar_type())));
     row.describe(gradient);
     if (event->pending != nullptr) return true;
     row.range = range_cpu(view);
-    if (row.range.isfinite && !is_pythons) return true;
+    if (row.range.isfinite && !is_made_by_python) return true;
   }
   row.python = record_from_python(gradient, row.label, batch);
   if (row.python == nullptr) return false;

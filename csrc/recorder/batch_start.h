@@ -49,7 +49,7 @@ class BatchStart {
     while (kwargs != nullptr && PyDict_Next(kwargs, &position, &key, &item)) note(item, true);
   }
 
-  // On any thread, as one of autograd's that frees a graph.
+  // Returns a pointer that any thread may drop, such as one of autograd's that frees a graph.
   static std::shared_ptr<BatchStart> shared(std::unique_ptr<BatchStart> start) {
     return std::shared_ptr<BatchStart>(start.release(), [](BatchStart* start) {
       if (Py_IsInitialized() == 0) return;
@@ -60,14 +60,14 @@ class BatchStart {
 
   bool has_graph() const { return grad_; }
 
-  // The forward is left. A model that keeps its output would else keep itself.
+  // Ends the forward. Keeps the module weakly, as a model that keeps its output would else keep itself alive.
   void end() {
     weak_module_ = pybind11::reinterpret_steal<pybind11::object>(PyWeakref_NewRef(module_.ptr(), nullptr));
     if (!weak_module_) PyErr_Clear();
     module_ = pybind11::object();
   }
 
-  // Keeps nothing of the call.
+  // Drops the call.
   void release() {
     const auto released = std::make_tuple(std::move(args_), std::move(kwargs_), std::move(module_), std::move(extra_),
                                           std::move(versions_));
@@ -150,7 +150,7 @@ class StartSignals {
     buffers_ = std::move(buffers);
     note_buffers();
   }
-  // Of torch.cuda, whose generators a start notes: it has none before CUDA is in use.
+  // Takes the names of torch.cuda, whose generators a start notes. There are none before CUDA is in use.
   void watch_generators(pybind11::dict cuda) { cuda_ = std::move(cuda); }
   std::vector<at::Tensor> generator_states() const {
     std::vector<at::Tensor> states;
@@ -172,7 +172,7 @@ class StartSignals {
   bool has_buffer_changed() const { return state_of_buffers() != noted_; }
 
  private:
-  // Returns a number that another buffer, and another version of one, make another one.
+  // Returns a number that changes with the buffers and with their versions.
   uint64_t state_of_buffers() const {
     static PyObject* const attribute = PyUnicode_InternFromString("_buffers");
     const pybind11::list buffers = buffers_;  // the code of a module's class may give others

@@ -14,7 +14,7 @@ constexpr const char* kNotReadYet = "not read yet";
 constexpr uint32_t kAge = 64;
 
 // Returns whether a tensor may be an additive mask made with the dtype's minimum in place of -inf, which Python
-// recognises. Not of 8 bits, where finite tensors are full of the largest number by saturation.
+// recognises. 8-bit tensors do not count: saturation fills finite ones with the largest number.
 bool may_be_mask(const RangeRow& range, Role role, Format format) {
   return range.abs_min == 0.0 && (role == Role::input || role == Role::buffer) && word_size(format) > 1 &&
          range.abs_max == largest_finite(format);
@@ -24,7 +24,7 @@ bool may_be_mask(const RangeRow& range, Role role, Format format) {
 
 CallObserver::CallObserver(const Options& options, Helpers helpers)
     : options_(options),
-      has_pythons_(options.counts || options.fingerprints || options.sketches > 0),
+      python_makes_some_(options.counts || options.fingerprints || options.sketches > 0),
       helpers_(std::move(helpers)) {
   const NanwatchBackend* const backend = RowTable::backend();
   devices_first_ = backend != nullptr && backend->takes_host_memory != 0;
@@ -38,7 +38,7 @@ CallObserver::~CallObserver() {
 
 // Fills in how a tensor is read; false where only Python reads it.
 bool CallObserver::is_readable(Source* source, Role role) {
-  if (has_pythons_ && options_.is_pythons(role, source->batch)) return false;
+  if (python_makes_some_ && options_.is_made_by_python(role, source->batch)) return false;
   if (devices_first_ && find_device(source)) [[unlikely]]
     return true;
   if (plain_view(source->object, &source->view)) [[likely]]
@@ -174,8 +174,8 @@ void CallObserver::unread(Labels::Id label, Role role, const std::string& reason
     frame->add({.label = label, .role = role, .python = record});
 }
 
-// Turns an exception of reading a value into the value's record. Returns false for one that must end the call; it stays
-// set.
+// Turns an exception that came while a value was read into the value's record. Returns false, and leaves the exception
+// set, if it must end the call.
 bool CallObserver::excuse(Labels::Id label, Role role, OpenFrame* frame) {
   const std::optional<std::string> reason = excuse_error();
   if (reason.has_value()) unread(label, role, *reason, frame);
@@ -307,7 +307,7 @@ void CallObserver::remember_mask(const at::Tensor& x, const Content& content, co
 
 // ---- frames ---------------------------------------------------------------------------------------------------------
 
-// Fills the frame by make(). Where no device takes what the frame asks for, it is made anew without them.
+// Fills the frame by make(). If a device refuses the reads of the frame, makes the frame again without devices.
 template <typename Make>
 bool CallObserver::fill_once(const Node& node, OpenFrame* frame, const Make& make) {
   if (!make()) return false;

@@ -58,9 +58,9 @@ struct Options {
   bool reads(Role role) const {
     return role == Role::weight ? weights : role == Role::buffer ? buffers : role == Role::input ? inputs : outputs;
   }
-  // Returns whether Python makes the records of this role in this batch: with counts and the like, which neither the
-  // loops here nor a device give.
-  bool is_pythons(Role role, int64_t batch) const {
+  // Returns whether Python makes the records of this role in this batch: those with counts, fingerprints or sketches,
+  // which neither the loops here nor a device make.
+  bool is_made_by_python(Role role, int64_t batch) const {
     return counts || fingerprints || (role == Role::output && sketches > 0 && batch % sketches == 0);
   }
 };
@@ -88,7 +88,7 @@ struct Node {
   PyTypeObject* type = nullptr;  // borrowed and only compared: FSDP gives a module another class
   bool observed = true;
   bool is_function = false;  // that is watched like a module; see python/nanwatch/instrumentation/functions.py
-  pybind11::object allow_inf = pybind11::bool_(false);  // a bool, or a MaskedScores; handed to Python as it is
+  pybind11::object allow_inf = pybind11::bool_(false);  // a bool, or an Excuses; handed to Python as it is
   uint32_t box = box::kUnnamed;                         // its number in the black box
   std::vector<Slot> weights, buffers;
   std::shared_ptr<const void> compiled_call;  // its latest call in compiled code, for gradients/
@@ -145,9 +145,9 @@ class CallObserver {
   // The same for a call in compiled code, whose values come as `plan` says.
   bool observe_compiled(const Node& node, std::string_view plan, at::TensorList tensors, OpenFrame* frame);
 
-  // Sends a tensor of a device to be read, in stream order; null where there is nothing to be had so.
+  // Asks a device to read its tensor, in stream order. Returns null if the device cannot.
   PendingRowPtr enqueue_read(const at::Tensor& x);
-  // Gives the pending records of a frame their place in it. A record that has not completed is not read.
+  // Completes the pending records of a frame. A record whose row has not come is "not checked".
   bool resolve(const Node& node, OpenFrame* frame);
   pybind11::object to_python(const FrameData& frame, const RecordData& record) const;
 
@@ -176,8 +176,8 @@ class CallObserver {
   struct Walk;  // one walk over one value or one call
   class Attributes;
   enum class Kind : uint8_t { opaque, mapping, container };
-  // Where a range may be known from: a batch's activations, or a cache over many batches. `moving` is for what is
-  // written past the version counter: it is read within the budget, and nothing is known of it afterwards.
+  // Where a range is remembered: among the batch's activations, or in a cache over many batches. `moving` is for
+  // tensors that are written past the version counter: they are read within the budget and not remembered.
   enum class Memory : uint8_t { activation, weight, moving, none };
   // A tensor that was recognised as a mask, and its record.
   struct Mask {
@@ -235,7 +235,7 @@ class CallObserver {
   std::optional<Kind> kind_of(PyTypeObject* type);
 
   const Options options_;
-  const bool has_pythons_;  // some records are Python's
+  const bool python_makes_some_;  // of the records
   Helpers helpers_;
   Labels labels_;
   ActivationCache activations_;

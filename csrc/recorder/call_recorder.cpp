@@ -41,7 +41,7 @@ std::string class_name_of(PyTypeObject* type) {
 
 }  // namespace
 
-// One thread's calls under way, for each recorder. A list, as a Thread is referred to while others are added.
+// One thread's calls under way, for each recorder. A list: references to a Thread stay valid while others are added.
 struct CallRecorder::Threads {
   std::list<Thread> all;
   Thread* latest = nullptr;
@@ -197,7 +197,7 @@ void CallRecorder::leave_start(Thread& thread) {
   if (start.use_count() > 1 && start->has_graph()) ended_starts_.push_back(start);
 }
 
-// Keeps of ended batches no more than their numbers: a later batch of the model has begun.
+// Drops all that the starts of ended batches keep, but their numbers: a later batch of the model has begun.
 void CallRecorder::release_starts() {
   for (const std::weak_ptr<BatchStart>& ended : std::vector(ended_starts_))
     if (const std::shared_ptr<BatchStart> start = ended.lock()) start->release();
@@ -356,7 +356,7 @@ py::object CallRecorder::named_inputs_of(const Thread& thread) const {
 // for each stream. Returns false with an exception set if a callback raised.
 bool CallRecorder::take_deferred(Thread& thread) {
   const size_t count = std::exchange(thread.num_deferred, 0);
-  std::optional<HeldError> first;  // of what was raised
+  std::optional<HeldError> first;  // the first error that was raised
   for (size_t i = 0; i < count; ++i) {
     OpenFrame& frame = thread.deferred[i];
     RowTable::instance()->wait(frame.pending.rows);
@@ -388,7 +388,7 @@ void CallRecorder::keep(FrameData& frame) {
 }
 
 py::tuple CallRecorder::peaks_to_python(PeakMagnitudes& peaks) {
-  // All taken before any Python object is made that the garbage collector knows: that may run code which calls a model.
+  // Take everything before a Python object is made: the garbage collector may then run code that calls a model.
   const std::vector<PeakMagnitudes::Key> keys = peaks.take_new();
   const std::string values(reinterpret_cast<const char*>(peaks.values().data()),
                            peaks.values().size() * sizeof(double));

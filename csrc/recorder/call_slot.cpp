@@ -110,7 +110,7 @@ PyObject* is_watched(PyObject* self, PyObject* module, PyObject*) {
   return PyBool_FromLong(!find_watched(module, &nodes) || !nodes.empty());
 }
 
-// A descriptor without more. No `property`: torch.jit.script compiles the properties of a module's class.
+// Descriptors without a state. Not a `property`: torch.jit.script compiles the properties of a module's class.
 struct Site {};
 struct IsWatched {};
 template <typename T>
@@ -132,7 +132,7 @@ PyObject* call_of(PyObject* module) {
 }
 
 void bind_call_slot(py::module_& m) {
-  struct Slot {};  // all of them are one
+  struct Slot {};  // without a state: the table is global
   const auto set_up = [](PyHeapTypeObject* heap_type) { heap_type->ht_type.tp_descr_get = get; };
   py::class_<Slot>(m, "CallSlot", py::custom_type_setup(set_up), "Descriptor for nn.Module._compiled_call_impl.")
       .def(py::init<>())
@@ -148,7 +148,7 @@ void bind_call_slot(py::module_& m) {
           "Puts a callable before the call of the module at an address.")
       .def(
           "clear", [](const Slot&, uintptr_t address) { slots->take(at(address)); },
-          "Takes away what stands before the call of the module at an address.")
+          "Removes the callable before the call of the module at an address.")
       .def(
           "forget", [](const Slot&, uintptr_t address) { slots->forget(at(address)); },
           "Drops everything of the module that was at an address.")
@@ -161,7 +161,7 @@ void bind_call_slot(py::module_& m) {
       .def_property(
           "default_call", [](const Slot&) { return slots->default_call; },
           [](const Slot&, py::object function) { std::swap(slots->default_call, function); },
-          "Makes the calls of all modules that nothing stands before; or None.");
+          "The function that makes the calls of all modules without a wrapper, or None.");
   bind_descriptor<Site>(m, "CallSite", get_site);
   bind_descriptor<IsWatched>(m, "IsWatched", is_watched);
 }

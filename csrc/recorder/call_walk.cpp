@@ -118,7 +118,7 @@ struct CallObserver::Walk {
        const ModuleCall& its_call)
       : self(observer), node(its_node), frame(its_frame), role(its_role), memory(its_memory), call(its_call) {}
 
-  // Returns whether an object was an argument, such as a key-value cache: what the call wrote into it, later ones meet.
+  // Returns whether an object was an argument, such as a key-value cache: later calls see what this one wrote into it.
   bool is_argument(PyObject* object) const {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(call.args); ++i)
       if (PyTuple_GET_ITEM(call.args, i) == object) return true;
@@ -145,7 +145,7 @@ struct CallObserver::Walk {
     if (kind == Kind::opaque && (role != Role::output || is_argument(object)))
       return note(label, NoteKind::not_a_tensor);
     if (kind == Kind::mapping && has_plain_keys(object)) return mapping(object, label);
-    return slowly(object, label);
+    return walk_in_python(object, label);
   }
 
   bool note(Labels::Id label, NoteKind kind) {
@@ -204,8 +204,8 @@ struct CallObserver::Walk {
     return true;
   }
 
-  // Python's own walk over a value: for limits, cycles and types that are not known here.
-  [[gnu::noinline]] bool slowly(PyObject* object, Labels::Id label) {
+  // Walks over a value of a type that is not known here, by the walk in Python.
+  [[gnu::noinline]] bool walk_in_python(PyObject* object, Labels::Id label) {
     const OutsideCompiler outside;
     const py::object text = from_utf8(self.labels_.text(label));
     py::list given(py::reinterpret_borrow<py::object>(call.args));
@@ -253,7 +253,7 @@ struct CallObserver::Walk {
   }
 };
 
-// Nothing, with an exception set, where asking was ended by what must end the call.
+// Returns nothing, with an exception set, if Python code has raised one that must end the call.
 std::optional<CallObserver::Kind> CallObserver::kind_of(PyTypeObject* type) {
   const auto entry = kinds_.find(type);
   if (entry != kinds_.end()) return entry->second;

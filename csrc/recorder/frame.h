@@ -151,8 +151,8 @@ struct FrameHead {
   bool has_objects = false;  // records that Python made
 };
 
-// One call of one module: one line of the cache, and its records. Reused: clearing keeps the capacity, so a steady run
-// allocates nothing.
+// One call of one module, with its records. Reused: clearing keeps the capacity, so a steady run allocates nothing. The
+// head is one line of the CPU's cache.
 struct FrameData : FrameHead {
   std::vector<RecordData> records;
   std::vector<int64_t> shapes;
@@ -195,11 +195,11 @@ struct FrameData : FrameHead {
 struct OpenFrame : FrameData {
   PendingRows pending;
   int32_t caller = -1;                                   // the node that made the call; of a frame that waits
-  bool reads_all = false;                                // nothing is taken on trust
+  bool reads_all = false;                                // every tensor is read, also one whose range is known
   std::vector<GradientCandidate>* candidates = nullptr;  // if gradients are asked for
   std::span<const AddedOutput> added = {};
-  // The containers that the walk is in, not set beyond its depth. Not in the walk: that makes the stack of each call so
-  // large that its instructions are longer.
+  // The containers that the walk is inside of, not set beyond its depth. The walk itself has no room for them: its
+  // larger stack frame would need longer instructions.
   static constexpr int kMaxDepth = 32;
   PyObject* inside[kMaxDepth];
 
@@ -214,7 +214,7 @@ struct OpenFrame : FrameData {
     reads_all = false;
   }
 
-  // Drops what there is of it.
+  // Drops the content, to make the frame anew.
   void start_over() {
     FrameData::clear();
     if (candidates != nullptr) candidates->clear();

@@ -1,5 +1,5 @@
-// The largest magnitude of each weight, buffer and output in a batch, for forecasts, and of each input, for spikes. Or
-// of each gradient since they were last taken. Makes no Python object for any of them.
+// Largest magnitudes: of each weight, buffer and output in a batch, for forecasts, and of each input, for spikes; or of
+// each gradient since the last take. Makes no Python object for any of them.
 #pragma once
 
 #include <Python.h>
@@ -23,8 +23,8 @@ class PeakMagnitudes {
     int8_t dtype;
   };
 
-  // Room for a module more. Made before the first forward: a few bytes that come between its activations keep the
-  // allocator from joining them, and the peak of a ResNet-50's training was 15 % higher.
+  // Reserves memory for one more module, before the first forward: a few bytes between activations keep the allocator
+  // from joining them, which raised the peak of a ResNet-50's training by 15 %.
   void reserve_node() {
     nodes_.emplace_back().places.reserve(8);
     if (keys_.capacity() >= nodes_.size() * 8) return;

@@ -73,8 +73,8 @@ inline bool can_be_remembered(const at::Tensor& x) {
   return !x.is_inference();
 }
 
-// Which content a tensor has: a part of a storage, and the version of it. Taken before the tensor is read: what another
-// thread writes meanwhile then has a later version.
+// The content of a tensor: a part of a storage, and its version. Taken before the tensor is read: what another thread
+// writes meanwhile then has a later version.
 struct Content {
   const c10::StorageImpl* storage = nullptr;
   const void* counter = nullptr;
@@ -132,7 +132,7 @@ struct Content {
 };
 
 // The range of a tensor; or the row in which a device will put it; or neither, where the budget had no room for it.
-// Used before the interpreter lock is let go, as others own the row.
+// Use it before the interpreter lock is released: others own the row.
 struct Reading {
   RangeRow range{};
   const PendingRowPtr* pending = nullptr;
@@ -142,8 +142,8 @@ struct Reading {
   bool may_be_kept() const { return pending != nullptr || range.isfinite; }
 };
 
-// A range and the tensor content it was read from. The caches know whether its addresses are still valid. What a hit
-// on the host asks for is one line of the CPU's cache: between two calls the lines of an entry are evicted.
+// A range and the tensor content it was read from. The caches know whether its addresses are still valid. A hit on the
+// host needs one line of the CPU's cache, as the lines of an entry are evicted between two calls.
 struct alignas(64) CacheEntry {
   Content content;
   uint32_t batch = 0;  // when it was read; its last 32 bits
@@ -176,7 +176,7 @@ class ActivationCache {
   ActivationCache& operator=(const ActivationCache&) = delete;
   ~ActivationCache() { clear(); }
 
-  // Null if it was not read, or not as it is now.
+  // Returns null if the content was not read, or has changed since.
   const CacheEntry* find(const Content& content) const {
     const size_t first = first_of(content);
     for (size_t index = first; index < first + kWays; ++index) {

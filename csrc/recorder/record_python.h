@@ -21,8 +21,8 @@
 
 namespace nanwatch {
 
-// While Python code runs for the recorder. A call may be watched from inside torch.compile, and the compiler would
-// follow any Python code into its own traces.
+// Scope in which Python code runs for the recorder. A call may be watched from inside torch.compile, whose compiler
+// would trace that code too.
 class OutsideCompiler {
  public:
   OutsideCompiler() : before_(set_compiler(Py_None)) {}
@@ -58,16 +58,16 @@ class OutsideCompiler {
   throw error;
 }
 
-// True, and the error is shown and forgotten, where it is an Exception: an error of looking must not end a training.
-// False, and it is still set, for what must, such as KeyboardInterrupt.
+// Shows and clears the Python error, and returns true, if it is an Exception: an error of nanwatch must not end a
+// training. Else returns false and leaves it set: KeyboardInterrupt must end the training.
 inline bool show_error() {
   if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
   PyErr_WriteUnraisable(nullptr);
   return true;
 }
 
-// Returns look(), which is false with a Python error set where the user's call is to end by it. A C++ exception is an
-// error of ours: it is shown and forgotten, so that what the caller has opened is closed as ever.
+// Returns look(), which returns false with a Python error set to end the user's call. Errors of nanwatch, C++
+// exceptions among them, are shown and cleared, so that the caller closes what it has opened.
 template <typename Look>
 bool survived(const Look& look) {
   try {
@@ -268,8 +268,8 @@ inline pybind11::object wrap(const at::Tensor& x) {
   return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(x));
 }
 
-// Clears an error of looking at something, which must not end a training, and says what it was, as observe.py does.
-// Nothing for what is no Exception (Ctrl-C): that stays set, and ends the call.
+// Clears the Python error that came while a value was read, which must not end a training, and returns its text, as
+// observe.py does. Returns nothing if it is no Exception (Ctrl-C): that stays set, and ends the call.
 inline std::optional<std::string> excuse_error() {
   if (!PyErr_ExceptionMatches(PyExc_Exception)) return std::nullopt;
   const pybind11::error_already_set error;

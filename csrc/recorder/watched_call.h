@@ -23,7 +23,7 @@ bool find_watched(PyObject* module, std::vector<WatchedNode>* nodes);
 // Returns a new reference to the outermost wrapper of a module's call, or null.
 PyObject* call_of(PyObject* module);
 
-// Makes the call of a module as what stood before it would, or, where nothing did, as PyTorch does.
+// Makes the call of a module by `inner`, the next callable of its slot, or as PyTorch does if that is null.
 PyObject* call_past_wrappers(PyObject* inner, PyObject* module, PyObject* args, PyObject* kwargs);
 
 // Adds WatchedCall to the module.
