@@ -98,9 +98,7 @@ def _show(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
     has_boxes = any(path.glob(f"blackbox/*{SUFFIX}")) or any(path.glob(f"*{SUFFIX}"))
     if options.box or not options.paths or path.suffix == SUFFIX or (has_boxes and file == path):
         if options.html is not None:
-            raise ValueError(
-                "--html is for a trace or a report, and a black box has text and --json; leave it out"
-            )
+            raise ValueError("--html is for a trace or a report, not for a black box; leave it out")
         tell("reading")
         job = read_job(path)
         return job, int(job.is_bad)
@@ -169,7 +167,9 @@ def _is_report(file: Path) -> bool:
     if (folder / FILE).exists():
         command = f"nanwatch replay {shlex.quote(str(folder))} --model PKG.MOD:NAME"
         raise ValueError(f"{file} is a capsule: {command} makes its call again")
-    if not file.is_file():  # a folder of a trace's parts
+    if not file.is_file():
+        if not any(file.glob("part-*.parquet")):
+            raise ValueError(f"{file} has no report, black box or part of a trace: show reads {_READS}")
         return False
     with file.open("rb") as opened:
         start = opened.read(64).lstrip()
