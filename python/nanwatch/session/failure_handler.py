@@ -78,7 +78,7 @@ class FailureHandler:
         self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any, *, is_over: bool
     ) -> None:
         """Take a call that holds a non-finite value. Act on it at its batch's end if the forward `is_over`."""
-        make = partial(self._reports.of_call, frame, caller, args, kwargs, is_over=is_over)
+        make = partial(self._reports.of_call, frame, caller, args, kwargs)
         if frame.recomputed:
             # A recomputed forward repeats the failure of its batch, or fails first. It is no batch, so nothing ends it.
             if not self.knows(frame.batch):

@@ -38,7 +38,7 @@ from ..instrumentation.wrapped_names import (
     unwrapped,
 )
 from ..recording.events import Event, Recorder, versions_of
-from ..recording.observe import observe, parameter_mesh, state_of, state_tensors
+from ..recording.observe import may_be_called, observe, parameter_mesh, state_of, state_tensors
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..records.record import Frame, Record, Role
 from ..report.finding import Finding, OriginKind, find, finding_of, with_earlier
@@ -256,18 +256,16 @@ class Reports:
         given = self._arguments(calls[-1].args, calls[-1].kwargs, outer[0].fault)
         return self._of_first(batch, [*self.recorder.frames()], *outer, given)
 
-    def of_call(
-        self, nonfinite: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any, *, is_over: bool
-    ) -> Report:
+    def of_call(self, nonfinite: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any) -> Report:
         """Return the report of the first non-finite call of a batch whose outermost call got `args` and `kwargs`.
 
         `nonfinite` is the frame of the call that was met: frames of other threads may have pushed it out of the
-        recorder since. `caller` is the module that made it. `is_over`: this thread has left the call.
+        recorder since. `caller` is the module that made it.
         """
         batch, frames, kwargs = nonfinite.batch, [*self.recorder.frames()], kwargs or {}
         if all(frame.fault is None for frame in frames if frame.batch == batch):
             frames.append(nonfinite)
-        calls = self._calls_to(nonfinite, caller, args, kwargs, is_over=is_over)
+        calls = self._calls_to(nonfinite, caller, args, kwargs)
         outer, caller = self._first_nonfinite(batch, calls, nonfinite) or (None, caller)
         # No data loader made what a call inside the model got.
         given = [] if self._is_inside(calls) else self._arguments(args, kwargs, nonfinite.fault)
@@ -321,15 +319,14 @@ class Reports:
 
     # The calls under way
 
-    def _calls_to(
-        self, nonfinite: Frame, caller: str | None, args: Any, kwargs: Any, *, is_over: bool
-    ) -> list[LeftCall]:
+    def _calls_to(self, nonfinite: Frame, caller: str | None, args: Any, kwargs: Any) -> list[LeftCall]:
         """Return the calls around the non-finite one and that itself, the innermost first.
 
-        This thread's stack has the calls under way, except those in compiled code. The names of modules tell of the
-        others. Only the outermost of these has arguments, `args` and `kwargs`.
+        This thread's stack has the calls under way, except those in compiled code, and those that have ended when a
+        device tells of them. The names of modules tell of the others. Of these only the outermost call of compiled code
+        has arguments, `args` and `kwargs`.
         """
-        calls, model = [] if is_over else open_calls(), self.model()
+        calls, model = open_calls(), self.model()
         if model is None or (calls and isinstance(calls[0].module, Function)):
             return calls
         names = _recorded_names(model)
@@ -337,14 +334,8 @@ class Reports:
         if target not in names.values() or target is None:
             return calls
         innermost = next((names[id(call.module)] for call in calls if id(call.module) in names), None)
+        outermost = self.recorder.outermost() if innermost is None else innermost
         around = list[LeftCall]()
-        if is_over:
-            start = self.recorder.start()
-            outermost = None if start is None else names.get(id(start.module))
-        elif innermost is None:
-            outermost = self.recorder.outermost()
-        else:
-            outermost = innermost
         for name, _, module in named_modules(model):
             is_around = id(module) in names and is_in(target, name) and is_in(name, outermost or "")
             if is_around and name != innermost:
@@ -418,7 +409,8 @@ class Reports:
 
 
 def _recorded_names(model: nn.Module) -> dict[int, str]:
-    return {id(named.module): named.name for named in named_modules(model) if is_recorded(named.module)}
+    modules = [x for x in named_modules(model) if is_recorded(x.module) and may_be_called(x.module)]
+    return {id(named.module): named.name for named in modules}
 
 
 def _likeness(record: Record) -> tuple[Any, ...]:

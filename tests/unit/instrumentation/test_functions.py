@@ -47,9 +47,11 @@ def mean_of_kept(model: nn.Module, x: Tensor, kept: Tensor) -> Tensor:
 
 def test_a_loss_that_calls_the_model_is_cured() -> None:
     """The model is an argument, and its weights are leaves of the backward by which a cure is judged."""
-    model = nn.Linear(3, 2)
+    model, loss = nn.Linear(3, 2), nanwatch.watched(mean_of_kept)
     with nanwatch.watch(model):
-        finding = fault_of(nanwatch.watched(mean_of_kept), model, torch.ones(2, 3), torch.zeros(2)).finding
+        finding = fault_of(loss, model, torch.full((2, 3), torch.nan), torch.ones(2)).finding
+        assert (finding.module, finding.label, finding.origin) == ("mean_of_kept", "input[1]", "data")
+        finding = fault_of(loss, model, torch.ones(2, 3), torch.zeros(2)).finding
     assert "+    return (model(x).sum(-1) * kept).sum() / kept.sum().clamp(min=1)" in finding.cures[0].patch
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import nanwatch
 from nanwatch import watch
 from support.examined import comment_of
 from support.recorders import WITH_DEVICE, watched
@@ -192,6 +193,46 @@ def test_who_wrote_what_the_batch_holds(write: Callable[[Tensor], None], recorde
     if write is not leave:
         assert comment_of(finding) == write.__name__
         assert not any("came in with" in remark for remark in finding.remarks)
+
+
+def gated(part: nn.Module, gate: float = 1.0) -> nn.Module:
+    """A module that scales what it hands to its part, by a weight in a list."""
+    gates = nn.ParameterList([torch.full((1,), gate)])
+    return Does(lambda gates, part, x: part(x.nan_to_num() * gates[0]), gates, part)
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+@pytest.mark.parametrize(
+    ("options", "path", "module"),
+    [
+        ({}, "", "parts.1"),
+        ({"ignore_modules": "parts.1"}, "", "parts.1.parts.1"),
+        ({"allow": "inf:parts.1"}, "", "parts.1.parts.1"),
+        ({}, "parts.1.parts.1", "parts.1.parts.1"),
+    ],
+)
+def test_the_outermost_bad_weight_of_the_open_calls(
+    options: Any, path: str, module: str, recorder: str
+) -> None:
+    """Unless its module is ignored or allowed, or nobody called it. A function in the innermost call meets the inf."""
+    innermost = Does(nanwatch.watched(torch.neg, name="neg"))
+    model = gated(gated(gated(innermost, torch.inf), torch.inf))
+    with torch.no_grad(), watched(model, recorder, rerun=False, **options):
+        finding = fault_of(model.get_submodule(path), torch.ones(2)).finding
+    assert (finding.module, finding.label, finding.origin) == (module, "parts.0.0", "weight")
+
+
+@pytest.mark.parametrize("recorder", WITH_DEVICE)
+def test_what_the_batch_was_given_is_not_blamed_for_a_call_of_finite_values(recorder: str) -> None:
+    """The model takes the nan of its data out, and then overflows. Another thread may have pushed the frame out."""
+    model = Does(lambda part, x: part(x.nan_to_num()), Does(lambda x: torch.exp(x * 1000)))
+    with watched(model, recorder, on_nonfinite="record", max_frames=1) as w:
+        model(x := torch.tensor([torch.nan, 1.0]))
+        report = w.report()
+        model.parts[0](torch.zeros(1))
+        later = w._reports.of_call(report.frames[-1], "", (x,), {})
+    for finding in report.finding, later.finding:
+        assert (finding.module, finding.label, finding.origin) == ("parts.0", "output", "produced")
 
 
 class Keys:
