@@ -148,8 +148,7 @@ class WriteLog:
         if latest is None:
             return writes[-1:]  # type: ignore[no-any-return]
         latest, bad = _bytes_of(x, latest), nonfinite(without_repeats(x)[0])
-        numbers = latest[bad].unique().tolist() if bool(bad.any()) else latest.unique().tolist()
-        return [writes[number - 1] for number in numbers if number]
+        return [writes[number - 1] for number in latest[bad].unique().tolist() if number]
 
 
 def _place_of(x: Tensor) -> tuple[Tensor, Any]:
@@ -196,7 +195,7 @@ class ProvenanceMode(TorchDispatchMode):
         """Run the operation, and look at what it wrote."""
         kwargs = kwargs or {}
         operation = operation_of(func) if self.active and hasattr(func, "_schema") else None
-        if operation is None or not (operation.written or operation.fresh):
+        if operation is None:
             return func(*args, **kwargs)
         named = {**dict(zip(operation.arguments, args, strict=False)), **kwargs}
         # An operation in place overwrites its operand, so the operands are read before it runs.

@@ -31,11 +31,6 @@ def rerun(start: BatchSnapshot) -> Any:
         return call()
 
 
-def raises_if(fail: bool) -> Any:
-    """A context in which the error that a test makes on purpose has to come, or none may."""
-    return pytest.raises(RuntimeError, match="on purpose") if fail else contextlib.nullcontext()
-
-
 # The second call is as the first
 
 
@@ -65,11 +60,8 @@ def test_the_same_autocast() -> None:
         assert rerun(plain).dtype is torch.float32
         assert rerun(start).dtype is torch.float16
         assert (x @ x).dtype is torch.bfloat16
-
-
-def test_autocast_of_the_user_keeps_its_gradients() -> None:
-    """A weight cast without a graph in the second call is not what the user's own call then finds in its cache."""
-    linear, x = nn.Linear(3, 3), torch.ones(2, 3)
+    # A weight cast without a graph in the second call is not in the cache of the user's own call.
+    linear = nn.Linear(2, 2)
     with torch.autocast("cpu", torch.bfloat16):
         rerun(snapshot_of(linear, (x,), {}))
         linear(x).sum().backward()
@@ -118,34 +110,20 @@ def test_a_transformer_layer_calls_its_parts() -> None:
 # Nothing is left behind
 
 
-@pytest.mark.parametrize("fail", [False, True])
-def test_random_numbers_are_those_of_the_start(fail: bool) -> None:
-    """The states of torch, numpy and Python come back afterwards, also when the call raises."""
-    drawn = Spy()
-
-    def draw() -> list[Any]:
-        return [torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist()]
-
-    def forward(fails: bool) -> None:
-        drawn.add(draw())
-        if fails:
-            raise RuntimeError("on purpose")
-
-    start = started(forward, fail)
-    first = draw()
-    before = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
-    for _ in range(2):
-        with raises_if(fail):
-            rerun(start)
-    after = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
-    assert (drawn.values, before) == ([first, first], after)
+def drawn() -> list[Any]:
+    return [torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist()]
 
 
 @pytest.mark.parametrize("fail", [False, True])
-def test_buffers_and_flags_are_put_back(fail: bool) -> None:
-    """Written in place, past the version counter, or replaced: the same tensor, value and version as before."""
+def test_random_states_buffers_and_flags_are_put_back(fail: bool) -> None:
+    """Buffers written in place, past the version counter, or replaced: the same tensor, value and version as before.
+
+    The random numbers of the call are those of the start. All of it also when the call raises.
+    """
+    seen = Spy()
 
     def forward(norm: nn.Module, x: Tensor) -> Tensor:
+        seen.add(drawn())
         model.written += 1
         model.hidden.numpy()[0] = 9
         model.replaced = torch.zeros(5)
@@ -162,16 +140,17 @@ def test_buffers_and_flags_are_put_back(fail: bool) -> None:
     model.register_buffer("shared", torch.arange(3).expand(4, 3))
 
     def state() -> list[Any]:
-        held = [
-            (name, id(x), x.tolist(), x._version) for name, x in sorted(dict(model.named_buffers()).items())
-        ]
-        return [*held, model.nothing, norm.training]
+        buffers = sorted(dict(model.named_buffers()).items())
+        states = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+        held = [(name, id(x), x.tolist(), x._version) for name, x in buffers]
+        return [*held, model.nothing, norm.training, *states]
 
-    start = snapshot_of(model, (torch.randn(4, 3),), None)
-    before = state()
-    with raises_if(fail):
-        rerun(start)
-    assert state() == before
+    start = snapshot_of(model, (torch.randn(4, 3),), None, draws=True)
+    first, before = drawn(), state()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="on purpose") if fail else contextlib.nullcontext():
+            rerun(start)
+    assert (seen.values, state()) == ([first, first], before)
 
 
 def test_a_backward_under_way_is_not_disturbed() -> None:
@@ -190,19 +169,10 @@ def test_a_backward_under_way_is_not_disturbed() -> None:
 @pytest.mark.parametrize("inference", [False, True])
 def test_inputs_are_put_back(inference: bool) -> None:
     """A forward that writes into its arguments writes once, in the user's own call; wherever they are."""
-
-    def forward(x: Tensor, more: dict[str, Tensor]) -> None:
-        x.mul_(2)
-        more["y"].mul_(2)
-
     with torch.inference_mode(inference):
         x, y = torch.ones(2), torch.ones(2)
-        start = started(forward, x, {"y": y})
-        rerun(start)
+        rerun(started(lambda x, more: (x.mul_(2), more["y"].mul_(2)), x, {"y": y}))
     assert (x.tolist(), y.tolist()) == ([1, 1], [1, 1])
-
-
-# Doubts
 
 
 def test_doubts_of_other_objects() -> None:
@@ -277,11 +247,8 @@ def test_nothing_is_kept_alive() -> None:
 
 
 def test_generators_beside_torch_are_noted_where_code_of_the_program_mentions_them() -> None:
-    class Draws(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * random.random()
-
-    assert draws_outside_torch(Draws())
+    """The module of `Counts` does, in `drawn`."""
+    assert draws_outside_torch(Counts())
     assert not draws_outside_torch(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
 
 

@@ -35,13 +35,8 @@ def test_a_failure_has_its_forms_and_its_patch(tmp_path: Path) -> None:
         assert all(Path(one).exists() for one in incident.finding.files)
         assert "no capsule was written: no call was seen" in incident.finding.remarks[-1]
     assert sorted(one.name for one in tmp_path.iterdir()) == ["batch-1", "batch-1.2"]
-
-
-def test_where_nothing_can_be_written_the_report_says_so(tmp_path: Path) -> None:
-    """It names no file then."""
-    (tmp_path / "file").write_text("")
-    incident = Incident(growing())
-    write_failure(incident, None, tmp_path / "file")
+    (tmp_path / "file").write_text("")  # where nothing can be written the report names no file, and says so
+    write_failure(incident := Incident(report), None, tmp_path / "file")
     assert incident.finding.files == ()
     assert incident.finding.remarks[-1].startswith("making the folder failed: ")
 

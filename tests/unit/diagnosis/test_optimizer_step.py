@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import Adam, AdamW
 
 from nanwatch import watch
 from support.toys import fault_of
@@ -29,10 +30,7 @@ def train(kind: type[torch.optim.Optimizer], options: dict[str, Any], dtype: tor
 
 @pytest.mark.parametrize(
     ("kind", "options", "key"),
-    [
-        (torch.optim.Adam, {"amsgrad": True}, "max_exp_avg_sq"),
-        (torch.optim.AdamW, {"foreach": True}, "exp_avg_sq"),
-    ],
+    [(Adam, {"amsgrad": True}, "max_exp_avg_sq"), (AdamW, {"foreach": True}, "exp_avg_sq")],
 )
 def test_an_eps_that_is_zero_in_the_format_is_named_and_cured(
     kind: type[torch.optim.Optimizer], options: dict[str, Any], key: str
@@ -54,7 +52,7 @@ def test_an_eps_that_is_zero_in_the_format_is_named_and_cured(
 def test_a_fused_step_is_taken_apart_too() -> None:
     """Its arithmetic is float32's, so eps is not 0, and it is lr that leaves the format: there is no cure."""
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e39, fused=True)
+    optimizer = AdamW(model.parameters(), lr=1e39, fused=True)
     w = watch(model)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()

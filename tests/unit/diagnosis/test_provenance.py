@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from nanwatch.diagnosis.provenance import WriteLog
-from support.examined import comment_of, culprit, exponential, look
+from nanwatch.diagnosis import provenance
+from nanwatch.diagnosis.experiment import run
+from nanwatch.diagnosis.provenance import WriteLog, values_of
+from nanwatch.recording.observe import observe
+from support.examined import comment_of, culprit, exponential, look, snapshot_of
 from support.toys import Does
 
 INF, NAN = math.inf, math.nan
@@ -134,20 +138,29 @@ def written_out(x: Tensor) -> Tensor:
     return torch.exp(x * 1000, out=memory)  # culprit aten.exp.out
 
 
+def to_another_sign_than_a_mask(x: Tensor) -> Tensor:
+    """The least number that a mask holds becomes an infinity that masks nothing."""
+    high = x.masked_fill(MASK, torch.finfo(x.dtype).min) * -2  # culprit aten.mul.Tensor
+    return torch.softmax(high, -1)
+
+
+def two_at_once(x: Tensor) -> Tensor:
+    """Of two that a sum takes in the first began it."""
+    first = torch.exp(x * 1000)  # culprit aten.exp.default
+    return first + torch.log(x - x)
+
+
 def of_an_infinite_number(x: Tensor) -> Tensor:
     """An infinity that is written is meant, the nan that it makes is not."""
     return (x - x) * INF  # culprit aten.mul.Tensor
 
 
-PROGRAMS = (
-    exponential, in_place, column_by_column, made_of_python, under_a_mode, masked_row,
-    behind_a_mask, to_the_sign_of_a_mask, behind_an_older_mask, behind_an_older_inf, other_sign,
-    logarithm_of_counts, logarithm_of_zeros, unwritten, unwritten_and_made, overwritten,
-    written_out, of_an_infinite_number,
-)  # fmt: skip
+ABOVE = [
+    value for value in globals().values() if isinstance(value, FunctionType) and value.__module__ == __name__
+]
 
 
-@pytest.mark.parametrize("function", PROGRAMS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", [exponential, *ABOVE], ids=lambda function: function.__name__)
 def test_a_known_culprit(function: Callable[[Tensor], Tensor]) -> None:
     """The operation that its author marked is found, with its line."""
     finding, seen = look(Does(function), torch.ones(3, 3))
@@ -170,11 +183,13 @@ def test_what_is_said_of_a_mask_and_of_memory() -> None:
 
 
 LOWEST = torch.finfo(torch.float32).min
+GIVEN = torch.zeros(3, 3).masked_fill(MASK, -INF)
 MASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "filled": lambda x: x.masked_fill(EMPTY_ROW, -INF),
     "chosen": lambda x: torch.where(EMPTY_ROW, -INF, x),
     "two of the lowest number": lambda x: x + 2 * torch.zeros(3, 3).masked_fill(EMPTY_ROW, LOWEST),
     "added": lambda x: x + torch.zeros(3, 3).masked_fill(EMPTY_ROW, -INF),
+    "given, and added in place": lambda x: x.clone().add_(GIVEN).masked_fill(EMPTY_ROW, -INF),
     "logarithm of zeros and ones": lambda x: x + (~EMPTY_ROW).float().log(),
     "filled, and scaled in place": lambda x: x.masked_fill(EMPTY_ROW, -INF).mul_(2),
     "padded": lambda x: nn.functional.pad(x[:2], (0, 0, 0, 1), value=-INF),
@@ -193,13 +208,9 @@ def test_ways_to_mask(kind: str) -> None:
 
 def test_infinities_in_the_result_that_are_meant() -> None:
     """Scores handed out with their mask: where the -inf was written, and how to allow it."""
-
-    def forward(x: Tensor) -> Tensor:
-        scores = x.masked_fill(EMPTY_ROW, -INF)  # culprit
-        return scores.reshape(9) * 2
-
-    _, seen = look(Does(forward), torch.zeros(3, 3))
-    assert (seen.step.operation, str(seen.step.place)) == ("aten.masked_fill.Scalar", culprit(forward))
+    scores = lambda x: x.masked_fill(EMPTY_ROW, -INF).reshape(9) * 2  # noqa: E731 # culprit
+    _, seen = look(Does(scores), torch.zeros(3, 3))
+    assert (seen.step.operation, str(seen.step.place)) == ("aten.masked_fill.Scalar", culprit(scores))
     assert any("allow='inf:" in remark for remark in seen.finding.remarks)
 
 
@@ -239,26 +250,59 @@ def test_a_choice_is_blamed_on_the_operand_it_took_the_infinity_from(is_first: b
     )
 )
 def test_the_log_knows_who_wrote_each_element_last(writes: list[tuple[int, int, int, bool]]) -> None:
-    """Writes to parts of one storage, against a list of who wrote each of its elements last."""
+    """Writes to parts of one storage, the first element of each bad, against a list of who wrote each last."""
     memory, log = torch.zeros(8), WriteLog()
     last: list[int | None] = [None] * 8
     for number, (start, stop, step, is_bad) in enumerate(writes):
         part = slice(start, max(stop, start + 1), step)
-        memory[part] = INF if is_bad else 1.0
+        memory[part] = 1.0
+        memory[start] = INF if is_bad else 1.0
         log.put(memory[part], number if is_bad else None)
-        for i in range(8)[part]:
-            last[i] = number if is_bad else None
-    for part in (slice(None), slice(2, 5), slice(0, 8, 3)):
-        assert log.find(memory[part]) == sorted({number for number in last[part] if number is not None})
-    assert log.find(memory[3].expand(2, 5)) == [number for number in last[3:4] if number is not None]
+        last[part] = [number if is_bad else None] * len(last[part])
+    for _ in range(2):
+        for part in (slice(None), slice(2, 5), slice(0, 8, 3), slice(3, 4)):
+            bad = [x for x, value in zip(last[part], memory[part].tolist(), strict=True) if math.isinf(value)]
+            assert not bad or log.find(memory[part]) == sorted(
+                {number for number in bad if number is not None}
+            )
+        memory.fill_(INF)  # which nobody has seen
+    assert log.find(memory[3].expand(2, 5)) == log.find(memory[3:4])
 
 
-@st.composite
-def programs(draw: st.DrawFn) -> list[tuple[str, int, int]]:
-    names = st.sampled_from(
-        ["add", "mul", "cat", "half", "view", "add_", "copy_", "row", "clean", "exp", "mm"]
-    )
-    return draw(st.lists(st.tuples(names, st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12))
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large storage the log has the last write alone, and a run has its first steps."""
+    monkeypatch.setattr(provenance, "_MOST_BYTES", 8)
+    monkeypatch.setattr(provenance, "_MOST_STEPS", 1)
+    log, memory = WriteLog(), torch.full((4,), INF)
+    for number in range(2):
+        log.put(memory[2 * number :][:2], number)
+    assert log.find(memory[:2]) == [1]
+    seen = run(snapshot_of(Does(lambda x: x.log().exp().log()), (torch.zeros(2),), {}), {}, follows=True)
+    assert [step.operation for step in seen.provenance.steps] == ["aten.log.default"]
+
+
+def test_which_values_a_record_holds() -> None:
+    """Where nobody counted them, those that its range allows."""
+    for x, uncounted in ([INF, -INF, 1.0], {"inf", "-inf"}), ([-INF, NAN], {"nan"}), ([1.0], set()):
+        record = observe(torch.tensor(x), "", "output")
+        assert values_of(record) == {str(value) for value in x if not math.isfinite(value)}
+        assert values_of(record._replace(health=None)) == uncounted
+
+
+OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": lambda a, b: a + b,
+    "mul": lambda a, b: a * b * 1e9,
+    "cat": lambda a, b: torch.cat([a[:1], b[1:]]),
+    "half": lambda a, b: a * 0.5,
+    "view": lambda a, b: a.t(),
+    "clean": lambda a, b: a.nan_to_num(1, 2, 3),
+    "exp": lambda a, b: a.exp(),
+    "mm": lambda a, b: a @ b,
+    "add_": lambda a, b: a.add_(b.clone()),
+    "copy_": lambda a, b: a.copy_(b.clone()),
+    "row": lambda a, b: a[0].copy_(b[1].clone()),
+}
+STEPS = st.tuples(st.sampled_from([*OPERATIONS]), st.integers(0, 9), st.integers(0, 9))
 
 
 def run_program(program: list[tuple[str, int, int]], x: Tensor) -> tuple[Tensor, set[str]]:
@@ -267,28 +311,15 @@ def run_program(program: list[tuple[str, int, int]], x: Tensor) -> tuple[Tensor,
     for name, i, j in program:
         a, b = held[i % len(held)], held[j % len(held)]
         finite = bool(torch.isfinite(a).all() and torch.isfinite(b).all())
-        if name in ("add_", "copy_"):
-            getattr(a, name)(b.clone())
-        elif name == "row":
-            a[0] = b[1].clone()
-        else:
-            a = {
-                "add": lambda a, b: a + b,
-                "mul": lambda a, b: a * b * 1e9,
-                "cat": lambda a, b: torch.cat([a[:1], b[1:]]),
-                "half": lambda a, b: a * 0.5,
-                "view": lambda a, b: a.t(),
-                "clean": lambda a, b: a.nan_to_num(1, 2, 3),
-                "exp": lambda a, b: a.exp(),
-                "mm": lambda a, b: a @ b,
-            }[name](a, b)
-            held.append(a)
+        result = OPERATIONS[name](a, b)
+        if name not in ("add_", "copy_", "row"):
+            held.append(a := result)
         if finite and not bool(torch.isfinite(a).all()):
             began.add(name)
     return torch.stack(held).mul(1e-9).sum(0), began
 
 
-@given(programs())
+@given(st.lists(STEPS, min_size=1, max_size=12))
 def test_the_culprit_began_it(program: list[tuple[str, int, int]]) -> None:
     """In any program the operation named had finite operands, and a plain run shows such a step of that name."""
     x = torch.tensor([[1.0, 2.0], [3.0, 40.0]])

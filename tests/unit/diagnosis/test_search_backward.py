@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -127,16 +128,21 @@ def test_code_of_the_parent_that_shares_a_tensor_is_not_the_modules() -> None:
 
 def test_a_gradient_that_another_user_of_the_weight_made() -> None:
     """The gradient is that of the module that owns the weight; where it was made is told apart from it."""
-    linear = nn.Linear(2, 2)
-    divides = Does(lambda x: torch.where(x > 0, linear.weight.sum() / x, 0.0))
-    model = Does(lambda linear, divides, x: linear(x) + divides(x), linear, divides)
-    x = torch.tensor([0.0, 1.0])
-    start = snapshot_of(model, (x,), {})
-    finding = failing_backward(model, x, rerun=False).finding
-    assert (finding.module, finding.label, finding.origin) == ("parts.0", "weight.grad", "produced")
-    for module, made_in in ("parts.0", "parts.1"), ("parts.1", None):
-        seen = find_operation(start, replace(finding, module=module), model=model)
-        assert (seen.step.operation, seen.finding.source_module) == ("DivBackward0", made_in)
+    for uses, operation in [
+        (lambda weight, x: torch.where(x > 0, weight.sum() / x, 0.0), "DivBackward0"),
+        (lambda weight, x: PlainNorm.apply(weight * 0).sum(0), "aten.div.Tensor"),
+    ]:
+        linear = nn.Linear(2, 2)
+        part = Does(partial(uses, linear.weight))
+        model = Does(lambda linear, part, x: linear(x) + part(x), linear, part)
+        x = torch.tensor([0.0, 1.0])
+        start = snapshot_of(model, (x,), {})
+        finding = failing_backward(model, x, rerun=False).finding
+        assert (finding.module, finding.label, finding.origin) == ("parts.0", "weight.grad", "produced")
+        for module, made_in in ("parts.0", "parts.1"), ("parts.1", None):
+            seen = find_operation(start, replace(finding, module=module), model=model)
+            assert (seen.step.operation, seen.finding.source_module) == (operation, made_in)
+            assert not any("left out of the result" in remark for remark in seen.finding.remarks)
 
 
 class PlainNorm(torch.autograd.Function):

@@ -13,7 +13,7 @@ from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.rerun import find_operation
 from nanwatch.report.finding import Finding
 from support.examined import snapshot_of
-from support.toys import fault_of
+from support.toys import Does, fault_of
 from support.watching import watch
 
 
@@ -94,22 +94,12 @@ def test_replicas_of_other_threads_take_part(four_ranks: None, monkeypatch: pyte
     assert calls == [thread.ident, threading.get_ident()]
 
 
-class Root(nn.Module):
-    """Fails in its backward, and has a buffer that DistributedDataParallel sends to the other ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x).mul(0).sum().sqrt()  # type: ignore[no-any-return]
-
-
 def test_a_replica_of_one_process_runs_again_in_a_child() -> None:
-    """A forked child has no thread of gloo, so its collectives would not end."""
+    """A forked child has no thread of gloo, so its collectives would not end, as that which sends a buffer."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        model = nn.parallel.DistributedDataParallel(Root())
+        root = Does(lambda norm, x: norm(x).mul(0).sum().sqrt(), nn.BatchNorm1d(2))
+        model = nn.parallel.DistributedDataParallel(root)
         with watch(model.module, gradients=True):
             loss = model(torch.randn(4, 2))
             loss.backward()
