@@ -94,6 +94,7 @@ def test_data_in_an_object_is_data() -> None:
     class Unpacks(nn.Sequential):
         def forward(self, batch: Any) -> Tensor:
             if isinstance(batch, dict):
+                batch["x"] = batch["x"].log_() if batch["x"].min() < 0 else batch["x"]
                 batch["x"] = torch.stack([batch["x"], torch.ones(2)])
             return super().forward(batch["x"] if isinstance(batch, dict) else batch.x)
 
@@ -101,6 +102,10 @@ def test_data_in_an_object_is_data() -> None:
     with watch(model):
         for kind in SimpleNamespace, dict:
             assert fault_of(model, kind(x=torch.tensor([INF, 1.0]))).finding.origin == "data"
+        # The model made this one bad before it was replaced.
+        assert fault_of(model, {"x": torch.tensor([-1.0, 1.0])}).finding.origin == "received"
+    with watch(wrapper := nn.DataParallel(model)):
+        assert fault_of(wrapper, SimpleNamespace(x=torch.tensor([INF, 1.0]))).finding.class_name == "Unpacks"
 
 
 def net() -> nn.Module:
