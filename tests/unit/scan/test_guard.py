@@ -160,20 +160,20 @@ def test_a_program_that_moves_and_deletes_keeps_the_good_one(run):
         with name.open("wb") if is_open else nullcontext(name) as file:
             torch.save(run.model.state_dict(), file)
         os.replace(name, run.folder / f"{number}.pt")
-        (run.folder / f"{number - 1}.pt").unlink(missing_ok=number == 0)
+        (run.folder / f"{number - 1}.pt").unlink(missing_ok=number == 1)
 
     with run.watch(on_nonfinite="warn"):
-        save(0, True)
-        save(1, False)
+        save(1, True)
         PLANTED[0](run)
         for number in (2, 3, 4):
             save(number, number == 3)
-        assert {*run.files()} == {"1.pt", "4.nonfinite.pt"}
-        assert torch.load(run.folder / "1.pt")["0.weight"].isfinite().all()
+        torch.save(run.optimizer.state_dict(), run.folder / "good.pt")  # and no good one of the model
+        os.remove(run.folder / "1.pt")
+        assert {*run.files()} == {"1.pt", "4.nonfinite.pt", "good.pt"}
         run.model[0].weight.data.fill_(1)
         save(5, False)
         os.remove(run.folder / "1.pt")
-    assert {*run.files()} == {"5.pt"}
+    assert {*run.files()} == {"5.pt", "good.pt"}
 
 
 class Stateless:
