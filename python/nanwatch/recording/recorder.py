@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -82,7 +82,7 @@ class PythonRecorder:
 
     def __init__(self, settings: Settings, events: RecorderEvents) -> None:
         names = ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits")
-        self.counters = Counter(dict.fromkeys(names, 0))
+        self.counters = dict.fromkeys(names, 0)
         # Nobody calls back or reads a tensor while holding the lock. Reentrant, as a signal's handler may ask for a
         # report at any moment.
         self._lock = threading.RLock()
@@ -94,7 +94,7 @@ class PythonRecorder:
         self._batches: weakref.WeakSet[_Call] = weakref.WeakSet()  # their outermost calls
         self._called = set[str]()
         self._frames: deque[Frame] = deque(maxlen=settings.max_frames)
-        self._num_frames = Counter[int]()  # by batch, of the latest ones
+        self._num_frames: dict[int, int] = {}  # by batch, of the latest ones
         self._peaks, self._gradient_peaks = Peaks(), Peaks()
         self._follows = settings.gradients
         self._hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # their handles
@@ -212,8 +212,8 @@ class PythonRecorder:
             self._events.on_frame(frame)
         if any(record.is_fault for record in records):
             caller = None if call.caller is None else call.caller.node.name
-            given = self._thread.outermost.given
-            self._events.on_nonfinite(frame, caller, given[0], given[1], False)
+            args, kwargs = self._thread.outermost.given
+            self._events.on_nonfinite(frame, caller, args, kwargs, False)
 
     # Batches, and their starts
 
@@ -293,9 +293,10 @@ class PythonRecorder:
                     self._peaks.add(frame, self.gathers_inputs)  # an input counts at the module that made it
             elif frame.phase == "backward" and self.gathers_gradient_peaks:
                 self._gradient_peaks.add(frame)
-            self.frames_kept += 1
-            self.counters.update(frames=1, tensors=num_read, tensors_read=num_read)
-            self._num_frames[frame.batch] += 1
+            # Each tensor is read. The methods of a Counter would need more of the stack.
+            self.counters["frames"] = self.frames_kept = self.frames_kept + 1
+            self.counters["tensors"] = self.counters["tensors_read"] = self.counters["tensors"] + num_read
+            self._num_frames[frame.batch] = self._num_frames.get(frame.batch, 0) + 1
             if len(self._num_frames) > _COUNTED_BATCHES:
                 del self._num_frames[min(self._num_frames)]
 
@@ -400,9 +401,8 @@ class PythonRecorder:
 
     def finish_nonfinite_backward(self) -> None:
         """Make frames of this thread's backward, as far as it has come, if a gradient in it is not finite."""
-        task = torch._C._current_graph_task_id()
-        groups = self._backwards[task][1].values() if task in self._backwards else ()
-        if any(record.is_fault for group in list(groups) for *_, record in group):
+        _, gradients = self._backwards.get(task := torch._C._current_graph_task_id(), (None, {}))
+        if any(record.is_fault for group in list(gradients.values()) for *_, record in group):
             self._finish(task)
 
     def _finish(self, task: int) -> None:
