@@ -190,6 +190,10 @@ def causes(given: Operands, strangers: Sequence[int], calls: Sequence[BatchSnaps
         labels, ignored = named.get("target"), named.get("ignore_index", -100)
         if isinstance(labels, Tensor) and labels.numel() and bool((labels == ignored).all()):
             yield f"all {labels.numel():,} labels are ignore_index ({ignored}): the mean is that of nothing"
+        weight = named.get("weight")
+        taken = labels[labels != ignored] if isinstance(labels, Tensor) else torch.empty(0)
+        if isinstance(weight, Tensor) and taken.numel() and not bool(weight[taken].any()):
+            yield f"all {taken.numel():,} labels are of classes of weight 0: the mean is that of nothing"
     yield from _masked_rows(base, named)
     yield from _outside_domain(base, named)
 
@@ -224,6 +228,8 @@ def _masked_rows(base: str, named: Mapping[str, Any]) -> Iterator[str]:
 def _outside_domain(base: str, named: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence if an operation was given values for which it is not defined."""
     x = named.get("self")
+    exponents = torch.as_tensor(named.get("exponent", 0))
+    base = "sqrt" if base == "pow" and bool((exponents != exponents.round()).any()) else base
     if base not in DOMAINS or not isinstance(x, Tensor) or not is_plain(x) or x.is_complex():
         return
     least, largest = DOMAINS[base]

@@ -344,4 +344,6 @@ def _is_meant(
             made &= ~shares[i]
         return not bool(made.any())
     meant = {value for source in sources for value in source.values}
+    if operation.base in ("sum", "mean"):  # which makes no mask of a mask
+        return False
     return step.values <= (meant | {"-inf"} if is_masked else meant)

@@ -91,6 +91,7 @@ SENTENCES = {
     " began, or a checkpoint did before, if no earlier batch used it.",
     "buffer": "the buffer was not finite when the call ended: in training mode running statistics take in the input;"
     " otherwise an initialisation, a checkpoint or other code wrote it.",
+    "buffer before the call": "the buffer was not finite before this call, whose inputs are: other code wrote it.",
     "data": "the batch was called with it, and the model passed it on; or a module wrote it there, in place, as"
     " x.mul_() does to what it is given.",
     "from outside": "it was handed in from outside the modules that are watched.",
@@ -165,6 +166,11 @@ def _why_forward(finding: Finding, frame: Frame | None, frames: Sequence[Frame])
             return _of("weight before the first batch")
         batch = _last_finite(finding, frames)
         return _of("weight before the call") if batch is None else _of("weight since a batch", batch=batch)
+    inputs = [] if frame is None else [record for record in frame.records if record.role == "input"]
+    # Running statistics take in squares.
+    are_moderate = all(_is_finite_float(x) and (x.abs_max or 0.0) < 1e19 for x in inputs)
+    if finding.origin == "buffer" and inputs and are_moderate:
+        return _of("buffer before the call")
     if finding.origin != "received":
         return _of(finding.origin)
     if finding.source_module is None:
@@ -290,8 +296,7 @@ def _next_backward(finding: Finding, frame: Frame | None, record: Record | None)
         return _of("writer of the gradient" if finding.label.endswith(".grad") else "optimizer state")
     # The advice on a derivative does not fit an operation of the forward, or of a loss.
     is_behind = finding.is_of_loss
-    is_of_forward = is_behind or (finding.operation or "").startswith("aten.")
-    if is_of_forward and any(cure.works and (cure.patch or cure.code) for cure in finding.cures):
+    if any(cure.works and (cure.patch or cure.code) for cure in finding.cures):
         return _of("apply the cure")
     if is_behind:
         return _of("labels" if finding.origin == "data" else "loss")

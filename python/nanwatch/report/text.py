@@ -126,12 +126,14 @@ def _by(finding: Finding) -> list[Fact]:
     where = "" if finding.place is None else f" at {finding.place.short}"
     # The record may show a later value: inf minus inf is nan.
     made = f" made {finding.made}" if finding.made is not None and finding.made not in finding.value else ""
+    is_passed = finding.origin in ("data", "buffer") and any(x.isfinite is False for x in finding.operands)
+    made = " passed it on" if is_passed and not made else made
     words = ", ".join(
-        f"{operand.label} {operand.abs_min:.2e} to {operand.abs_max:.2e}"
+        f"|{operand.label}| {operand.abs_min:.2e} to {operand.abs_max:.2e}"
         f" ({', '.join((f'{operand.dtype} {list(operand.shape or ())}', *small_words(operand)))})"
         for operand in finding.operands
         if operand.abs_min is not None and operand.abs_max is not None
-    )
+    ).replace("nan to nan", "nan")
     return [Fact("By", f"{finding.operation}{made}{where}."), Fact("From", f"{words}." if words else "")]
 
 

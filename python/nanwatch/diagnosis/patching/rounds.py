@@ -54,10 +54,11 @@ def says_count(text: str) -> bool:
 
 
 class Proposal(NamedTuple):
-    """A change of the source: its edits, the expression that it changes, and in words what it does."""
+    """A change of the source: its edits, the expression that it changes, the part that it writes anew, what it does."""
 
     edits: tuple[Edit, ...]
     node: ast.AST
+    part: ast.AST
     words: str
 
 
@@ -84,17 +85,20 @@ class Proposer:
         # The operations that made the operands of the likeliest node, where one of these was not finite.
         is_bad = any(record.isfinite is False for record in step.operands)
         self._sources = [x for x in parts if is_bad and getattr(operation_of(x, site), "name", "") in POLES]
+        # Rounding may have made these, as the difference of two large numbers.
+        operands = [x for node in self.failing[:1] for x in self._operands_of(node) if not is_bad]
+        self._operands = [y for x in operands for y in (x, site.definition(x))]
         # Names that are added, or handed to a function: a product with 1e-8 is computed before it is rounded.
         names = (x for x in parts if isinstance(x, ast.Constant | ast.Name | ast.Attribute))
         added = [x for x in names if isinstance(getattr(site.parents[x], "op", ast.Add()), ast.Add)]
-        operations = filter(None, (operation_of(node, site) for node in (*self.failing, *self._sources)))
-        looked = [*(x for y in operations for x in (*y.args, *y.keywords.values())), *added]
+        looked = [x for node in (*self.failing, *self._sources) for x in self._operands_of(node)] + added
         looked = [x for x in looked if isinstance(x, _VALUES) and site.constant(x) is None]
         self.values = look([*self.failing, *looked])
         # Numbers of the source that are not 0, and are 0 in the format of the failing operation, as 1e-8 is in float16.
         kind = getattr(torch, self._dtype)
         numbers = [(x, self._number(x) or 0) for x in added]
         self._vanished = [x for x, number in numbers if number > 0 == float(torch.tensor(number, dtype=kind))]
+        self._limits = torch.finfo(kind)
 
     def _failing_nodes(self, step: Step) -> list[ast.AST]:
         assert step.place is not None
@@ -129,7 +133,7 @@ class Proposer:
         tensors = [x[x.isfinite()] for x in self.tensors(base) if not x.is_complex()]
         ends = [float(end) for x in tensors if x.numel() for end in x.aminmax()]
         distance, farthest = max(((max(least - end, end - largest), end) for end in ends), default=(0.0, 0.0))
-        return f"{farthest:.3g}" if distance > 0 else "", is_root and distance > MOST_BY_GUARD
+        return (f"{farthest:.3g}", is_root) if distance > MOST_BY_GUARD else ("", False)
 
     def causes(self) -> list[str]:
         """Return a sentence for each number of the source that is 0 in the format of the failing operation."""
@@ -145,13 +149,26 @@ class Proposer:
         yield from self._stable()
         for node in self.failing:
             yield from self._untaken(node)
+        is_half = self._dtype == "float16"
+        if is_half:
+            yield from self._infinities()
+            for node in self.failing[:1]:
+                operand = Binding({"X": self._operands_of(node)[0]})
+                yield from self._written(
+                    node, operand.letters["X"], "X.float()", operand, "compute it in float32"
+                )
         for node in [*self._sources, *self.failing]:
             for row in GUARDS:
                 yield from self.guard(node, row)
-        yield from self._infinities()
+        if not is_half:
+            yield from self._infinities()
+
+    def _operands_of(self, node: ast.AST) -> list[ast.expr]:
+        operation = operation_of(node, self._site)
+        return [] if operation is None else [*operation.args, *operation.keywords.values()]
 
     def _stable(self) -> Iterator[Proposal]:
-        site, failing = self._site, {*self.failing[:1], *self._sources}
+        site, failing = self._site, {*self.failing[:1], *self._sources, *self._operands}
         nodes = [x for x in ast.walk(site.node) if isinstance(x, ast.expr) and operation_of(x, site)]
         for pattern, form in STABLE:
             for node in nodes:
@@ -180,11 +197,14 @@ class Proposer:
             return []
         self._known.add(edits)
         words = re.sub(r"\b[A-Z]{3,}\b", lambda name: numbers.get(name[0], name[0]), words)
-        return [Proposal(edits, node, words)]
+        return [Proposal(edits, node, changed, words)]
 
     def _holds(self, condition: str, binding: Binding) -> bool:
         kind, _, operations = (text.strip() for text in condition.partition("in "))
-        if operations and self._operation.removesuffix("_forward") not in operations.split():
+        if (
+            operations
+            and self._operation.removesuffix("_forward").removesuffix("2d") not in operations.split()
+        ):
             return False
         if kind in ("", "bound"):
             return not kind or self._bound(binding) != ""
@@ -210,6 +230,14 @@ class Proposer:
     def tensors(self, node: ast.AST) -> list[Tensor]:
         """Return the tensors that an expression is in float64."""
         return [x for x in self.values.get(node, []) if isinstance(x, Tensor)]
+
+    def rounding(self, proposal: Proposal) -> float:
+        """Return how far from float64 the new part may be: by the rounding of `1 - p`, not at all for a stable form."""
+        if proposal.words == STABLE_WORDS:
+            return 0.0
+        operation = operation_of(self._site.definition(proposal.part) or proposal.part, self._site)
+        terms = operation.args if operation is not None and operation.name in ("add", "sub") else ()
+        return max((abs(self._number(x) or 0) for x in terms), default=0) * self._limits.eps or -1.0
 
     def _number(self, node: ast.expr) -> float | None:
         """Return the number that a node is or was, None where it is none."""
@@ -255,19 +283,20 @@ class Proposer:
         index = whole.slice.id
         text = re.sub(rf"\b({'|'.join(names)})\b", rf"\1[{index}]", self._site.text(call))
         words = f"compute the elements that `{index}` takes, and no others"
-        return [Proposal((placed(self._site, whole, text),), whole, words)]
+        return [Proposal((placed(self._site, whole, text),), whole, whole, words)]
 
     def _infinities(self) -> Iterator[Proposal]:
-        """Propose finite numbers for the infinities that the function writes, as in a mask."""
+        """Propose finite numbers for those that the function writes and the format has as infinite, as in a mask."""
         lowest = self._numbers["LOWEST"]
         for node in ast.walk(self._site.node):
             is_signed = isinstance(self._site.parents.get(node), ast.UnaryOp)  # tried with its sign alone
             value = self._site.constant(node) if isinstance(node, ast.expr) and not is_signed else None
+            if not isinstance(value, int | float) or abs(value) <= self._limits.max:
+                continue
             # A mask of the wrong sign is found in a softmax.
-            is_low = value == -math.inf or (value == math.inf and "softmax" in self._operation)
-            for number in [lowest] * is_low + [lowest[1:]] * (value == math.inf):
+            for number in [lowest] * (value < 0 or "softmax" in self._operation) + [lowest[1:]] * (value > 0):
                 edits = (Edit(self._site.file.span(node), number),)
-                yield Proposal(edits, node, "write a finite number for the infinity")
+                yield Proposal(edits, node, node, f"write a number that {self._dtype} holds")
 
 
 class Program(NamedTuple):
@@ -316,7 +345,7 @@ class Program(NamedTuple):
         )
         # Only the cell of a notebook has no patch.
         code = "" if patch else next((new.strip() for old, new in lines if old != new), "")
-        return Cure("; and ".join(self.words), True, None, patch, effect, code)
+        return Cure("; and ".join(dict.fromkeys(self.words)), True, None, patch, effect, code)
 
 
 class Rounds:
@@ -324,7 +353,7 @@ class Rounds:
 
     def __init__(self, trials: Trials, at: TargetFinder) -> None:
         self._trials, self._at, self._end = trials, at, time.monotonic() + _MOST_SECONDS
-        self._tried, self._too_far = list[str](), ""
+        self._tried, self._too_far = dict[str, list[str]](), ""
 
     def go(self, step: Step) -> None:
         """Make the rounds, from the step that failed."""
@@ -343,7 +372,8 @@ class Rounds:
             if self._trials.cures:
                 return
         if self._tried:
-            tried = ", ".join(dict.fromkeys(self._tried)) + self._too_far
+            pairs = (f"{' or '.join(dict.fromkeys(new))} for {old}" for old, new in self._tried.items())
+            tried = ", ".join(pairs) + self._too_far
             remarks.append(f"these changes of the source were tried, and none was enough: {tried}")
 
     def _round(self, program: Program, site: Site, step: Step, is_backward: bool) -> Round:
@@ -359,15 +389,20 @@ class Rounds:
             changed, probe = moved(node if node.covers(edits[-1].span) else edits[-1].span, edits), Probe()
             try:
                 trial = program.edited(site, proposal)
-                hold = partial(trial.running, probe, site.target, [changed])
+                looks = [changed, moved(edits[-1].span, edits)]
+                hold = partial(trial.running, probe, site.target, looks)
                 experiment = self._trials.run(hold, follows=True)
             except (SyntaxError, ValueError):
                 continue
-            self._tried.append(trial.words[-1].partition(": write ")[2])
+            new, _, old = trial.words[-1].partition(": write ")[2].rpartition(" for `")
+            self._tried.setdefault(f"`{old}", []).append(new)
             if experiment.error is not None or 0 not in probe.values:
                 continue
-            values = [x for x in probe.values[0] if isinstance(x, Tensor)]
-            works, effect = self._trials.judge(experiment, values, proposer.tensors(proposal.node))
+            values, part = ([x for x in probe.values.get(i, ()) if isinstance(x, Tensor)] for i in (0, 1))
+            written_anew = part, proposer.tensors(proposal.part), proposer.rounding(proposal)
+            works, effect = self._trials.judge(
+                experiment, values, proposer.tensors(proposal.node), written_anew
+            )
             guarded = outside if ".clamp(" in edits[-1].text else ""
             hidden = f"float64 too has {guarded} there" if guarded and is_far else ""
             # A stable form has the gradients that are meant.
@@ -378,7 +413,7 @@ class Rounds:
                 self._trials.cures.append(trial.cure(effect))
                 return trial, None
             if effect and not self._too_far:
-                self._too_far = f"; with {self._tried[-1]} the batch is finite, but {hidden or effect}"
+                self._too_far = f"; with {new} the batch is finite, but {hidden or effect}"
             later, is_later_backward = experiment.failure, experiment.failed_in_backward
             # An earlier failure than before is none to go on from. With strangers it was bad before the batch.
             is_earlier = is_backward and not is_later_backward

@@ -99,6 +99,7 @@ _STABLE = (
     ("sqrt(square(A) + square(B))", "torch.hypot(A, B)"),
     ("sqrt(square(X))", "X.abs()"),
     ("mean(square(X), ...) - square(mean(X, ...))", "X.var(..., unbiased=False)"),
+    ("sqrt(var(X, ...))", "X.std(...)"),
     # 0 times infinity, 0 divided by 0
     ("T * (log(T) - Q)", "torch.xlogy(T, T) - T * Q"),
     ("A * log(B)", "torch.xlogy(A, B)"),
@@ -125,6 +126,7 @@ _EXPS = "exp(X) | exp2(X) | expm1(X) | sinh(X) | cosh(X)"
 _GUARDS: tuple[tuple[str, str, str, str, str], ...] = (
     ("log_prob(A, B)", "B", "B.clamp(min=NEAR)", "positive in xlogy log", "keep the value off the edge of the distribution"),
     ("log_prob(A, B)", "B", "B.clamp(NEAR, 1 - NEAR)", "fraction in xlogy log log1p", "keep the value off the edges of the distribution"),
+    ("W(X, Y, ..., weight=M)", "", "W if M[Y].any() else X.sum() * 0.0", "in nll_loss", "take 0 where all classes have weight 0"),
     ("W(X, Y, ...)", "", "W if (Y != -100).any() else X.sum() * 0.0", "in nll_loss", "take 0 where all labels are ignored"),
     ("W(X, ...)", "", "W if X.numel() else X.sum() * 0.0", "in nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy mean", "take 0 for the mean of nothing"),
     ("W(..., mask=M)", "M", "M & ~M.all(-1, keepdim=True)", "in softmax _softmax _safe_softmax", "mask no row everywhere"),
