@@ -316,7 +316,6 @@ integral = lambda x: x.new_zeros(2) / (x.long() * 0).sum(0)
 certain = lambda x: torch.sigmoid(x + 28)
 saturated = lambda x: torch.log(1 - certain(x))
 squared = lambda x: (x.half() * 300).pow(2).sum().float()
-banned = lambda x: (x.half() + (x >= 0).half() * -1e9).softmax(-1).float()
 of_wrong_sign = lambda x: x.masked_fill(torch.eye(2, dtype=torch.bool), INF).softmax(-1)
 
 
@@ -329,7 +328,6 @@ of_wrong_sign = lambda x: x.masked_fill(torch.eye(2, dtype=torch.bool), INF).sof
         (integral, "x.new_zeros(2) / (x.long() * 0).sum(0).clamp(min=1)"),
         (saturated, "torch.log((1 - certain(x)).clamp(min=1e-12))"),
         (squared, "(x.half() * 300).float().pow(2).sum().float()"),
-        (banned, "(x.half() + (x >= 0).half() * -6e4).softmax(-1).float()"),
         (of_wrong_sign, "x.masked_fill(torch.eye(2, dtype=torch.bool), -1e30).softmax(-1)"),
     ],
 )
