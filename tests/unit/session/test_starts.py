@@ -203,23 +203,23 @@ def gated(part: nn.Module, gate: float = 1.0) -> nn.Module:
 
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
 @pytest.mark.parametrize(
-    ("options", "path", "module"),
+    ("options", "module"),
     [
-        ({}, "", "parts.1"),
-        ({"ignore_modules": "parts.1"}, "", "parts.1.parts.1"),
-        ({"allow": "inf:parts.1"}, "", "parts.1.parts.1"),
+        ({}, "parts.1"),
+        ({"ignore_modules": "parts.1"}, "parts.1.parts.1"),
+        ({"allow": "inf:parts.1"}, "parts.1.parts.1"),
     ],
 )
-def test_the_outermost_bad_weight_of_the_open_calls(
-    options: Any, path: str, module: str, recorder: str
-) -> None:
+def test_the_outermost_bad_weight_of_the_open_calls(options: Any, module: str, recorder: str) -> None:
     """Unless its module is ignored or allowed, or nobody called it. A function in the innermost call meets the inf."""
     innermost = Does(nanwatch.watched(torch.neg, name="neg"))
     model = gated(gated(gated(innermost, torch.inf), torch.inf))
     with torch.no_grad(), watched(model, recorder, rerun=False, **options):
-        finding = fault_of(model.get_submodule(path), torch.ones(2)).finding
-        assert fault_of(innermost, torch.full((2,), torch.inf)).finding.module == "parts.1.parts.1.parts.1"
+        finding = fault_of(model, torch.ones(2)).finding
+        model.parts[1].parts[1].parts[0][0].fill_(9)
+        alone = fault_of(model.parts[1].parts[1], torch.full((2,), 3e38)).finding
     assert (finding.module, finding.label, finding.origin) == (module, "parts.0.0", "weight")
+    assert (alone.label, alone.origin) == ("input[0]", "received")
 
 
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
