@@ -124,6 +124,16 @@ class Site:
         bindings = (pair for pair in self._bound.get(name, ()) if pair[0] <= start)
         return max(bindings, key=lambda pair: pair[0], default=(-1, None))
 
+    def same(self, node: ast.expr) -> list[ast.expr]:
+        """Return the other places of the function where the same expression has the same value."""
+        dump, start = ast.dump(node), self.file.span(self.statement(node)).start
+        bound = [self._last(name, start) for name in all_names(node)]
+        nodes = (
+            x for x in self.parents if isinstance(x, type(node)) and x is not node and ast.dump(x) == dump
+        )
+        starts = ((x, self.file.span(self.statement(x)).start) for x in nodes)
+        return [x for x, at in starts if [self._last(name, at) for name in all_names(node)] == bound]
+
     def text(self, node: ast.AST) -> str:
         """Return the text of a node of this source."""
         return self.file.part(self.file.span(node))
@@ -291,10 +301,10 @@ def written(
         return site.text(value) if is_whole or isinstance(value, _ATOMS) else f"({site.text(value)})"
 
     try:
-        text = _PLACES.sub(replaced, form)
-    except LookupError:
+        edit = placed(site, node, _PLACES.sub(replaced, form))
+    except (LookupError, SyntaxError):  # a form may ask a number for its attributes
         return ()
-    return *(edit for pair in hoists.values() for edit in pair), placed(site, node, text)
+    return *(edit for pair in hoists.values() for edit in pair), edit
 
 
 def _hoist(site: Site, value: ast.expr, number: int) -> tuple[Edit, Edit]:

@@ -192,12 +192,17 @@ class Proposer:
     ) -> list[Proposal]:
         """Return the change that writes a form in the place of a part of the node, none if it is no new one."""
         numbers = {**self._numbers, "BOUND": self._bound(binding)}
-        edits = written(self._site, changed, form, binding, numbers)
-        if edits in self._known or all(self._site.file.part(span) == text for span, text in edits):
-            return []
-        self._known.add(edits)
         words = re.sub(r"\b[A-Z]{3,}\b", lambda name: numbers.get(name[0], name[0]), words)
-        return [Proposal(edits, node, changed, words)]
+        # The bound of an exponent is for all its uses first: without it the rest of a loss pulls the other way.
+        users = self._site.same(changed) if isinstance(changed, ast.expr) and "clamp(max=" in form else []
+        others = chain(*(written(self._site, user, form, Binding({"X": user}), numbers) for user in users))
+        edits = written(self._site, changed, form, binding, numbers)
+        proposals = []
+        for change in dict.fromkeys(((*others, *edits), edits)):
+            if change not in self._known and any(self._site.file.part(span) != text for span, text in change):
+                self._known.add(change)
+                proposals.append(Proposal(change, node, changed, words))
+        return proposals
 
     def _holds(self, condition: str, binding: Binding) -> bool:
         kind, _, operations = (text.strip() for text in condition.partition("in "))

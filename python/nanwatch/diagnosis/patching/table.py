@@ -83,6 +83,7 @@ _STABLE = (
     ("sigmoid(X) / sum(sigmoid(X), dim=D, keepdim=True)", "torch.softmax(F.logsigmoid(X), dim=D)"),
     ("exp(A) / (exp(A) + exp(B))", "torch.sigmoid(A - B)"),
     ("1 / (1 + exp(-X)) | exp(X) / (1 + exp(X))", "torch.sigmoid(X)"),
+    ("A * exp(X) / (1 + exp(X))", "A * torch.sigmoid(X)"),
     ("1 / (1 + exp(X))", "torch.sigmoid(-X)"),
     ("(exp(X) - exp(-X)) / (exp(X) + exp(-X))", "torch.tanh(X)"),
     ("expm1(X) / (exp(X) + 1)", "torch.tanh(0.5 * X)"),

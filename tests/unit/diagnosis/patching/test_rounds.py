@@ -147,11 +147,11 @@ def bounded(linear: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_a_statement_in_between_may_move() -> None:
-    """The change is judged at the results: exp(85) is finite and changes, and the clamp behind it takes both."""
+    """The exponent is bound in all its uses, and judged at the results: the clamp behind takes what changes."""
     linear = nn.Linear(1, 1, bias=False)
     nn.init.ones_(linear.weight)
     cure = works(failing_backward(Does(bounded, linear), torch.tensor([[1.0], [85.0], [95.0]])).finding)
-    assert new_lines(cure) == ["k = gap.clamp(max=20).exp() - gap - 1"]
+    assert new_lines(cure) == ["k = gap.clamp(max=20).exp() - gap.clamp(max=20) - 1"]
     assert "changes 2 of 3 elements of that expression" in cure.effect
 
 
