@@ -267,6 +267,9 @@ def take_apart(finding: Finding, optimizer: Optimizer, parameter: Tensor) -> Fin
             operands = [observe(state[x], f"{x}[{finding.label}]", "buffer", wanted=_COUNTED) for x in keys]
             if parameter.grad is not None:
                 operands.append(observe(addressable(parameter.grad), f"{finding.label}.grad", "gradient"))
+            peaks = [x.abs_max * float(group["lr"]) for x in operands if x.isfinite and x.abs_max is not None]
+            if not is_adam and len(peaks) == len(operands) and max(peaks) < 1:
+                return finding  # such a step leaves a finite weight finite: other code wrote it
             words = f"the step of {type(optimizer).__name__}, {update} with lr={float(group['lr']):g}"
             with_step = replace(finding, operation=words, operands=tuple(operands))
             return _with_eps(with_step, group, state, keys[1]) if is_adam else with_step

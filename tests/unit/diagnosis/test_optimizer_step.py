@@ -79,3 +79,13 @@ def test_the_last_step_of_a_run_is_looked_at(momentum: float, how: str) -> None:
     assert (finding.label, finding.phase, finding.batch) == ("weight", "step", 0)
     key = "momentum_buffer" if momentum else "gradient"
     assert finding.operation == f"the step of SGD, weight - lr * {key} with lr=1e+38"
+
+
+def test_a_step_that_leaves_finite_weights_finite_is_not_named() -> None:
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    w = watch(model)
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    model.weight.data.fill_(torch.nan)
+    assert fault_of(w.stop).finding.operation is None
