@@ -135,7 +135,7 @@ def observe_all(values: Sequence[tuple[Role, str, Tensor]], wanted: Settings) ->
     """Return the record of each value as `observe` makes it: those of plain and finite tensors from one read of all."""
     records = []
     with only_our_dispatch():
-        plain = [x for _, _, x in values if type(x) in (Tensor, nn.Parameter)]
+        plain = [x for _, _, x in values if type(x) in (Tensor, nn.Parameter) and is_plain(x)]
         ranges = dict(zip(map(id, plain), _ranges(plain), strict=True))
         for role, label, x in values:
             record, span = None, ranges.get(id(x))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -26,11 +27,11 @@ from torch import Tensor, distributed
 from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.global_hooks import GlobalHooks, Handles, weakly
-from ..instrumentation.slot import Changes
 from ..numerics._extension import instances_of
 from ..numerics.readable import local_shard, only_our_dispatch
 from ..recording.observe import holds_fractions, nonfinite, observe, state_tensors
 from ..records.record import Frame, Record, Role
+from ..util.imports import when_imported
 from ..util.modules import parameters_of
 from ..util.visible import first_few, suppressed, suppressing, visible, warn_user, without_wrappers
 from .files import tensors_in
@@ -66,11 +67,13 @@ _SEAMS = (
          "save_directory", is_folder=True),
     # Whole, because it saves into memory and then replaces the file.
     *(Seam(module, "TorchCheckpointIO.save_checkpoint", "Lightning", "checkpoint", "path") for module in _LIGHTNING),
-    # A program deletes a checkpoint that has a successor, and moves one that it saved under a temporary name.
+    # A program deletes a checkpoint that has a successor, and moves one that it saved under a temporary name. After a
+    # deletion that did nothing its os.rmdir or os.makedirs would raise, so the guard moves a good one away.
     *(Seam(module, "TorchCheckpointIO.remove_checkpoint") for module in _LIGHTNING),
     Seam("transformers.trainer", "rotate_checkpoints"),
     *(Seam("os", name, place="path") for name in ("remove", "unlink")),
     *(Seam("os", name, place="src") for name in ("rename", "replace")),
+    Seam("shutil", "move", place="src"),
     Seam("shutil", "rmtree", place="path"),
 )  # fmt: skip
 _Owned: TypeAlias = tuple[str, Tensor]  # of the watched model, or of the state of an optimizer of it
@@ -86,7 +89,7 @@ class CheckpointGuard:
         self._reports, self._failures = reports, failures
         self._raises = reports.options.on_nonfinite == "raise"
         self._keeps = False  # the older checkpoints, because the newest is not finite
-        self._good = set[str]()  # paths of the checkpoints that were finite
+        self._good = ""  # path of the model's newest checkpoint that was finite
         self._beside: dict[str, str] = {}  # where others are, by the paths that were asked for
         # Infinities that the model began with are meant: a buffer for a running minimum, a bias that masks.
         self._meant: set[str] = set()
@@ -99,29 +102,50 @@ class CheckpointGuard:
     def _on_save(self, save: Save) -> None:
         save.raises |= self._raises
         if not save.seam.called:
-            self._on_file(save)
+            with suppressing("a file that the program moves or deletes could not be followed"):
+                self._on_file(save)
         elif not save.is_done and save.guard is None and (records := self.examine(save.content)):
             save.guard, save.records = self, records
         elif save.is_done:
-            self._good |= {save.file} - {""}
             self._beside.pop(save.file, None)
-            if self._keeps:  # a good one of the model ends that
-                weights = list(self._model_tensors())
-                self._keeps = all(_owner(weights, keys, x) is None for keys, x in tensors_in(save.content))
+            with suppressing("a checkpoint could not be followed"):
+                # Each checkpoint of the model has its first weight that is trained.
+                weights = sorted(self._model_tensors(), key=lambda member: not member[1].requires_grad)[:1]
+                if any(_owner(weights, keys, x) for keys, x in tensors_in(save.content)):
+                    self._keeps, self._good = False, save.file or self._good
 
     def _on_file(self, save: Save) -> None:
-        """Let a bad checkpoint stay beside where the program moves it, and keep the good ones."""
-        target = os.fsdecode(save.bound.arguments.get("dst", ""))
+        """Let a bad checkpoint stay beside where the program moves it, and move a good one that it deletes."""
+        target, beside = save.bound.arguments.get("dst"), self._beside.get(save.file, "")
         if save.is_done:
-            self._good |= {os.path.abspath(target)} if target and save.file in self._good else set()
-        elif save.file in self._beside:
-            save.changed = {save.seam.place: self._beside.pop(save.file)}
-            if target:
+            if target is not None and save.file:
+                moved = partial(_moved, save.file, os.path.abspath(os.fsdecode(target)))
+                self._good = moved(self._good)
+                self._beside = {moved(path): moved(place) for path, place in [*self._beside.items()]}
+        elif not save.seam.place:
+            save.is_done = self._keeps
+        elif beside and os.path.lexists(beside) and not os.path.isdir(save.file):
+            # A folder that is there is the program's own, with more in it.
+            del self._beside[save.file]
+            save.changed = {save.seam.place: beside}
+            if target is not None and not os.path.isdir(target):
+                target = os.fsdecode(target)
                 save.changed["dst"] = self._beside[os.path.abspath(target)] = _marked(target, False)
-        elif self._keeps and not target:
-            # A checkpoint is a file, or a folder of them.
-            holds_good = any(save.file in (path, os.path.dirname(path)) for path in self._good)
-            save.is_done = holds_good or not save.seam.place
+        elif self._keeps and target is None and os.path.lexists(self._good):
+            is_folder = save.seam.name == "rmtree"
+            is_inside = is_folder and self._good.startswith(save.file + os.sep)
+            if is_inside or (self._good == save.file and os.path.isdir(save.file) == is_folder):
+                self._keep(save.file if is_folder else os.path.dirname(save.file))
+                save.is_done = not is_inside
+
+    def _keep(self, folder: str) -> None:
+        """Move the newest good checkpoint out of a folder, which the program may want to be empty or gone."""
+        good, kept = self._good, os.path.join(f"{folder}.kept", os.path.basename(self._good))
+        shutil.rmtree(kept, ignore_errors=True)  # an older folder: a file is replaced
+        os.makedirs(f"{folder}.kept", exist_ok=True)
+        os.replace(good, kept)  # each guard follows it
+        text = f"the program deletes {good}, the newest checkpoint that is finite: it is in {kept}"
+        warn_user(text, may_raise=False)
 
     def examine(self, content: Any) -> list[Record]:
         """Return the records of what is not finite in it and is the watched model's."""
@@ -204,6 +228,11 @@ def _storage(x: Tensor) -> int:
     return 0
 
 
+def _moved(source: str, target: str, path: str) -> str:
+    """Return the path after a move of a file, or of a folder that it is in."""
+    return target + path.removeprefix(source) if f"{path}/".startswith(f"{source}/") else path
+
+
 def _marked(path: str, is_folder: bool) -> str:
     stem, ending = (path.rstrip("/"), "") if is_folder else os.path.splitext(path)
     return f"{stem}{_MARK}{ending}"
@@ -227,10 +256,12 @@ class Save:
         self.content = bound.arguments.get("self") if content is None else content
         if place is None:
             place = getattr(bound.arguments.get("storage_writer"), "path", None)
-        self.path = os.fsdecode(place) if isinstance(place, str | os.PathLike) else None
+        self.path = os.fsdecode(place) if isinstance(place, str | bytes | os.PathLike) else None
         name = getattr(place, "name", None) if self.path is None else self.path  # also of an open file
-        is_here = isinstance(name, str) and not bound.arguments.keys() & {"dir_fd", "src_dir_fd"}
-        self.file = os.path.abspath(str(name)) if is_here else ""
+        self.file = ""
+        if isinstance(name, str) and not bound.arguments.keys() & {"dir_fd", "src_dir_fd", "dst_dir_fd"}:
+            with suppress(OSError):  # there may be no working directory any more
+                self.file = os.path.abspath(name)
         self.guard: CheckpointGuard | None = None  # the first that finds the `records` not finite
         self.records: list[Record] = []
         self.changed: dict[str, Any] = {}  # arguments
@@ -283,29 +314,36 @@ class CheckpointRefusedError(RuntimeError):
 
 def _install(_call: object) -> SimpleNamespace:
     undo = ExitStack()
-    for changes in _changes.values():
-        changes.make()
-        undo.callback(changes.undo)
+    for seam in _SEAMS:
+        undo.callback(when_imported(seam.module, partial(_guard, seam, undo)))
     return SimpleNamespace(remove=undo.close)
 
 
-def _replace(seam: Seam) -> None:
-    """Replace a method in its class, or a function in every module that has it, under whatever name."""
+def _guard(seam: Seam, undo: ExitStack) -> None:
+    """Replace a method in its class, or a function in every module, until `undo`."""
     try:
         *owners, name = seam.name.split(".")
         owner: Any = reduce(getattr, owners, sys.modules[seam.module])
         function = _guarded(seam, original := vars(owner)[name])
-        modules = [module for module in [*sys.modules.values()] if issubclass(type(module), ModuleType)]
-        for place in [owner] if owners else modules:
-            # Any other way to ask a module of importlib's LazyLoader for its names would run it.
-            for key, value in [*object.__getattribute__(place, "__dict__").items()]:
-                if value is original:
-                    _changes[seam].replace(place, key, function)
+        undo.callback(_replace, owner, function, original)
+        _replace(owner, original, function)
+        if original in os.supports_dir_fd:
+            os.supports_dir_fd.add(function)
+            undo.callback(os.supports_dir_fd.discard, function)
     except Exception:  # another version of the library
         suppressed(f"{seam.module}.{seam.name} could not be guarded")
 
 
-_changes = {seam: Changes(seam.module, partial(_replace, seam)) for seam in _SEAMS}
+def _replace(owner: Any, before: Any, after: Any) -> None:
+    """Replace a function in a class, or in every module that has it by now, under whatever name."""
+    modules = [module for module in [*sys.modules.values()] if issubclass(type(module), ModuleType)]
+    for place in [owner] if isinstance(owner, type) else modules:
+        # Any other way to ask a module of importlib's LazyLoader for its names would run it.
+        for key, value in [*object.__getattribute__(place, "__dict__").items()]:
+            if value is before:
+                setattr(place, key, after)
+
+
 _saves = GlobalHooks(_install)  # hook(save), before a save and once it `is_done`
 
 

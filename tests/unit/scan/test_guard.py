@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import pickle
+import shutil
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -118,8 +119,7 @@ def test_a_bad_checkpoint_goes_beside_the_good_one(run, save, plant, policy):
         after = run.files()
         assert {name: after[name] for name in good} == good
         beside = set(after) - set(good)
-        assert beside
-        assert all(".nonfinite" in name for name in beside)
+        assert {".nonfinite" in name for name in beside} == {True}
         if "a.nonfinite.pt" in beside and save == "torch":
             saved = torch.load(run.folder / "a.nonfinite.pt")
             assert saved["model"]["0.weight"].isnan().sum() == 4
@@ -154,26 +154,32 @@ def test_memory_gets_a_bad_checkpoint_only_where_the_run_goes_on(run):
 
 
 @pytest.mark.filterwarnings("ignore:.*not finite")
-def test_a_program_that_moves_and_deletes_keeps_the_good_one(run):
-    def save(number, is_open):
-        name = run.folder / "new"
+def test_a_program_that_moves_and_deletes_keeps_the_good_one(run, tmp_path):
+    def save(number, folder, is_open=False):
+        name = folder / "new"
         with name.open("wb") if is_open else nullcontext(name) as file:
             torch.save(run.model.state_dict(), file)
-        os.replace(name, run.folder / f"{number}.pt")
-        (run.folder / f"{number - 1}.pt").unlink(missing_ok=number == 1)
+        os.replace(name, folder / f"{number}.pt")
+        (folder / f"{number - 1}.pt").unlink(missing_ok=number == 1)
 
+    (a := tmp_path / "a").mkdir()
     with run.watch(on_nonfinite="warn"):
-        save(1, True)
+        save(1, a, is_open=True)
         PLANTED[0](run)
-        for number in (2, 3, 4):
-            save(number, number == 3)
-        torch.save(run.optimizer.state_dict(), run.folder / "good.pt")  # and no good one of the model
-        os.remove(run.folder / "1.pt")
-        assert {*run.files()} == {"1.pt", "4.nonfinite.pt", "good.pt"}
+        with pytest.warns(RuntimeWarning, match=r"a/1\.pt, the newest .* it is in .*a\.kept/1\.pt$"):
+            save(2, a)
+        save(3, a, is_open=True)
+        torch.save(run.optimizer.state_dict(), a / "good.pt")  # and no good one of the model
+        dcp.save(run.model.state_dict(), checkpoint_id=a)
+        os.replace(a, b := tmp_path / "b")  # which the program has made, with more in it
+        assert {path.name for path in b.iterdir()} == {"3.nonfinite.pt", "good.pt"}
         run.model[0].weight.data.fill_(1)
-        save(5, False)
-        os.remove(run.folder / "1.pt")
-    assert {*run.files()} == {"5.pt", "good.pt"}
+        for number in (4, 5):
+            save(number, b)
+        PLANTED[0](run)
+        torch.save(run.model.state_dict(), b / "6.pt")
+        shutil.rmtree(b)
+    assert {path.name for path in tmp_path.rglob("*.pt")} == {"1.pt", "5.pt"}
 
 
 class Stateless:
