@@ -1,7 +1,5 @@
 """A bad checkpoint that transformers or Lightning saves goes beside the good one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -34,13 +32,8 @@ def test_a_pretrained_model_keeps_its_folder(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_lightning_keeps_its_checkpoint(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
-
-    class Module(lightning.LightningModule):  # type: ignore[name-defined, misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-
-    module, place = Module(), tmp_path / "x.ckpt"
+    module, place = lightning.LightningModule(), tmp_path / "x.ckpt"
+    module.layer = nn.Linear(2, 2)
     trainer = lightning.Trainer(logger=False, accelerator="cpu", default_root_dir=tmp_path)
     trainer.strategy.connect(module)
     with nanwatch.watch(module, guard_checkpoints=True, black_box=False, rerun=False):

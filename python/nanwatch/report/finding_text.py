@@ -167,9 +167,11 @@ def _why_forward(finding: Finding, frame: Frame | None, frames: Sequence[Frame])
         batch = _last_finite(finding, frames)
         return _of("weight before the call") if batch is None else _of("weight since a batch", batch=batch)
     inputs = [] if frame is None else [record for record in frame.records if record.role == "input"]
-    # Running statistics take in squares.
+    # Running statistics take in squares. Any other buffer may be of what its module computes.
+    are_statistics = finding.label.startswith("running_") and "BatchNorm" in finding.class_name
+    is_wide = frame is not None and frame.fault is not None and frame.fault.dtype != "float16"
     are_moderate = all(_is_finite_float(x) and (x.abs_max or 0.0) < 1e19 for x in inputs)
-    if finding.origin == "buffer" and inputs and are_moderate:
+    if are_statistics and is_wide and inputs and are_moderate:
         return _of("buffer before the call")
     if finding.origin != "received":
         return _of(finding.origin)
@@ -294,11 +296,9 @@ def _next_backward(finding: Finding, frame: Frame | None, record: Record | None)
         if finding.origin == "weight":
             return _next_weight(finding, after_backward=True)
         return _of("writer of the gradient" if finding.label.endswith(".grad") else "optimizer state")
-    # The advice on a derivative does not fit an operation of the forward, or of a loss.
-    is_behind = finding.is_of_loss
     if any(cure.works and (cure.patch or cure.code) for cure in finding.cures):
         return _of("apply the cure")
-    if is_behind:
+    if finding.is_of_loss:  # advice on a derivative does not fit
         return _of("labels" if finding.origin == "data" else "loss")
     if finding.origin == "received" and finding.value in ("inf", "-inf"):
         return _of("short format")

@@ -29,9 +29,8 @@ def test_a_change_is_measured_and_placed(weights, tmp_path):
     result = compared(weights, other, tmp_path)
     (change,) = [change for change in result.changes if change.kind != "equal"]
     difference = (other[name].double() - weights[name].double()).norm() / weights[name].double().norm()
-    assert (change.name, change.kind) == (name, "changed")
+    assert (change.name, change.kind, result.is_faithful) == (name, "changed", False)
     assert change.relative == pytest.approx(float(difference))
-    assert not result.is_faithful
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.float64])
@@ -64,11 +63,9 @@ def test_renamed_missing_and_reshaped_tensors_are_named(weights, tmp_path):
     other["extra"] = torch.ones(8)  # as the lost norm is, and many another
     result = compared(weights, other, tmp_path)
     kinds = {change.name: change.kind for change in result.changes}
-    assert kinds["norm"] == "missing there"
+    expected = {"norm": "missing there", "layers.1.q.weight": "not compared", "layers.0.q.weight": "equal"}
     assert [change.other for change in result.changes if change.kind == "only there"] == ["extra"]
-    assert kinds["layers.1.q.weight"] == "not compared"
-    assert kinds["layers.1.k.weight"] == "converted"  # a nan in both is no difference
-    assert kinds["layers.0.q.weight"] == "equal"
+    assert kinds.items() >= {*expected.items(), ("layers.1.k.weight", "converted")}  # a nan in both is equal
     text = f"{result.to_text()}\n"
     assert f"What became of it: {tmp_path}/b.safetensors.\nNot the same: " in text
     rows = ("equal  layers.0.q.weight -> h.q", "missing there  norm", "only there  extra")

@@ -46,20 +46,18 @@ def write(kind, folder):
         dcp.save(dict(TENSORS), checkpoint_id=path)
     elif kind == "gguf":
         q8 = b"".join(struct.pack("<e32b", 0.5 + i, *range(-16, 16)) for i in range(4))
-        half = TENSORS["layers.1.weight"].view(torch.uint8).numpy()
         writer, types = gguf.GGUFWriter(path, "llama"), gguf.GGMLQuantizationType
         writer.add_array("tokens", ["a", "bc"])
         writer.add_tensor("w", TENSORS["layers.0.weight"].numpy())
         writer.add_tensor("q8", np.frombuffer(q8, np.uint8).reshape(2, -1), raw_dtype=types.Q8_0)
-        writer.add_tensor("b", half, raw_dtype=types.BF16)
+        writer.add_tensor("b", TENSORS["layers.1.weight"].view(torch.uint8).numpy(), raw_dtype=types.BF16)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        scales = torch.tensor([[0.5], [1.5], [2.5], [3.5]])
         expected = {
             "w": TENSORS["layers.0.weight"],
-            "q8": (torch.arange(-16.0, 16).repeat(4, 1) * scales).reshape(2, 64),
+            "q8": (torch.arange(-16.0, 16) * torch.tensor([[0.5], [1.5], [2.5], [3.5]])).reshape(2, 64),
             "b": TENSORS["layers.1.weight"],
         }
     return path, expected
@@ -82,8 +80,7 @@ def test_each_format_has_the_tensors_that_were_written(kind, tmp_path):
 
 def test_blocks_are_decoded_part_by_part(tmp_path, monkeypatch):
     monkeypatch.setattr(scan_module, "PART", 1 << 7)  # one block
-    decode = mock.Mock(side_effect=gguf.dequantize)
-    monkeypatch.setattr(gguf, "dequantize", decode)
+    monkeypatch.setattr(gguf, "dequantize", decode := mock.Mock(side_effect=gguf.dequantize))
     path, expected = write("gguf", tmp_path)
     tensors = {tensor.name: tensor for tensor in nanwatch.scan(path).tensors}
     assert tensors["q8"].health == nanwatch.tensor_health(expected["q8"])
