@@ -45,25 +45,32 @@ def try_patches(trials: Trials, step: Step | None, at: TargetFinder = find_targe
 
 
 def _try_option(trials: Trials) -> None:
-    """Try the batch with an option of the guilty module, given to all modules of its kind."""
-    guilty = next((m for m, name in trials.names.items() if name == trials.guilty), None)
-    kinds = [kind.__name__ for kind in type(guilty).__mro__ if kind.__name__ in OPTIONS]
-    if not kinds or not hasattr(guilty, OPTIONS[kinds[0]][0]):  # as a class of the program that has the name
+    """Try the batch with an option of the guilty module, or of one that a loss calls, given to all of its kind."""
+    modules = dict.fromkeys((*trials.names, *trials.snapshot.module.modules()))
+    suspects = [m for m in modules if trials.names.get(m, trials.guilty) == trials.guilty]
+    kinds = [(m, OPTIONS.get(kind.__name__)) for m in suspects for kind in type(m).__mro__]
+    # A class of the program may have the name of torch's.
+    known = [(m, option) for m, option in kinds if option is not None and hasattr(m, option[0])]
+    if not known:
         return
-    option, value, words = OPTIONS[kinds[0]]
-    modules = [m for m in trials.names if type(m) is type(guilty) and (getattr(m, option) or 0) < value]
+    guilty, (option, value, words) = known[0]
+    changed = [m for m in modules if type(m) is type(guilty) and (getattr(m, option) or 0) < value]
 
     @contextmanager
     def hold() -> Iterator[None]:
         with ExitStack() as stack:
-            for module in modules:
+            for module in changed:
                 stack.callback(setattr, module, option, getattr(module, option))
                 setattr(module, option, value)
             yield
 
-    if guilty in modules:
-        code = code_of(trials.model, trials.guilty or "")
-        trials.attempt(f"{words}: make {type(guilty).__name__} with {option}={value!r}, as `{code}`", hold)
+    if guilty in changed:
+        name = type(guilty).__name__
+        is_known = guilty in trials.names
+        place = (
+            f"`{code_of(trials.model, trials.guilty or '')}` a {name}" if is_known else f"the loss's {name}"
+        )
+        trials.attempt(f"{words}: make {place} with {option}={value!r}", hold)
 
 
 def try_formats(trials: Trials) -> None:

@@ -247,8 +247,18 @@ def test_an_option_is_given_to_all_modules_of_a_kind() -> None:
     """Only with both norms changed is the result finite, and afterwards they are as they were."""
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(2, 0.0), nn.Tanh()) for _ in range(2)))
     cure = works(failed(model, torch.tensor([[1.0, 1.0], [1.0, 2.0]])))
-    assert "make LayerNorm with eps=1e-05, as `model[0][0]`" in cure.what
+    assert "make `model[0][0]` a LayerNorm with eps=1e-05" in cure.what
     assert {block[0].eps for block in model} == {0.0}
+
+
+def test_an_option_of_the_loss_is_tried() -> None:
+    model, criterion = nn.Linear(2, 3), nn.CTCLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, gradients=True):
+        scores = model(torch.ones(2, 1, 2)).log_softmax(-1)
+        criterion(scores, torch.ones(1, 2, dtype=torch.long), [2], [2]).backward()
+        cure = works(fault_of(optimizer.step).finding)
+    assert "make the loss's CTCLoss with zero_infinity=True" in cure.what
 
 
 def test_code_without_source_has_no_change_and_says_why() -> None:
