@@ -27,7 +27,6 @@ from ..instrumentation.wrapped_names import module_names
 from ..numerics._extension import instances_of
 from ..numerics._reference import _to_arithmetic
 from ..precision.casting import NARROW, autocast_kinds, cast
-from ..precision.precision import run_in_fp32
 from ..recording.masks import Excuses, excuses
 from ..recording.observe import observe
 from ..recording.walk import call_leaves, leaves
@@ -61,8 +60,6 @@ _DRAWS = {
 _MOST_CHANGE = 0.01
 # Or each element by at most this: the angle of equal vectors is 1.4e-3 where its cosine is kept 1e-6 below 1.
 MOST_BY_GUARD = 3e-3
-# Rounding that no change of the source undoes may move them by more, if they keep their size.
-_MOST_ROUNDED = 0.5
 # A bound in float32 is no less right because float64 goes on to 1e+51.
 _LARGEST = torch.finfo(torch.float32).max
 # A loss that squares an output past this overflows, and the batch of a forward has no loss yet. So no value past it is
@@ -270,7 +267,6 @@ class Trials:
     remarks: list[str] = field(default_factory=list)
     runs: int = 0
     exact: Experiment | None = None
-    in_float32: Experiment | None = None
 
     def __post_init__(self) -> None:
         self.names = module_names(self.model)
@@ -314,42 +310,25 @@ class Trials:
         experiment: Experiment,
         values: Sequence[Tensor] = (),
         exact: Sequence[Tensor] = (),
-        part: tuple[Sequence[Tensor], Sequence[Tensor], float] = ((), (), -1.0),
+        truth: Experiment | None = None,
     ) -> tuple[bool, str]:
         """Return whether a trial works, and in words what it moves, "" where not all is finite.
 
         Bad data stays bad: then the outputs and the gradients have to be finite. The results have to be near those of
         float64. `values` are those of the changed expression, and `exact` what they are in float64. A guard that moves
         them by the epsilon of a textbook at most is right at a pole where the gradient of float64 fails too, whatever
-        scale the results have. `part` is the same for what is written anew, such as the operand of a guard, and how far
-        from float64 it may be where the expression is finite there: rounding that the change does not undo, as that of
-        the data, may then move the results. So may that of all of float32, which has no scores beside -1e9.
+        scale the results have. `truth` is the run in float64, if it is another than that of the batch.
         """
         is_given = self.finding.origin in ("data", "buffer")
         bad = [label for label in experiment.bad_labels() if not (is_given and label.startswith("input"))]
         if experiment.error is not None or bad:
             return False, ""
-        truth = self.exact or self.in_float64()
+        truth = truth or self.exact or self.in_float64()
         is_close, words = compared(experiment.results, truth.results)
         farthest, effect = _moved(values, exact)
-        is_right = _moved(*part[:2])[0] <= part[-1] and all(x.isfinite().all() for x in exact)
-        if not is_close and is_right and compared(experiment.results, truth.results, _MOST_ROUNDED)[0]:
-            is_close, words = True, f"right but for what the format rounds: {words}"
-        if not is_close and self._agrees_with_float32(experiment, truth):
-            is_close, words = True, f"agrees with the whole model in float32: {words}"
         if not is_close and 0 < farthest <= MOST_BY_GUARD and "gradient" in truth.bad_labels():
             is_close, words = True, f"float64's gradient fails too; {words}"
         return is_close, "; ".join(filter(None, [words, effect]))
-
-    def _agrees_with_float32(self, experiment: Experiment, truth: Experiment) -> bool:
-        """Return whether results are near those of float32, where that is finite and has their size in float64."""
-        if self.in_float32 is None:
-            self.in_float32 = self.run(partial(run_in_fp32, self.model))
-        rounded = self.in_float32
-        if rounded.error is not None or rounded.bad_labels():
-            return False
-        keeps_size, _ = compared(rounded.results, truth.results, _MOST_ROUNDED)
-        return keeps_size and compared(experiment.results, rounded.results)[0]
 
     def explosion(self, hold: Hold) -> str:
         """Return in words how far some steps of the user's optimizers move the weights under a change; "" for not far.
@@ -407,16 +386,14 @@ class Trials:
         return experiment
 
 
-def compared(
-    values: Sequence[Tensor], truth: Sequence[Tensor], most: float = _MOST_CHANGE
-) -> tuple[bool, str]:
-    """Compare results with those of float64, where float32 can hold these: they may be off by `most` of the norm."""
+def compared(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[bool, str]:
+    """Compare results with those of float64, at the elements that float64 gives as finite, and float32 can hold."""
     if [x.shape for x in values] != [x.shape for x in truth]:
         return True, "not compared with float64"
     pairs = [(x, y) for x, y in zip(values, truth, strict=True) if x.is_floating_point() or x.is_complex()]
     unknown = [rest for x, y in pairs if (rest := _known(x, y, _LARGEST)[-1]).numel()]
     # A format of 8 bits rounds by more than 1 %.
-    known = [(*_known(x, y, _SQUARABLE), max(most, torch.finfo(x.dtype).eps / 2)) for x, y in pairs]
+    known = [(*_known(x, y, _SQUARABLE), max(_MOST_CHANGE, torch.finfo(x.dtype).eps / 2)) for x, y in pairs]
     failing = sum(rest.numel() for rest in unknown)
     guarded = max((float(rest.real.nan_to_num(0, 0).max()) for rest in unknown), default=0.0)
     if guarded > _SQUARABLE and all(x.dtype is not torch.float64 for x, _ in pairs):
@@ -430,7 +407,7 @@ def compared(
         return True, fails
     largest = max(float(right.abs().max()) for right, *_ in known)
     errors = [float(distance.max()) for _, distance, *_ in known]
-    is_near = [float(distance.norm()) <= part * float(right.norm()) for right, distance, *_, part in known]
+    is_near = [float(distance.norm()) <= most * float(right.norm()) for right, distance, *_, most in known]
     if not all(near or error <= MOST_BY_GUARD for near, error in zip(is_near, errors, strict=True)):
         words = f"the result is {max(errors):.3g} away from that of float64, of values up to {largest:.3g}"
         return False, words
@@ -443,13 +420,11 @@ def compared(
 
 
 def _moved(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[float, str]:
-    """Return how far a change moves its expression from float64, and in words; inf where float64 has none finite."""
+    """Return how far a guard moves the values of its expression from those of float64, and in words; "" for none."""
     pairs = zip(values, truth, strict=False)
     known = [_known(x, y, inf) for x, y in pairs if x.shape == y.shape and x.is_floating_point()]
     right, distance, new, _ = map(torch.cat, zip(*known, strict=True)) if known else (torch.empty(0),) * 4
-    if not right.numel():
-        return inf, ""
-    is_off = distance > _MOST_CHANGE * right.abs() + 1e-6 * right.abs().max()
+    is_off = distance > _MOST_CHANGE * right.abs() + 1e-6 * right.abs().max() if right.numel() else right
     if not is_off.any():
         return 0.0, ""
     i = int(distance.argmax())

@@ -121,13 +121,13 @@ def _by(finding: Finding) -> list[Fact]:
                 " state that the model keeps in attributes or buffers.",
             )
         ]
-    if finding.operation is None:
-        return []
-    where = "" if finding.place is None else f" at {finding.place.short}"
     # The record may show a later value: inf minus inf is nan.
     made = f" made {finding.made}" if finding.made is not None and finding.made not in finding.value else ""
-    is_passed = finding.origin in ("data", "buffer") and any(x.isfinite is False for x in finding.operands)
-    made = " passed it on" if is_passed and not made else made
+    # An operation that only hands on the data is not where they went bad.
+    is_passed = finding.origin == "data" and any(x.isfinite is False for x in finding.operands)
+    if finding.operation is None or (is_passed and not made):
+        return []
+    where = "" if finding.place is None else f" at {finding.place.short}"
     words = ", ".join(
         f"|{operand.label}| {operand.abs_min:.2e} to {operand.abs_max:.2e}"
         f" ({', '.join((f'{operand.dtype} {list(operand.shape or ())}', *small_words(operand)))})"

@@ -115,9 +115,8 @@ class OptimizerSteps:
             return
         batch, self._loss, numbers = self._recorder.latest_batch, None, Numbers(loss)
 
-        # A product in half precision may be inf only because of its scale.
-        is_scaled = loss.dtype is torch.float16 and "Mul" in type(loss.grad_fn).__name__
-        is_bad: Any = isnan if is_scaled else lambda number: not isfinite(number)
+        # A loss in half precision may be inf by its scale alone, and a scaler then skips the step or not.
+        is_bad: Any = isnan if loss.dtype is torch.float16 else lambda number: not isfinite(number)
 
         def ended() -> None:
             if is_bad(number := numbers.wait()[0]):

@@ -25,7 +25,7 @@ from ...report.finding import Cure
 from ..causes import DOMAINS
 from ..experiment import MOST_BY_GUARD, Trials
 from ..provenance import Expression, Step
-from .matching import Binding, Site, match, operation_of, placed, written
+from .matching import Binding, Operation, Site, match, operation_of, placed, written
 from .source import Edit, Probe, SourceFile, Span, Target, TargetFinder, exchanged, first_line, moved
 from .table import GUARDS, POLES, STABLE, names_that_run, numbers_of, operation_name
 
@@ -54,12 +54,15 @@ def says_count(text: str) -> bool:
 
 
 class Proposal(NamedTuple):
-    """A change of the source: its edits, the expression that it changes, the part that it writes anew, what it does."""
+    """A change of the source: its edits, the expression that it changes, and in words what it does.
+
+    `masked` are the edits for a mask that leaves no scores beside it in float64 either, as -1e9 does in float32.
+    """
 
     edits: tuple[Edit, ...]
     node: ast.AST
-    part: ast.AST
     words: str
+    masked: tuple[Edit, ...] = ()
 
 
 class Proposer:
@@ -183,7 +186,9 @@ class Proposer:
         if binding is None or (condition and not self._holds(condition, binding)):
             return []
         changed = binding.letters[part] if part else node
-        if isinstance(changed, ast.stmt) or (part and self._site.constant(changed) is not None):
+        zero = re.search(r"(\w) == 0", form)
+        varied = [changed] * bool(part) + ([binding.letters[zero[1]]] if zero else [])
+        if isinstance(changed, ast.stmt) or any(self._site.constant(x) is not None for x in varied):
             return []
         return self._written(node, changed, form, binding, words)
 
@@ -201,7 +206,7 @@ class Proposer:
         for change in dict.fromkeys(((*others, *edits), edits)):
             if change not in self._known and any(self._site.file.part(span) != text for span, text in change):
                 self._known.add(change)
-                proposals.append(Proposal(change, node, changed, words))
+                proposals.append(Proposal(change, node, words))
         return proposals
 
     def _holds(self, condition: str, binding: Binding) -> bool:
@@ -223,26 +228,22 @@ class Proposer:
         if kind == "zero":
             eps = float(self._numbers["EPS"])
             return not any(bool(((x != 0) & (x.abs() < eps)).any()) for x in tensors)
+        made = self._site.defined(operand)
+        terms = operation_of(made, self._site) or Operation("", ())
+        # A difference has both signs in other batches, unless it is one of a number, as `1 - p`.
+        if (kind, terms.name) == ("positive", "sub") and self._site.constant(terms.args[0]) is None:
+            return False
         most = 1 if kind == "fraction" else math.inf
         if not tensors or any(x.is_complex() or bool(((x < 0) | (x > most)).any()) for x in tensors):
             return False
         if kind != "count" or any(bool((x != x.round()).any()) for x in tensors):
             return kind != "count"
-        made = self._site.defined(operand)
         texts = map(ast.unparse, (operand, made, self._site.defined(made)))
         return not any(x.is_floating_point() for x in tensors) or any(map(says_count, texts))
 
     def tensors(self, node: ast.AST) -> list[Tensor]:
         """Return the tensors that an expression is in float64."""
         return [x for x in self.values.get(node, []) if isinstance(x, Tensor)]
-
-    def rounding(self, proposal: Proposal) -> float:
-        """Return how far from float64 the new part may be: by the rounding of `1 - p`, not at all for a stable form."""
-        if proposal.words == STABLE_WORDS:
-            return 0.0
-        operation = operation_of(self._site.definition(proposal.part) or proposal.part, self._site)
-        terms = operation.args if operation is not None and operation.name in ("add", "sub") else ()
-        return max((abs(self._number(x) or 0) for x in terms), default=0) * self._limits.eps or -1.0
 
     def _number(self, node: ast.expr) -> float | None:
         """Return the number that a node is or was, None where it is none."""
@@ -288,7 +289,7 @@ class Proposer:
         index = whole.slice.id
         text = re.sub(rf"\b({'|'.join(names)})\b", rf"\1[{index}]", self._site.text(call))
         words = f"compute the elements that `{index}` takes, and no others"
-        return [Proposal((placed(self._site, whole, text),), whole, whole, words)]
+        return [Proposal((placed(self._site, whole, text),), whole, words)]
 
     def _infinities(self) -> Iterator[Proposal]:
         """Propose finite numbers for those that the function writes and the format has as infinite, as in a mask."""
@@ -300,8 +301,10 @@ class Proposer:
                 continue
             # A mask of the wrong sign is found in a softmax.
             for number in [lowest] * (value < 0 or "softmax" in self._operation) + [lowest[1:]] * (value > 0):
-                edits = (Edit(self._site.file.span(node), number),)
-                yield Proposal(edits, node, node, f"write a number that {self._dtype} holds")
+                span, exact = self._site.file.span(node), numbers_of("float64")["LOWEST"]
+                masked = (Edit(span, exact),) * number.startswith("-")
+                words = f"write a number that {self._dtype} holds"
+                yield Proposal((Edit(span, number),), node, words, masked)
 
 
 class Program(NamedTuple):
@@ -394,8 +397,7 @@ class Rounds:
             changed, probe = moved(node if node.covers(edits[-1].span) else edits[-1].span, edits), Probe()
             try:
                 trial = program.edited(site, proposal)
-                looks = [changed, moved(edits[-1].span, edits)]
-                hold = partial(trial.running, probe, site.target, looks)
+                hold = partial(trial.running, probe, site.target, [changed])
                 experiment = self._trials.run(hold, follows=True)
             except (SyntaxError, ValueError):
                 continue
@@ -403,11 +405,14 @@ class Rounds:
             self._tried.setdefault(f"`{old}", []).append(new)
             if experiment.error is not None or 0 not in probe.values:
                 continue
-            values, part = ([x for x in probe.values.get(i, ()) if isinstance(x, Tensor)] for i in (0, 1))
-            written_anew = part, proposer.tensors(proposal.part), proposer.rounding(proposal)
-            works, effect = self._trials.judge(
-                experiment, values, proposer.tensors(proposal.node), written_anew
-            )
+            values = [x for x in probe.values[0] if isinstance(x, Tensor)]
+            works, effect = self._trials.judge(experiment, values, proposer.tensors(proposal.node))
+            if effect and not works and proposal.masked:
+                masked = program.edited(site, proposal._replace(edits=proposal.masked))
+                truth = self._trials.in_float64(partial(masked.running, Probe(), site.target, ()))
+                works, words = self._trials.judge(experiment, truth=truth)
+                if works:  # other formats are judged by it too
+                    effect, self._trials.exact = f"beside a mask that leaves no scores it {words}", truth
             guarded = outside if ".clamp(" in edits[-1].text else ""
             hidden = f"float64 too has {guarded} there" if guarded and is_far else ""
             # A stable form has the gradients that are meant.

@@ -39,6 +39,7 @@ _STABLE = (
     # Cross entropies by hand
     ("Y * log(sigmoid(X)) + (1 - Y) * log(1 - sigmoid(X))", '-F.binary_cross_entropy_with_logits(X, Y, reduction="none")'),
     ("Y * log(squeeze(sigmoid(X), ...)) + (1 - Y) * log(1 - squeeze(sigmoid(X), ...))", '-F.binary_cross_entropy_with_logits(X.squeeze(...), Y, reduction="none")'),
+    ("Y * log(A) + (1 - Y) * log(1 - A)", '-F.binary_cross_entropy(A, Y, reduction="none")'),
     ("F.nll_loss(log(softmax(X, ...)), Y)", "F.cross_entropy(X, Y)"),
     ("F.binary_cross_entropy(sigmoid(X), Y)", "F.binary_cross_entropy_with_logits(X, Y)"),
     # Logarithms of exponentials
@@ -121,13 +122,13 @@ _LOGS = "log(X) | log2(X) | log10(X)"
 _EXPS = "exp(X) | exp2(X) | expm1(X) | sinh(X) | cosh(X)"
 # Guards of the operation that failed: (pattern, the part of it that is written anew, its new form, condition, words);
 # "" is the whole of the pattern. Conditions: the operand is a Python `number`, an `int`, a `count` (integers, or whole
-# numbers whose source says that they count), `zero` (0 or far from it in float64 too), `positive` (float64 shows nothing
-# below 0), or a `fraction` (nothing above 1 either); the exponent has a `pole` at 0, or a `bound` that float64 shows; the call failed `in` one of these
-# operations.
+# numbers whose source says that they count), `zero` (0 or far from it in float64 too), `positive` (no difference, and
+# float64 shows nothing below 0), or a `fraction` (nothing above 1 either); the exponent has a `pole` at 0, or a `bound`
+# that float64 shows; the call failed `in` one of these operations.
 _GUARDS: tuple[tuple[str, str, str, str, str], ...] = (
     ("log_prob(A, B)", "B", "B.clamp(min=NEAR)", "positive in xlogy log", "keep the value off the edge of the distribution"),
     ("log_prob(A, B)", "B", "B.clamp(NEAR, 1 - NEAR)", "fraction in xlogy log log1p", "keep the value off the edges of the distribution"),
-    ("W(X, Y, ..., weight=M)", "", "W if M[Y].any() else X.sum() * 0.0", "in nll_loss", "take 0 where all classes have weight 0"),
+    ("W(X, Y, ..., weight=M)", "", "W if M[Y[(Y >= 0) & (Y < len(M))]].any() else X.sum() * 0.0", "in nll_loss", "take 0 where all classes have weight 0"),
     ("W(X, Y, ...)", "", "W if (Y != -100).any() else X.sum() * 0.0", "in nll_loss", "take 0 where all labels are ignored"),
     ("W(X, ...)", "", "W if X.numel() else X.sum() * 0.0", "in nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy mean", "take 0 for the mean of nothing"),
     ("W(..., mask=M)", "M", "M & ~M.all(-1, keepdim=True)", "in softmax _softmax _safe_softmax", "mask no row everywhere"),
@@ -139,6 +140,7 @@ _GUARDS: tuple[tuple[str, str, str, str, str], ...] = (
     ("A / B | reciprocal(B)", "B", "B.clamp(min=EPS)", "positive", _DIVISOR),
     ("A / B | reciprocal(B)", "B", "torch.where(B.abs() < EPS, EPS, B)", "", _DIVISOR),
     ("A / B | reciprocal(B)", "B", "B.clamp(min=MILD)", "positive", _DIVISOR),
+    ("A / B | reciprocal(B)", "B", "torch.where(B.abs() < MILD, MILD, B)", "", _DIVISOR),
     ("A / B", "", "torch.where(B == 0, 0.0, A / torch.where(B == 0, 1.0, B))", "zero", "take 0 where the divisor is 0"),
     ("A / B", "B", "B + LARGER", "positive", "add an eps to the divisor"),
     ("sqrt(X)", "X", "X.clamp(min=0)", "", "keep what the root is taken of from being negative"),
@@ -215,7 +217,8 @@ NUMBERS = {
     "SAFE": ("40", "20", "20", "5"),
     "HALF": ("350", "40", "40", "5"),
     "MOST": ("700", "80", "80", "10"),
-    "LOWEST": ("-1e30", "-1e30", "-1e30", "-6e4"),
+    # A score and a second mask can be added to it.
+    "LOWEST": ("-1e30", "-1e30", "-1e30", "-3e4"),
     "LN2": (repr(math.log(2)),) * 4,
     "PI": (repr(math.pi),) * 4,
 }

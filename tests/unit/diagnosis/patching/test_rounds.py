@@ -314,18 +314,17 @@ def test_a_call_of_a_local_name_is_changed_at_its_labels_and_at_the_mask_that_is
     (line,) = new_lines(works(failed(Does(by_keyword), torch.ones(2, 3), torch.tensor([-100, -100]))))
     assert line.endswith('reduction="mean") if (labels != -100).any() else x.sum() * 0.0')
     (line,) = new_lines(works(failed(Does(weighted), torch.ones(2, 3), torch.tensor([0, 0]))))
-    assert line.endswith("[labels].any() else x.sum() * 0.0")
+    assert "[labels[(labels >= 0) & (labels < len(torch.tensor([0.0, 1.0, 1.0])))]].any()" in line
     (line,) = new_lines(works(failed(model[1], torch.ones(1, 3, 2), torch.ones(1, 3, dtype=torch.bool))))
     assert "key_padding_mask=pad & ~pad.all(-1, keepdim=True), attn_mask=None" in line
 
 
 tenth = lambda x: torch.log10(input=x)
 chosen = lambda x: torch.log(torch.gather(input=torch.softmax(x * -99, dim=1), dim=1, index=x.long() // 3))
-quotient = lambda x: torch.div(x + 1, other=x.sum(1, keepdim=True) - 2)
+quotient = lambda x: torch.div(x + 1, other=x.sum(1) - 2)
 integral = lambda x: x.new_zeros(2) / (x.long() * 0).sum(0)
-certain = lambda x: torch.sigmoid(x + 28)
-saturated = lambda x: torch.log(1 - certain(x))
 squared = lambda x: (x.half() * 300).pow(2).sum().float()
+banned = lambda x: (x.half() + (x >= 0).half() * -1e9).softmax(-1).float()
 of_wrong_sign = lambda x: x.masked_fill(torch.eye(2, dtype=torch.bool), INF).softmax(-1)
 
 
@@ -334,10 +333,10 @@ of_wrong_sign = lambda x: x.masked_fill(torch.eye(2, dtype=torch.bool), INF).sof
     [
         (tenth, "torch.log10(input=x.clamp(min=1e-12))"),
         (chosen, "F.log_softmax(x * -99, dim=1).gather(dim=1, index=x.long() // 3)"),
-        (quotient, "torch.div(x + 1, other=(x.sum(1, keepdim=True) - 2).clamp(min=1e-8))"),
+        (quotient, "torch.div(x + 1, other=torch.where((x.sum(1) - 2).abs() < 1e-8, 1e-8, x.sum(1) - 2))"),
         (integral, "x.new_zeros(2) / (x.long() * 0).sum(0).clamp(min=1)"),
-        (saturated, "torch.log((1 - certain(x)).clamp(min=1e-12))"),
         (squared, "(x.half() * 300).float().pow(2).sum().float()"),
+        (banned, "(x.half() + (x >= 0).half() * -3e4).softmax(-1).float()"),
         (of_wrong_sign, "x.masked_fill(torch.eye(2, dtype=torch.bool), -1e30).softmax(-1)"),
     ],
 )
