@@ -187,7 +187,7 @@ def follow(what: str, setup: Setup) -> bool:
         else:
             module.register_forward_hook(lambda _, args, output: output.clamp(-end, end))
         known = True
-    if option := re.search(r"make (\w+) with (\w+)=(\S+?),", what):
+    if option := re.search(r" (?:a|loss's) (\w+) with (\w+)=(\S+?)(?=,|$)", what):
         for module in model.modules():
             if type(module).__name__ == option[1]:
                 setattr(module, option[2], eval(option[3]))
