@@ -333,7 +333,7 @@ def test_a_loss_that_depends_on_a_state_of_batches_before() -> None:
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_a_re_run_in_this_process_leaves_what_the_loss_calls(
+def test_a_re_run_in_process_leaves_what_the_loss_calls(
     monkeypatch: pytest.MonkeyPatch, trains: bool
 ) -> None:
     """Buffers, gradients and random states that only the closure of the loss holds are those of one run.

@@ -99,9 +99,7 @@ OPERANDS = "-2.96", "9.01", "-1.25", "-0.9", "-0.9", "-2.9"
 
 
 @pytest.mark.parametrize(("function", "operand"), [*zip(OUTSIDE, OPERANDS, strict=True)])
-def test_a_guard_far_outside_the_domain_is_no_cure(
-    function: Callable[[Tensor], Tensor], operand: str
-) -> None:
+def test_a_guard_far_outside_a_domain_is_no_cure(function: Callable[[Tensor], Tensor], operand: str) -> None:
     """A clamp would hide what made the operand."""
     finding = failed(Does(function), torch.tensor([0.1, 3.0]))
     assert not finding.cures
@@ -340,9 +338,7 @@ of_wrong_sign = lambda x: x.masked_fill(torch.eye(2, dtype=torch.bool), INF).sof
         (of_wrong_sign, "x.masked_fill(torch.eye(2, dtype=torch.bool), -1e30).softmax(-1)"),
     ],
 )
-def test_a_row_for_a_like_function_and_a_mask_of_the_wrong_sign(
-    function: Callable[[Tensor], Tensor], line: str
-) -> None:
+def test_a_row_for_a_like_function_and_a_mask(function: Callable[[Tensor], Tensor], line: str) -> None:
     """A divisor of integers counts by any name. What the format cannot hold is made smaller, or the format wider."""
     (new,) = new_lines(works(failed(Does(function), torch.tensor([[0.0, 2.0], [3.0, 0.0]]))))
     assert new.endswith(f" = lambda x: {line}")

@@ -164,9 +164,7 @@ def edit_of(file: SourceFile, old: str, new: str) -> Edit:
     return Edit(Span(start, start + len(old.encode())), new)
 
 
-def test_outside_git_the_path_is_from_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outside_git_paths_are_from_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "inner" / "program.py"
     path.parent.mkdir()
     path.write_text("a = 1\n")
