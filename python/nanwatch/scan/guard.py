@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -67,14 +66,11 @@ _SEAMS = (
          "save_directory", is_folder=True),
     # Whole, because it saves into memory and then replaces the file.
     *(Seam(module, "TorchCheckpointIO.save_checkpoint", "Lightning", "checkpoint", "path") for module in _LIGHTNING),
-    # A program deletes a checkpoint that has a successor, and moves one that it saved under a temporary name. After a
-    # deletion that did nothing its os.rmdir or os.makedirs would raise, so the guard moves a good one away.
+    # These delete a checkpoint that has a successor.
     *(Seam(module, "TorchCheckpointIO.remove_checkpoint") for module in _LIGHTNING),
     Seam("transformers.trainer", "rotate_checkpoints"),
-    *(Seam("os", name, place="path") for name in ("remove", "unlink")),
+    # A program that saves under a temporary name gives the checkpoint its own by these.
     *(Seam("os", name, place="src") for name in ("rename", "replace")),
-    Seam("shutil", "move", place="src"),
-    Seam("shutil", "rmtree", place="path"),
 )  # fmt: skip
 _Owned: TypeAlias = tuple[str, Tensor]  # of the watched model, or of the state of an optimizer of it
 
@@ -89,7 +85,6 @@ class CheckpointGuard:
         self._reports, self._failures = reports, failures
         self._raises = reports.options.on_nonfinite == "raise"
         self._keeps = False  # the older checkpoints, because the newest is not finite
-        self._good = ""  # path of the model's newest checkpoint that was finite
         self._beside: dict[str, str] = {}  # where others are, by the paths that were asked for
         # Infinities that the model began with are meant: a buffer for a running minimum, a bias that masks.
         self._meant: set[str] = set()
@@ -102,50 +97,23 @@ class CheckpointGuard:
     def _on_save(self, save: Save) -> None:
         save.raises |= self._raises
         if not save.seam.called:
-            with suppressing("a file that the program moves or deletes could not be followed"):
-                self._on_file(save)
+            self._on_file(save)
         elif not save.is_done and save.guard is None and (records := self.examine(save.content)):
             save.guard, save.records = self, records
         elif save.is_done:
             self._beside.pop(save.file, None)
-            with suppressing("a checkpoint could not be followed"):
-                # Each checkpoint of the model has its first weight that is trained.
-                weights = sorted(self._model_tensors(), key=lambda member: not member[1].requires_grad)[:1]
-                if any(_owner(weights, keys, x) for keys, x in tensors_in(save.content)):
-                    self._keeps, self._good = False, save.file or self._good
+            if self._keeps:  # a good one of the model ends that
+                weights = list(self._model_tensors())
+                self._keeps = all(_owner(weights, keys, x) is None for keys, x in tensors_in(save.content))
 
     def _on_file(self, save: Save) -> None:
-        """Let a bad checkpoint stay beside where the program moves it, and move a good one that it deletes."""
-        target, beside = save.bound.arguments.get("dst"), self._beside.get(save.file, "")
-        if save.is_done:
-            if target is not None and save.file:
-                moved = partial(_moved, save.file, os.path.abspath(os.fsdecode(target)))
-                self._good = moved(self._good)
-                self._beside = {moved(path): moved(place) for path, place in [*self._beside.items()]}
-        elif not save.seam.place:
+        """Let a bad checkpoint stay beside where the program moves it, and delete no older one of a good name."""
+        if not save.seam.place:
             save.is_done = self._keeps
-        elif beside and os.path.lexists(beside) and not os.path.isdir(save.file):
-            # A folder that is there is the program's own, with more in it.
-            del self._beside[save.file]
-            save.changed = {save.seam.place: beside}
-            if target is not None and not os.path.isdir(target):
-                target = os.fsdecode(target)
-                save.changed["dst"] = self._beside[os.path.abspath(target)] = _marked(target, False)
-        elif self._keeps and target is None and os.path.lexists(self._good):
-            is_folder = save.seam.name == "rmtree"
-            is_inside = is_folder and self._good.startswith(save.file + os.sep)
-            if is_inside or (self._good == save.file and os.path.isdir(save.file) == is_folder):
-                self._keep(save.file if is_folder else os.path.dirname(save.file))
-                save.is_done = not is_inside
-
-    def _keep(self, folder: str) -> None:
-        """Move the newest good checkpoint out of a folder, which the program may want to be empty or gone."""
-        good, kept = self._good, os.path.join(f"{folder}.kept", os.path.basename(self._good))
-        shutil.rmtree(kept, ignore_errors=True)  # an older folder: a file is replaced
-        os.makedirs(f"{folder}.kept", exist_ok=True)
-        os.replace(good, kept)  # each guard follows it
-        text = f"the program deletes {good}, the newest checkpoint that is finite: it is in {kept}"
-        warn_user(text, may_raise=False)
+        elif not save.is_done and os.path.lexists(beside := self._beside.pop(save.file, "")):
+            target = os.path.abspath(os.fsdecode(save.bound.arguments["dst"]))
+            marked = self._beside[target] = _marked(target, os.path.isdir(beside))
+            save.changed = {"src": beside, "dst": marked}
 
     def examine(self, content: Any) -> list[Record]:
         """Return the records of what is not finite in it and is the watched model's."""
@@ -228,11 +196,6 @@ def _storage(x: Tensor) -> int:
     return 0
 
 
-def _moved(source: str, target: str, path: str) -> str:
-    """Return the path after a move of a file, or of a folder that it is in."""
-    return target + path.removeprefix(source) if f"{path}/".startswith(f"{source}/") else path
-
-
 def _marked(path: str, is_folder: bool) -> str:
     stem, ending = (path.rstrip("/"), "") if is_folder else os.path.splitext(path)
     return f"{stem}{_MARK}{ending}"
@@ -259,7 +222,7 @@ class Save:
         self.path = os.fsdecode(place) if isinstance(place, str | bytes | os.PathLike) else None
         name = getattr(place, "name", None) if self.path is None else self.path  # also of an open file
         self.file = ""
-        if isinstance(name, str) and not bound.arguments.keys() & {"dir_fd", "src_dir_fd", "dst_dir_fd"}:
+        if isinstance(name, str) and not bound.arguments.keys() & {"src_dir_fd", "dst_dir_fd"}:
             with suppress(OSError):  # there may be no working directory any more
                 self.file = os.path.abspath(name)
         self.guard: CheckpointGuard | None = None  # the first that finds the `records` not finite
@@ -327,9 +290,6 @@ def _guard(seam: Seam, undo: ExitStack) -> None:
         function = _guarded(seam, original := vars(owner)[name])
         undo.callback(_replace, owner, function, original)
         _replace(owner, original, function)
-        if original in os.supports_dir_fd:
-            os.supports_dir_fd.add(function)
-            undo.callback(os.supports_dir_fd.discard, function)
     except Exception:  # another version of the library
         suppressed(f"{seam.module}.{seam.name} could not be guarded")
 
