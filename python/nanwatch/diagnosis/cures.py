@@ -21,7 +21,8 @@ from ..recording.walk import call_leaves
 from ..records.headroom import least_bits
 from ..records.record import Record
 from ..report.finding import Cure
-from .experiment import LEAST_ROOM, Experiment, Hold, MakeCall, Trials, loaded, make_call
+from .experiment import LEAST_ROOM, Experiment, Hold, MakeCall, Trials, make_call
+from .formats import loaded
 from .patching.rounds import Rounds
 from .patching.source import TargetFinder, find_target
 from .patching.table import OPTIONS
@@ -91,7 +92,8 @@ class _Formats:
     def __init__(self, trials: Trials) -> None:
         self._trials, self._finding, self._snapshot = trials, trials.finding, trials.snapshot
         self._modules = {x.name: x.module for x in named_modules(trials.model, remove_duplicate=False)}
-        self._root = trials.names.get(unwrapped(self._snapshot.module), "")
+        called = getattr(self._snapshot.module, "called", None) or self._snapshot.module
+        self._root = trials.names.get(unwrapped(called), "")
         self._at = self._root if trials.guilty is None else trials.guilty
         self._is_backward = self._finding.phase == "backward"
         # Gradients of float16 weights have no scaler: a loss that grows with the square of the outputs has to fit.

@@ -7,8 +7,8 @@ A change works if all is finite with it, and near what float64 gives.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..instrumentation.slot import wrap_calls
 from ..instrumentation.wrapped_names import module_names
@@ -36,6 +34,7 @@ from ..util.modules import nodes_behind, parameters_of
 from ..util.visible import spell
 from . import isolation
 from .batch_snapshot import BatchSnapshot, left_calls
+from .formats import MOST_ELEMENTS, Draws, Float64, loaded
 from .provenance import ProvenanceMode, Step, values_of
 
 # `allows(name, module)` is True where infinities in this module are meant, or the judge of its values.
@@ -45,17 +44,11 @@ MakeCall = Callable[..., Any]
 make_call: MakeCall = nn.Module._call_impl
 Hold = Callable[[], AbstractContextManager[Any]]
 Room = Callable[["Experiment"], float | None]
+UNTRIED = "the loss was not tried"
 _LEFT_OUT = (
     "in the forward {} made a bad value that is left out of the result, as by `torch.where` or by a product with 0; its"
     " gradient in {} is 0 times that, which is nan"
 )
-# A tensor of 512 MiB in float64.
-_MOST_ELEMENTS = 1 << 26
-# Operations that do nothing but draw random numbers.
-_DRAWS = {
-    "rand", "rand_like", "randn", "randn_like", "normal", "normal_", "uniform_", "exponential_", "log_normal_",
-    "cauchy_", "geometric_", "bernoulli", "bernoulli_", "multinomial", "poisson", "native_dropout",
-}  # fmt: skip
 # A working change moves the results by at most 1 % of their norm. More would make another model.
 _MOST_CHANGE = 0.01
 # Or each element by at most this: the angle of equal vectors is 1.4e-3 where its cosine is kept 1e-6 below 1.
@@ -65,8 +58,6 @@ _LARGEST = torch.finfo(torch.float32).max
 # A loss that squares an output past this overflows, and the batch of a forward has no loss yet. So no value past it is
 # worth keeping.
 _SQUARABLE = _LARGEST**0.5
-# Methods of a tensor that make it narrower.
-_CASTS = frozenset({"float", "half", "bfloat16", "double"})
 # Three steps of a healthy training move the weights by about their norm, three of an exploding one by far more.
 _NUM_STEPS = 3
 _MOST_MOVED = 1000.0
@@ -93,7 +84,8 @@ class Experiment:
 
     `error` is the exception that ended it, if one did. `given` are the gradients that its first backward began with.
     Where the run followed its values, `fault` is the first bad tensor of a call, with that call and the call around it,
-    `failure` the operation that began the first bad value, and `bad_gradient` that of the first bad gradient.
+    `failure` the operation that began the first bad value, and `bad_gradient` that of the first bad gradient. `untried`
+    says in words that the loss was not reached.
     """
 
     provenance: ProvenanceMode | None = None
@@ -106,6 +98,7 @@ class Experiment:
     failure: Step | None = None
     failed_in_backward: bool = False
     bad_gradient: Step | None = None
+    untried: str = ""
 
     def records(self, name: str | None) -> list[Record]:
         """Return the records of all calls of that module."""
@@ -211,13 +204,14 @@ def run(
         with again.again() as call, graph, Draws(snapshot.draws), provenance or nullcontext():
             with wrap_calls((*names, *snapshot.module.modules()), seen):
                 output = call()
+            experiment.untried = getattr(snapshot.module, "untried", UNTRIED)
             results = [x for _, x in leaves(output, "output") if isinstance(x, Tensor)]
             experiment.results = [x.detach() for x in results]
             if roots := [x for x in results if snapshot.grad and x.requires_grad]:
                 given = [torch.full_like(x, 1 / max(x.numel(), 1) / divisor) for x in roots]
                 experiment.given = [observe(x, "gradient", "gradient") for x in given]
                 squared = [2 * x.detach() * gradient for x, gradient in zip(roots, given, strict=True)]
-                for gradients in (given, squared) if squares else (given,):
+                for gradients in (given, squared) if squares and experiment.untried else (given,):
                     run_backward(experiment, roots, gradients, sets_grad)
     except Exception as error:
         # Without its traceback, whose frames hold the activations of the run.
@@ -302,7 +296,8 @@ class Trials:
             self.remarks.append(f"with a change the batch is finite, but {effect}: {what}")
         bits = room(experiment) if works and room else None
         works = works and (bits is None or bits >= LEAST_ROOM)
-        self.cures += [Cure(what, works, bits, "", "" if room else effect)] if works or is_expected else []
+        effect = experiment.untried if room else effect
+        self.cures += [Cure(what, works, bits, "", effect)] if works or is_expected else []
         return works
 
     def judge(
@@ -328,7 +323,7 @@ class Trials:
         farthest, effect = _moved(values, exact)
         if not is_close and 0 < farthest <= MOST_BY_GUARD and "gradient" in truth.bad_labels():
             is_close, words = True, f"float64's gradient fails too; {words}"
-        return is_close, "; ".join(filter(None, [words, effect]))
+        return is_close, "; ".join(filter(None, [words, effect, experiment.untried]))
 
     def explosion(self, hold: Hold) -> str:
         """Return in words how far some steps of the user's optimizers move the weights under a change; "" for not far.
@@ -344,7 +339,7 @@ class Trials:
         names = (name for frame, _ in walk_stack(None) for name in frame.f_code.co_names)
         is_other = self.loss_scale is not None or any("clip_grad" in name for name in names)
         is_other |= any(not type(x).__module__.startswith("torch.optim.") for x in optimizers)
-        is_large = sum(x.numel() for x in weights) > _MOST_ELEMENTS
+        is_large = sum(x.numel() for x in weights) > MOST_ELEMENTS
         if not optimizers or is_other or is_large or not isolation.is_child():
             return ""
 
@@ -388,9 +383,10 @@ class Trials:
 
 def compared(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[bool, str]:
     """Compare results with those of float64, at the elements that float64 gives as finite, and float32 can hold."""
-    if [x.shape for x in values] != [x.shape for x in truth]:
+    pairs = [*zip(values, truth, strict=False)]  # one of the two may not have reached the loss
+    if not pairs or any(x.shape != y.shape for x, y in pairs):
         return True, "not compared with float64"
-    pairs = [(x, y) for x, y in zip(values, truth, strict=True) if x.is_floating_point() or x.is_complex()]
+    pairs = [(x, y) for x, y in pairs if x.is_floating_point() or x.is_complex()]
     unknown = [rest for x, y in pairs if (rest := _known(x, y, _LARGEST)[-1]).numel()]
     # A format of 8 bits rounds by more than 1 %.
     known = [(*_known(x, y, _SQUARABLE), max(_MOST_CHANGE, torch.finfo(x.dtype).eps / 2)) for x, y in pairs]
@@ -444,93 +440,3 @@ def _known(value: Tensor, exact: Tensor, most: float) -> tuple[Tensor, Tensor, T
     is_known = exact.isfinite() & (exact.abs() <= most)
     new, right = value[is_known], exact[is_known]
     return right, (right - new).abs().nan_to_num(torch.inf, torch.inf), new, value[~is_known]
-
-
-# The batch in another format
-
-
-def cast_to(to: torch.dtype, x: Any) -> Any:
-    """Return a tensor or a dtype of floating-point or complex numbers in the given format, and all else as it is."""
-    kind = x.dtype if isinstance(x, Tensor) else x
-    if not isinstance(kind, torch.dtype) or not (kind.is_floating_point or kind.is_complex):
-        return x
-    new = to.to_complex() if kind.is_complex else to
-    if isinstance(x, torch.dtype):
-        return new
-    if kind != new and x.numel() > _MOST_ELEMENTS:
-        raise MemoryError(f"a tensor of {x.numel():,} elements")
-    return x.to(new)
-
-
-class Draws(TorchDispatchMode):
-    """Draws random numbers in the formats in which the batch drew them, as a generator gives others in another format.
-
-    Under it a trial in bfloat16 and the run in float64 drop out the elements that the batch did, also on a GPU.
-    `formats` are those of the batch's draws, in order. The first run that comes to a draw adds its own.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, formats: list[tuple[str, torch.dtype]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._formats, self._number = formats, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, in the format of the batch if it draws random numbers."""
-        kwargs = kwargs or {}
-        base = func._schema.name.partition("::")[2] if hasattr(func, "_schema") else ""
-        if base not in _DRAWS:
-            return func(*args, **kwargs)
-        kinds = [x.dtype for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        kinds = [kind for kind in kinds if kind.is_floating_point or kind.is_complex]
-        kind = kwargs.get("dtype") or next(iter(kinds), torch.get_default_dtype())
-        # Half precision has the numbers of float32, rounded. Only the dropout of a GPU has others.
-        is_dropout = base == "native_dropout"
-        source = kind if is_dropout else torch.promote_types(kind.to_real(), torch.float32)
-        if self._number == len(self._formats):
-            self._formats.append((base, source))
-        name, drawn = self._formats[self._number]
-        self._number += 1
-        if name != base or drawn == source:
-            return func(*args, **kwargs)
-        if is_dropout:
-            _, mask = func(torch.ones_like(args[0], dtype=drawn), *args[1:])
-            scale = 1 if args[1] == 1 or args[2] is False else 1 / (1 - args[1])
-            return args[0] * mask * scale, mask
-        operands, options = _pytree.tree_map(partial(cast_to, drawn), (args, kwargs))
-        result = func(*operands, **options)
-        target = args[0] if base.endswith("_") else kwargs.get("out")
-        return _pytree.tree_map(partial(cast_to, kind), result) if target is None else target.copy_(result)
-
-
-@contextmanager
-def loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Give `model` for the block the weights and buffers of `model.to(dtype)`, and cast nothing else."""
-    modules = (module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule))
-    tables: list[dict[str, Any]] = [table for x in modules for table in (x._parameters, x._buffers)]
-    copies: dict[Tensor, Tensor] = {}  # so that tied weights stay tied
-    with ExitStack() as stack:
-        for table in tables:
-            stack.callback(table.update, dict(table))
-            for name, x in table.items():
-                if x is not None and x.is_floating_point() and x.dtype != dtype:
-                    copies[x] = copies.get(x, x.detach().to(dtype).requires_grad_(x.requires_grad))
-                    table[name] = copies[x]
-        yield
-
-
-_wide = partial(_pytree.tree_map, partial(cast_to, torch.float64), is_leaf=lambda x: type(x) is torch.Size)
-
-
-class Float64(TorchFunctionMode):
-    """Runs each operation on float64 copies of its operands; a cast to a narrower format does nothing."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation in float64."""
-        name = getattr(func, "__name__", "")
-        if name == "__get__":  # of an attribute: x.dtype is the user's
-            return _wide(func(*args))
-        if name in _CASTS:
-            return args[0].to(torch.float64)
-        wide, options = _wide((args, kwargs or {}))
-        return _wide(func(*wide, **options))

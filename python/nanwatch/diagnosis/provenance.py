@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from math import isinf, isnan
 from traceback import walk_stack
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -46,6 +46,14 @@ _MOST_STEPS = 4096
 # The functions that run a backward.
 ENGINE = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _HANDLERS = ("__torch_dispatch__", "__torch_function__")
+Positions: TypeAlias = tuple[int | None, int | None, int | None, int | None]
+
+
+def positions_of(frame: FrameType) -> Positions | None:
+    """Return where in the source the expression under way is. Python 3.10 does not know."""
+    if sys.version_info < (3, 11):
+        return None
+    return next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +65,7 @@ class Expression:
 
     filename: str
     line: int
-    positions: tuple[int | None, int | None, int | None, int | None] | None = None
+    positions: Positions | None = None
     code: CodeType | None = None
 
     @property
@@ -306,9 +314,7 @@ class ProvenanceMode(TorchDispatchMode):
             module = self.site_of(node)[1]
         if innermost is None:
             return (None, module), ""
-        code, positions = innermost.f_code, None
-        if sys.version_info >= (3, 11):  # an older Python does not know where in its line an expression is
-            positions = next(islice(code.co_positions(), innermost.f_lasti // 2, None), None)
+        code, positions = innermost.f_code, positions_of(innermost)
         return (Expression(code.co_filename, innermost.f_lineno, positions, code), module), ""
 
 

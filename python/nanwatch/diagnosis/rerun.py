@@ -37,9 +37,10 @@ from .causes import addressable, came_in, named_arguments
 from .cures import try_formats, try_patches
 from .experiment import Allows, Experiment, Trials, nothing_allowed, run
 from .incident import Incident, attempt, write_failure
-from .loss_statements import LossStatements, ProgramCall, Refused
+from .loss_statements import LossStatements, ProgramCall, with_loss
 from .patching.source import find_target
 from .provenance import Step, values_of
+from .statements import Refused
 
 _ADVICE = "put the loss into a function below `@nanwatch.watched`: a report then has its line and operands"
 _NOT_KEPT = (
@@ -110,7 +111,7 @@ class _Rerun:
             if doubts := snapshot.doubts():
                 incident.remark(f"no cure was tried, as {doubts[0]}")
             else:
-                self._cure(snapshot, step, "forward")
+                self._cure(with_loss(snapshot, self._model), step, "forward")
         if step is not None or incident.finding.origin == "data":
             self._find_samples(snapshot, batch_size(snapshot))
 

@@ -77,10 +77,7 @@ def test_a_backward_that_is_finite_when_it_runs_again_has_no_cure() -> None:
 @pytest.mark.parametrize("known", [True, False])
 def test_a_pole_is_not_cured_and_that_is_said(known: bool) -> None:
     """The derivative of a norm at zero is not finite with any scale; of an unknown one nothing is told."""
-    model = dead(Length()).half()
-    scaler = scaler_of(256.0) if known else None
-    report = failing_backward(
-        model, torch.ones(2, 3, dtype=torch.float16), lambda y: y.sum() * 256, scaler=scaler
-    )
+    model, x = dead(Length()).half(), torch.ones(2, 3, dtype=torch.float16)
+    report = failing_backward(model, x, lambda y: y.sum() * 256, scaler=scaler_of(256.0) if known else None)
     told = [(cure.what, cure.works) for cure in report.finding.cures if not cure.patch]
     assert told == ([("a loss scale of 1 in place of 256", False)] if known else [])

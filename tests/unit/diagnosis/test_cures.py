@@ -18,7 +18,8 @@ import nanwatch
 from nanwatch.diagnosis import experiment
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.cures import code_of, try_formats
-from nanwatch.diagnosis.experiment import Draws, Float64, Trials, compared
+from nanwatch.diagnosis.experiment import Trials, compared
+from nanwatch.diagnosis.formats import Draws, Float64
 from nanwatch.report.finding import Finding, working_first
 from programs.case import Setup, follow
 from support.examined import snapshot_of
@@ -185,13 +186,13 @@ def test_a_cure_whose_gradients_overflow_does_not_help() -> None:
     start, finding = failed(model, x, grad=True)
     verdicts = {cure.what.partition(",")[0]: cure.works for cure in formats_of(start, finding, model)[0]}
     assert verdicts == {"load the weights in bfloat16": True, "run the model in float32": False}
-    for dtype, is_right in ((torch.float32, False), (torch.bfloat16, True)):
-        model.zero_grad()
-        if dtype is torch.float32:
-            with nanwatch.run_in_fp32(model):
-                model(x).float().square().mean().backward()
-        else:
-            model.to(dtype)(x.to(dtype)).float().square().mean().backward()
+    for hold, dtype, is_right in (
+        (nanwatch.run_in_fp32(model), HALF, False),
+        (nullcontext(), torch.bfloat16, True),
+    ):
+        model.to(dtype).zero_grad()
+        with hold:
+            model(x.to(dtype)).float().square().mean().backward()
         assert all(bool(p.grad.isfinite().all()) for p in model.parameters()) == is_right
 
 
@@ -221,8 +222,7 @@ class Stateful(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-        self.drop = nn.Dropout(0.5)
+        self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.5)
         self.attention = Does(lambda project, x: (project(x) @ project(x).mT).softmax(-1), nn.Linear(4, 4))
 
     def forward(self, x: Tensor) -> Any:
@@ -285,8 +285,6 @@ def test_a_trial_that_raises_is_a_remark() -> None:
     "draw",
     [
         lambda x: torch.empty_like(x).normal_(),
-        lambda x: torch.distributions.Normal(x, 1.0).rsample(),
-        lambda x: torch.distributions.Uniform(x, x + 1).rsample(),
         lambda x: torch.bernoulli(x.sigmoid()),
         lambda x: nn.init.trunc_normal_(torch.empty_like(x)),
         lambda x: torch.multinomial(x.softmax(-1), 2),
@@ -295,7 +293,7 @@ def test_a_trial_that_raises_is_a_remark() -> None:
         lambda x: torch.normal(0.0, x.abs()),
         lambda x: torch.randn(4, 5, dtype=x.dtype.to_complex()),
         lambda x: torch.distributions.Exponential(x.exp()).rsample(),
-        lambda x: torch.rand(4, 5, out=x.clone()),
+        lambda x: (filled := x.clone(), torch.rand(4, 5, out=filled))[0],
         lambda x: torch.randn_like(x).double(),
     ],
 )
@@ -309,12 +307,6 @@ def test_float64_draws_the_random_numbers_of_the_batch(draw: Callable[[Tensor], 
         wide = draw(x)
     assert wide.dtype in (torch.int64, torch.float64, torch.complex128)
     torch.testing.assert_close(wide, expected.to(wide.dtype), atol=1e-6, rtol=1e-6)
-
-
-def test_a_draw_into_a_tensor_fills_it() -> None:
-    x = torch.zeros(64, dtype=torch.float64)
-    with Draws([("normal", torch.float32)]):
-        assert torch.normal(0.0, x + 1, out=x).count_nonzero() == 64
 
 
 def test_a_batch_in_float64_is_tried_with_its_own_random_numbers() -> None:
@@ -346,9 +338,7 @@ def test_a_result_in_8_bits_may_differ_by_their_rounding() -> None:
         ([[1.0], [1.0], [0.002]], [[torch.nan], [1.0], [0.0]], True, "moves the result by 2.0e-03"),
     ],
 )
-def test_results_are_compared_where_float64_is_finite(
-    values: list[Any], exact: list[Any], is_close: bool, words: str
-) -> None:
+def test_results_compared_if_float64_is_finite(values: Any, exact: Any, is_close: bool, words: str) -> None:
     wide = [torch.tensor(x, dtype=torch.float64) for x in exact]
     result, effect = compared([torch.tensor(x) for x in values], wide)
     assert (result, effect.startswith(words)) == (is_close, True), effect

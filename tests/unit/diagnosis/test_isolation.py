@@ -164,7 +164,6 @@ def children() -> set[str]:
         (partial(time.sleep, 60), "it took longer than 1 s, and was ended"),
         (partial(os._exit, 7), "its process ended with status 7"),
     ],
-    ids=["raises", "sleeps", "leaves"],
 )
 def test_a_child_that_does_not_end_well_says_why(end: Callable[[], Any], words: str) -> None:
     """After what it sent; its clock begins anew with each."""
@@ -186,8 +185,7 @@ def test_a_child_that_does_not_end_well_says_why(end: Callable[[], Any], words: 
 def test_a_child_can_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the system and by CUDA; `place` has the environment."""
     assert can_fork()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "device_count", lambda: 1)
-        assert not can_fork()
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert not can_fork()
+    for owner, name, value in (torch.cuda, "device_count", lambda: 1), (sys, "platform", "darwin"):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert not can_fork()

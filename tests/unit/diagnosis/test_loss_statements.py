@@ -6,7 +6,10 @@ The line that has to be found has the name of the operation as its comment.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,8 +37,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        result: Tensor = self.head(x)
-        return result
+        return self.head(x)  # type: ignore[no-any-return]
 
 
 BATCH = torch.tensor([[1.0, 0.0, 0.0], [0.5, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
@@ -43,9 +45,7 @@ LABELS = torch.tensor([0, 1, 0, 2])
 
 
 @contextlib.contextmanager
-def failing(
-    model: nn.Module, *, is_marked: bool = True
-) -> Iterator[tuple[SimpleNamespace, torch.optim.Optimizer]]:
+def failing(model: nn.Module, *, is_marked: bool = True) -> Iterator[tuple[SimpleNamespace, Any]]:
     """Watch the model in the block, which has to fail at a step, by the line that is marked, if there is one."""
     failure = SimpleNamespace()
     with pytest.raises(NonFiniteError) as error, watch(model, gradients=True):
@@ -82,8 +82,7 @@ def test_a_cure_of_the_script_s_own_line() -> None:
 
 def test_a_bad_target_without_a_graph_is_followed() -> None:
     """To the operation that made it, without a forward, as in a loss whose targets are detached outputs."""
-    model = Net()
-    with failing(model) as (failure, optimizer):
+    with failing(model := Net()) as (failure, optimizer):
         logits = model(BATCH)
         weights = torch.exp(logits.detach().abs() + 100)  # aten.exp.default
         target = weights / weights.sum()
@@ -168,9 +167,7 @@ def test_a_policy_whose_distribution_holds_a_graph() -> None:
         actions = policy.sample()
         advantages = (rewards - rewards.mean()) / rewards.std()  # aten.div.Tensor
         loss = -(policy.log_prob(actions) * advantages).mean()
-        # fmt: off
-        optimizer.zero_grad(); loss.backward(); optimizer.step()  # noqa: E702
-        # fmt: on
+        optimizer.zero_grad(); loss.backward(); optimizer.step()  # fmt: skip  # noqa: E702
     assert failure.finding.cures[0].works
 
 
@@ -181,8 +178,7 @@ def score() -> nn.Sequential:
 
 def test_a_loss_that_differentiates_a_model_whose_weights_were_written() -> None:
     """The model is not made anew, by which its units would live: the penalty's root fails at a gradient of zero."""
-    model = score()
-    with failing(model) as (_, optimizer):
+    with failing(model := score()) as (_, optimizer):
         for step in range(2):
             if step == 0:
                 with torch.no_grad():
@@ -196,13 +192,11 @@ def test_a_loss_that_differentiates_a_model_whose_weights_were_written() -> None
 
 def test_a_loss_that_takes_gradients_itself_is_compared_with_float64() -> None:
     """An adaptive weight of two losses divides by the norm of a gradient, which is 0."""
-    model = score()
-    with failing(model, is_marked=False) as (failure, optimizer):
+    with failing(model := score(), is_marked=False) as (failure, optimizer):
         out = model(BATCH)
         first, second = out.square().mean(), out.clamp(max=-100.0).mean()
-        norms = [
-            torch.autograd.grad(x, model[2].weight, retain_graph=True)[0].norm() for x in (first, second)
-        ]
+        grad = partial(torch.autograd.grad, inputs=model[2].weight, retain_graph=True)
+        norms = [grad(x)[0].norm() for x in (first, second)]
         loss = first + norms[0] / norms[1] * (second + 100)
         loss.backward()
         optimizer.step()
@@ -239,9 +233,8 @@ def test_a_loss_draws_as_it_did(num_drawn: int, is_before: bool) -> None:
 def test_parts_of_a_loss() -> None:
     """A list, a sum in a loop and a dict that is filled are made anew, also in a `try`; a dict of others is left."""
     for way in ("list", "loop", "try", "dict", "alias"):
-        model = Net()
         mine: dict[str, Tensor] = {}
-        with failing(model) as (_, optimizer):
+        with failing(model := Net()) as (_, optimizer):
             losses = mine if way == "alias" else dict[str, Tensor]()
             if way == "list":
                 parts = [focal(model(BATCH[[i]]), LABELS[[i]]) for i in range(2)]
@@ -271,9 +264,8 @@ def test_parts_of_a_loss() -> None:
 def test_what_may_not_run_twice_is_not_run(way: str) -> None:
     """Data, lists and tensors of the program stay as they are; the finding says why it has no line."""
     model = Net()
-    left = iter([0.0, 1.0, 2.0])
+    left, total = iter([0.0, 1.0, 2.0]), torch.zeros(())
     kept: list[Tensor] = []
-    total = torch.zeros(())
     with failing(model, is_marked=False) as (failure, optimizer):
         logits = model(BATCH)
         loss = logits.sum()
@@ -292,8 +284,7 @@ def test_what_may_not_run_twice_is_not_run(way: str) -> None:
         loss.backward()
         optimizer.step()
     assert list(left) == ([1.0, 2.0] if way in ("next", "loop") else [0.0, 1.0, 2.0])
-    assert len(kept) == (way == "append")
-    assert float(total) == (way == "augmented")
+    assert (len(kept), float(total)) == (way == "append", way == "augmented")
     assert (failure.finding.source is not None) == (way in ("augmented", "append"))
     is_refused = "should not run a second time; put the loss" in "".join(failure.finding.remarks)
     assert is_refused == (way in ("next", "loop"))
@@ -333,9 +324,7 @@ def test_a_loss_that_depends_on_a_state_of_batches_before() -> None:
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_a_re_run_in_process_leaves_what_the_loss_calls(
-    monkeypatch: pytest.MonkeyPatch, trains: bool
-) -> None:
+def test_a_re_run_in_this_process_leaves_what_the_loss_calls(monkeypatch: Any, trains: bool) -> None:
     """Buffers, gradients and random states that only the closure of the loss holds are those of one run.
 
     No watch sees another.
@@ -386,3 +375,48 @@ def test_a_line_that_fails_in_the_latest_of_several_backwards_alone_is_not_blame
             p.grad.div_(p.grad.norm()).mul_(3e38).mul_(3e38)  # type: ignore[union-attr]
         optimizer.step()
     assert failure.finding.operation is None
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="it does not know where in its line a call is")
+@pytest.mark.parametrize("way", ["function", "raises", "loop", "unreached"])
+def test_a_cure_of_a_forward_is_judged_at_the_loss_behind_it(way: str, tmp_path: Path) -> None:
+    """If its backward is reached, in the function of the call or of a caller. Nothing is written on the way."""
+    model, losses, total = Does(lambda part, x: part(x).exp(), nn.Linear(3, 1)), {}, torch.zeros(())
+    nn.init.constant_(model.parts[0].bias, 100.0)
+
+    def loss_of(x: Tensor) -> Tensor:
+        scale = model(x)
+        torch.save(scale, tmp_path / "saved")
+        with (tmp_path / "opened").open("w"), torch.autocast("cpu", enabled=False):
+            losses["exp"] = [scale.exp().mean()][way == "raises"]
+        (tmp_path / "written").touch()
+        return losses["exp"]
+
+    with failing(model, is_marked=False) as (failure, _):
+        for _ in range(2):
+            if way == "loop":
+                scale = model(BATCH)
+                (scale.detach().mean() * model.parts[0].bias).sum().backward()
+                total += scale.exp().mean()
+                total.backward()
+            loss = loss_of(BATCH)
+            (tmp_path / "printed").touch()
+            if way != "unreached":
+                loss.backward()
+    assert ([*tmp_path.iterdir()], losses, float(total)) == ([], {}, 0)
+    (cure,) = failure.finding.cures
+    is_tried, effect = way in ("function", "loop"), cure.effect
+    assert ("scale.clamp(max=20).exp()" in cure.patch, "was not tried" in effect) == (is_tried, not is_tried)
+    assert ("as it raised IndexError" in effect) == (way == "raises")
+
+
+def test_what_is_read_without_its_graph_is_not_made_again() -> None:
+    """A discriminator gets the images that it got, whose noise was drawn where no random state is known."""
+    generator = nn.Linear(3, 3)
+    with failing(model := Net()) as (failure, optimizer):
+        fake = generator(torch.rand(4, 3))
+        apart = fake.max().item() - fake.detach()
+        loss = torch.log(apart).mean() + model(fake.detach()).mean()  # aten.log.default
+        loss.backward()
+        optimizer.step()
+    assert failure.finding.operands[0].abs_min == 0

@@ -208,9 +208,8 @@ def test_an_output_that_a_users_hook_refused() -> None:
 def test_the_value_of_the_finding_is_sought_and_no_other() -> None:
     """A module that is ignored, or an input that is not read, has a nan that is taken out behind it."""
     overflows = Does(lambda x: torch.exp(x.nan_to_num() + 1000))
-    within = Does(
-        lambda first, last, x: last(first(x).nan_to_num()), Does(lambda x: torch.log(-x)), overflows
-    )
+    logs = Does(lambda x: torch.log(-x))
+    within = Does(lambda first, last, x: last(first(x).nan_to_num()), logs, overflows)
     before = Does(lambda last, x: last(torch.log(-x)), overflows)
     for model, options in (within, {"ignore_modules": "parts.0"}), (before, {"read": "outputs"}):
         with watch(model, **options):
@@ -240,9 +239,8 @@ def test_a_nan_among_infinities_that_are_allowed() -> None:
     part = Does(lambda x: x / (x - 1))
     model = Does(lambda part, x: part(x * 0) + part(x) + part(x * torch.tensor(INF)), part)
     start = snapshot_of(model, (torch.ones(2),), {})
-    with watch(
-        model, on_nonfinite="record", allow=["inf:parts.0", "inf:(root)"], read="weights buffers outputs"
-    ) as w:
+    allow, read = ["inf:parts.0", "inf:(root)"], "weights buffers outputs"
+    with watch(model, on_nonfinite="record", allow=allow, read=read) as w:
         model(torch.ones(2))
     finding = w.report().finding
     assert finding is not None

@@ -278,9 +278,7 @@ amounts = lambda y, scale: torch.distributions.Gamma(scale + 1, 1.0).log_prob(y)
         (amounts, [0.0, 7.0], "y.clamp(min=1e-6)"),
     ],
 )
-def test_a_value_at_the_edge_of_a_distribution_is_kept_off_it(
-    function: Callable[..., Tensor], y: list[float], part: str
-) -> None:
+def test_a_value_at_the_edge_of_a_distribution(function: Any, y: list[float], part: str) -> None:
     """The density is 0 there, and the line of the program has none but the call of `log_prob`."""
     (line,) = new_lines(works(failed(Does(function), torch.tensor(y), torch.ones(1))))
     assert f"log_prob({part})" in line

@@ -99,9 +99,8 @@ def operands(pattern: str, dtype: torch.dtype) -> dict[str, Any]:
         values["x"] = torch.complex(values["x"], values["y"]).to(torch.complex128)
     if "dot(" in pattern:
         values["a"], values["b"] = values["a"][0], values["b"][0]
-    given: dict[str, Any] = {
-        name: x.to(dtype.to_complex() if x.is_complex() else dtype) for name, x in values.items()
-    }
+    kinds = dtype, dtype.to_complex()
+    given: dict[str, Any] = {name: x.to(kinds[x.is_complex()]) for name, x in values.items()}
     if "nll_loss(log" in pattern:
         given["y"] = torch.tensor([0, 1, 2])
     if "gather(" in pattern:

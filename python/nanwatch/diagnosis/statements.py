@@ -1,0 +1,392 @@
+"""Statements of a function of the program, found in its source: those that led to a call, or lead on from its value.
+
+The names of a frame keep their values. So only those statements run again that make what is asked for: a loss, or what
+a function returns. None that only prints, logs or saves does, no step of an optimizer, nothing that hands out data.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import re
+from collections import ChainMap, Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from types import CodeType, NoneType
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.utils.data import DataLoader
+
+from ..recording.observe import observe
+from ..recording.walk import leaves
+from . import isolation
+from .patching import source
+
+# Blocks down to a statement, each with its statement that covers that.
+_Path: TypeAlias = list[tuple[list[ast.stmt], ast.stmt]]
+# Statements behind a call that make a backward of a loss, or return a value, and that.
+_Ends: TypeAlias = dict[ast.stmt, ast.expr]
+# In the statements: the value of the call that they follow, one turn of a loop, and what raises the result.
+VALUE, _TURN, RETURN = "__nanwatch_value__", "__nanwatch_turn__", "__nanwatch_return__"
+# A second call of these would take data, change an optimizer, or write something.
+_NOT_TWICE = frozenset({
+    "next", "input", "open", "exec", "eval", "print", "anext", "backward", "step", "zero_grad", "write", "send",
+    "get_batch", "save",
+})  # fmt: skip
+# Methods that change what they are called on, beside those of tensors that end in an underscore.
+_CHANGES = frozenset({"append", "extend", "insert", "add", "update", "setdefault", "sort", "pop"})
+# Contexts in which a loss behind a call runs as the program has it. Others may time, log or open something.
+_MODES = frozenset({"autocast", "enable_grad", "no_grad", "set_grad_enabled"})
+# Attributes of a tensor whose values have no graph.
+_DETACHES = frozenset({"detach", "data", "item"})
+_JUMPS = ast.Break | ast.Continue | ast.Return
+# Parts of a function that may run several times, or later.
+_APART = source.FunctionNode | ast.ClassDef | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+# A call of these makes a backward, as `accelerator.backward` and Lightning's `_backward_fn` do.
+_BACKWARD = re.compile("backward(?!s)")
+
+
+class Refused(Exception):  # noqa: N818 - a reason, in words
+    """The statements cannot run a second time."""
+
+
+class Caller(NamedTuple):
+    """A function of the program that is under way at a line, and has called what leads to the backward or the step.
+
+    `names` are its own, behind which its caller has those of its parameters, as it may have deleted them. `since`: the
+    line of the backward before a step. `behind`: the call that the statements follow, as its source and its number.
+    """
+
+    code: CodeType
+    line: int
+    names: ChainMap[str, Any]
+    globals: dict[str, Any]
+    positions: Sequence[int | None] | None = None
+    since: int = 0
+    behind: tuple[str, int] | None = None
+
+
+def part_of(caller: Caller, file: source.SourceFile, kept: nn.Module | None = None) -> Part | None:
+    """Return the statements that led to the call under way, or are behind it; None where they make nothing."""
+    top = source.node_of(file, caller.code)
+    paths = [] if top is None else [*source.paths_to(top, caller.line)]
+    if top is not None and caller.behind is not None:
+        calls = [call for text, number, call in calls_in(top) if (text, number) == caller.behind]
+        parts = (Part(caller).behind(path, x) for x in calls for path in source.paths_to(top, x.lineno))
+    elif top is None or not caller.since:
+        parts = (Part(caller).led_to(path, kept) for path in paths)
+    elif isolation.is_child():
+        pairs = ((x, _between(x, path)) for x in source.paths_to(top, caller.since) for path in paths)
+        parts = (Part(caller).led_to(since, kept, following) for since, following in pairs if following)
+    else:
+        raise Refused("the backward runs a second time in a process of its own alone")
+    return next((part for part in parts if part.body), None)
+
+
+def calls_in(top: ast.AST) -> Iterator[tuple[str, int, ast.Call]]:
+    """Yield the calls in the node, with their source and their number among those of the same."""
+    counts = Counter[str]()
+    for call in (x for x in ast.walk(top) if isinstance(x, ast.Call)):
+        yield (text := ast.unparse(call)), counts[text], call
+        counts[text] += 1
+
+
+def _between(since: _Path, path: _Path) -> list[list[ast.stmt]]:
+    """Return, by block, what follows the last statement of one path, up to that which leads to the other's last."""
+    for depth, ((block, first), (_, last)) in enumerate(zip(since, path, strict=False)):
+        if first is not last:
+            inner, after = [x[x.index(y) + 1 :] for x, y in since[:depth:-1]], block[block.index(first) + 1 :]
+            return [*inner, after[: after.index(last) + 1]] if last in after else []
+    return []
+
+
+class Part:
+    """Statements of a function before or behind a call, found backwards by the names that they have to make.
+
+    `body`: they raise the loss, or what the function returns, or end with the call; [] where they make nothing.
+    `reads`: values of the names that they read. `is_whole`: they make all that has a graph. Else a parameter of the
+    function has one that its caller has made. `has_backward`: behind them is one. `data`: bad values that have no
+    graph, by name.
+    """
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller, self._values = caller, caller.names
+        self.kept: nn.Module | None = None
+        self.body: list[ast.stmt] = []
+        self.is_whole, self.has_backward = True, False
+        self.reads: dict[str, Any] = {}
+        self.data: dict[str, Any] = {}
+        self._ends: _Ends = {}
+        self._bound = set[str]()  # names whose values are no longer, or not yet, those that a statement reads
+        self._unknown = set[str]()  # names without a value, as those that an edit has added
+        self._needs_graph = False
+
+    def led_to(self, path: _Path, kept: nn.Module | None, following: Sequence[list[ast.stmt]] = ()) -> Part:
+        """Find the statements that led to the call at the end of the path.
+
+        `kept`: the model whose calls are left out, if any: the names of their results keep their values. `following`:
+        statements behind a backward, up to the call of a step.
+        """
+        self.kept = kept
+        self._bound = {name for x in chain(*following) for name in source.names_in(x, ast.Store)}
+        statement = last = path[-1][1]
+        made: ast.AST | None = statement if following else self._loss_in(statement)
+        if made is None:
+            return self
+        if isinstance(made, ast.expr):
+            self._refuse_twice(made)
+            last = _raising(made, statement)
+        needed, body = self._read(made), [last]
+        for block, inner in reversed(path):
+            before, needed = self._block(block[: block.index(inner)], needed)
+            body = [*before, *body]
+        is_computed = len(body) > 1 or any(isinstance(x, ast.Call | ast.BinOp) for x in ast.walk(made))
+        body += [self._once(statements) for statements in following if statements]
+        if is_computed and not needed - self._values.keys():
+            # A bad parameter, one with a graph, and a list or dict of others that these statements fill.
+            known = {name: self._values[name] for name in needed}
+            self.is_whole = not any(_has_graph(x) for x in known.values() if not isinstance(x, list | dict))
+            self.body, self.reads = body, self.reads | known
+        return self
+
+    def behind(self, path: _Path, call: ast.Call) -> Part:
+        """Find the statements that lead on from the value of a call in the path's last one to a backward or a `return`.
+
+        A loop is left after the turn under way. Names that no statement behind the call binds keep their values.
+        """
+        last, memo = path[-1][1], dict[int, Any]()
+        later = [x for block, inner in reversed(path) for x in block[block.index(inner) + 1 :]]
+        following = copy.deepcopy([last, *later], memo)
+        # These may make many calls, as `list(map(model, batches))`.
+        many = [x for x in ast.walk(last) if isinstance(x, _APART | ast.While)]
+        is_many = any(call in ast.walk(x) for x in many) or source.called_name(call) in dir(builtins)
+        if is_many or (known := memo.get(id(call))) is None:
+            return self
+        known.func, known.args, known.keywords = ast.Name(VALUE, ast.Load()), [], []
+        self._values = self._values.new_child({VALUE: None})
+        changed = (source.names_in(x, ast.Store) | filled_by(x, directly=True) for x in following)
+        self._bound = {VALUE}.union(*changed)
+        inner = [x for top in following if not isinstance(top, _APART) for x in ast.walk(top)]
+        returns: _Ends = {x: x.value for x in inner if isinstance(x, ast.Return) and x.value}
+        for number, ends in enumerate([*map(self._losses_of, following), returns], 1):
+            self._ends, self._needs_graph = ends, True  # `fake.detach()` leads to another's loss
+            if ends and VALUE in self._block(following[:number], set())[1]:
+                self._needs_graph, self.reads = False, {}
+                self.body, needed = self._block(following[:number], set())
+                self.has_backward = ends is not returns
+                self.reads |= {name: self._values[name] for name in needed & self._values.keys()}
+                break
+            self._needs_graph = False
+        return self
+
+    def _losses_of(self, top: ast.stmt) -> _Ends:
+        """Return the loss of each statement in the node that makes a backward."""
+        losses: _Ends = {}
+        for statement in (x for x in ast.walk(top) if isinstance(x, ast.Expr | ast.Assign)):
+            is_backward = any(_BACKWARD.search(source.called_name(x)) for x in ast.walk(statement))
+            if is_backward and (loss := self._loss_in(statement)) is not None:
+                losses[statement] = loss
+        return losses
+
+    def _once(self, statements: Sequence[ast.stmt]) -> ast.stmt:
+        """Return the statements as a loop of one turn, which they may leave. Counters have counted already."""
+        counters = [x for x in statements if isinstance(x, ast.AugAssign)]
+        counted = [x for x in counters if isinstance(self._value_of(x.target), int | float)]
+        body = [x for x in statements if x not in counted] or [ast.Pass()]
+        loop = ast.For(ast.Name(_TURN, ast.Store()), ast.Tuple([ast.Constant(0)], ast.Load()), body, [])
+        return ast.copy_location(loop, statements[-1])
+
+    def _loss_in(self, statement: ast.stmt) -> ast.expr | None:
+        """Return the loss: what has the method `backward`, else the only made argument of a call."""
+        calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+        for call in calls:
+            if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
+                owner = call.func.value
+                if not isinstance(self._value_of(owner), Tensor | NoneType):
+                    calls = [call]  # as of an accelerator
+                    break
+                is_call = any(isinstance(x, ast.Call) for x in ast.walk(owner))
+                if not call.args or is_call or self._read(owner):
+                    return owner
+        arguments = [x for call in calls for x in (*call.args, *(keyword.value for keyword in call.keywords))]
+        made = [argument for argument in arguments if self._read(argument)]
+        return made[0] if len(made) == 1 else None
+
+    def _read(self, node: ast.AST) -> set[str]:
+        """Return the names in the node that earlier statements have to make. Keep the values of the others."""
+        needed, is_behind = set(), self._caller.behind is not None
+        detached = [x for x in ast.walk(node) if isinstance(x, ast.Attribute) and x.attr in _DETACHES]
+        inner = {x for top in detached for x in ast.walk(top)}
+        with_graph = {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and x not in inner}
+        for name in source.names_in(node, ast.Load):
+            value, is_free = self._values.get(name), name not in with_graph
+            if is_free and self._needs_graph:
+                continue
+            tensors = [] if is_behind else _tensors(value)
+            # A statement may have bound a deleted parameter anew, as Trainer's does that prepares the inputs.
+            is_gone = name in self._caller.code.co_varnames and name not in self._values.maps[0]
+            # A module keeps its weights: made anew, it would have others.
+            is_bound = name in self._bound and not isinstance(value, nn.Module)
+            # The statement that made a bad value is sought, unless samples are. Weights have none.
+            is_bad = self.kept is None and any(
+                (is_free or not x.requires_grad) and observe(x, "", "output").is_fault for x in tensors
+            )
+            self.data |= {name: value} if is_bad else {}
+            has_graph = not is_free and any(x.grad_fn is not None for x in tensors)
+            if is_bound or is_bad or has_graph or (is_gone and not is_behind):
+                needed.add(name)
+            elif name in self._values:
+                self.reads[name] = value
+            elif name not in self._caller.globals:
+                self._unknown.add(name)
+        return needed
+
+    def _block(self, statements: list[ast.stmt], needed: set[str]) -> tuple[list[ast.stmt], set[str]]:
+        """Return those of the statements that make the needed names, and the names that they need themselves."""
+        body: list[ast.stmt] = []
+        for statement in reversed(statements):
+            later, bound = set(self._bound), source.names_in(statement, ast.Store)
+            filled = self._filled(statement, needed)
+            wanted = bound & (needed | self._unknown) | filled
+            is_end = not self._ends.keys().isdisjoint(ast.walk(statement))
+            # The statements of a block bind one after the other, those of a loop in any order.
+            if not wanted or not isinstance(statement, ast.With | ast.Try | ast.If):
+                self._bound |= bound | filled
+            if not (wanted or is_end):
+                continue
+            is_kept = self._calls_kept(statement)
+            try:
+                if is_kept:
+                    raise self._refused(statement)
+                made = {name for name in filled if not isinstance(self._values.get(name), nn.Module)}
+                kept, needed = self._statement(statement, needed | made)
+            except Refused as reason:
+                values = {name: self._values[name] for name in wanted & self._values.keys()}
+                is_graph = not is_kept and any(map(_has_graph, values.values()))
+                is_lost = self._ends or wanted & later or wanted - values.keys() or is_graph
+                # Bad data stays as it was handed out. A branch that is not taken may have what is lost.
+                if not is_lost:
+                    self.reads |= values
+                stand_in = f"raise RuntimeError({str(reason)!r})" if is_lost else "pass"
+                kept, needed = ast.copy_location(ast.parse(stand_in).body[0], statement), needed - wanted
+            self._bound |= bound | filled
+            body = [kept, *body]
+        return body, needed
+
+    def _filled(self, statement: ast.stmt, needed: set[str]) -> set[str]:
+        """Return those of the needed and the read names whose values the statement changes in place.
+
+        A tensor or a module that is only read already holds its changes. They are not repeated.
+        """
+        read = {name: self._values.get(name) for name in self.reads.keys() - needed}
+        modules = {name for name, value in read.items() if isinstance(value, nn.Module)}
+        objects = {name for name, value in read.items() if not isinstance(value, Tensor | nn.Module)}
+        filled = filled_by(statement, directly=self._caller.behind is not None)
+        return filled & (needed | objects) | filled_by(statement, plainly=True) & modules
+
+    def _statement(self, statement: ast.stmt, needed: set[str]) -> tuple[ast.stmt, set[str]]:
+        """Return the statement as it runs again, and the names that have to be made before it."""
+        made: Any = copy.copy(statement)
+        header: list[ast.AST] = [statement]
+        if isinstance(statement, ast.With):
+            body, needed = self._block(statement.body, needed)
+            items = [
+                x for x in statement.items if not self._ends or source.called_name(x.context_expr) in _MODES
+            ]
+            made = ast.copy_location(
+                ast.With(items, body) if items else ast.If(ast.Constant(True), body, []), statement
+            )
+            header = [item.context_expr for item in items]
+        elif isinstance(statement, ast.Try):  # whose body raised nothing
+            body, needed = self._block([*statement.body, *statement.orelse], needed)
+            made, header = ast.copy_location(ast.If(ast.Constant(True), body, []), statement), []
+        elif isinstance(statement, ast.If):
+            body, first = self._block(statement.body, needed)
+            made.orelse, second = self._block(statement.orelse, needed)
+            made.body, header = body or [ast.copy_location(ast.Pass(), statement)], [statement.test]
+            needed = first | second
+        # A DataLoader would hand out other data, and an iterator would be further on than before.
+        elif isinstance(statement, ast.For) and not any(
+            isinstance(self._value_of(x), Iterator | DataLoader) for x in ast.walk(statement.iter)
+        ):
+            # A second time, as an iteration reads what an earlier one has made.
+            body, needed = self._block(statement.body, needed | self._block(statement.body, needed)[1])
+            if statement.orelse or any(isinstance(x, _JUMPS) for x in ast.walk(statement)):
+                if self._ends:  # it may print or save
+                    raise self._refused(statement)
+                self._refuse_twice(statement)
+            else:
+                made.body = body
+            needed, header = needed - source.names_in(statement.target, ast.Store), [statement.iter]
+        elif statement in self._ends:
+            made, header = _raising(self._ends[statement], statement), [self._ends[statement]]
+        elif isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr):
+            needed = needed - source.names_in(statement, ast.Store)
+        elif not isinstance(statement, ast.AugAssign):
+            raise self._refused(statement)
+        self._refuse_twice(*header)
+        return made, needed.union(*map(self._read, header))
+
+    def _calls_kept(self, statement: ast.stmt) -> bool:
+        """Return whether the statement assigns what a call of the kept model, or of a part of it, returned."""
+        modules = [] if self.kept is None or not isinstance(statement, ast.Assign) else self.kept.modules()
+        callees = [self._value_of(x.func) for x in ast.walk(statement) if isinstance(x, ast.Call)]
+        return any(module is callee for module in modules for callee in callees[:1])  # the outermost
+
+    def _value_of(self, node: ast.AST) -> Any:
+        """Return the value of `name` or `name.attribute`, None where it is not known."""
+        if isinstance(node, ast.Name):
+            return self._values.get(node.id, self._caller.globals.get(node.id))
+        if not isinstance(node, ast.Attribute):
+            return None
+        owner = getattr(self._value_of(node.value), "__dict__", {})
+        return {**owner, **owner.get("_modules", {})}.get(node.attr)
+
+    def _refuse_twice(self, *nodes: ast.AST) -> None:
+        for node in (inner for top in nodes for inner in ast.walk(top)):
+            is_once = isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom)
+            if is_once or (isinstance(node, ast.Call) and source.called_name(node) in _NOT_TWICE):
+                raise self._refused(node)
+
+    def _refused(self, node: Any) -> Refused:
+        return Refused(f"line {node.lineno} of {self._caller.code.co_filename} should not run a second time")
+
+
+def _raising(value: ast.expr, statement: ast.stmt) -> ast.stmt:
+    """Return what ends the statements with this value in the place of one, also inside a block."""
+    raised = ast.Call(ast.Name(RETURN, ast.Load()), [value], [])
+    return ast.copy_location(ast.Raise(raised), statement)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of a value, those of a distribution included: it holds tensors of a graph that is gone."""
+    return [x for _, x in leaves(value, "", isinstance(value, Distribution)) if isinstance(x, Tensor)]
+
+
+def _has_graph(value: Any) -> bool:
+    return any(x.grad_fn is not None for x in _tensors(value))
+
+
+def filled_by(statement: ast.stmt, *, plainly: bool = False, directly: bool = False) -> set[str]:
+    """Return the names whose values the statement changes in place: `p.clamp_()`, `s.den = x`, `losses["a"] = x`.
+
+    `plainly` leaves those that an assignment with an operator, or a method, changes; `directly` those of which a method
+    changes a part, as `self.board.update()` may write a file.
+    """
+    filled = set[str]()
+    steps = {id(x.target) for x in ast.walk(statement) if isinstance(x, ast.AugAssign)} if plainly else set()
+    for node in ast.walk(statement):
+        if plainly and (id(node) in steps or isinstance(node, ast.Call)):
+            continue
+        name, owner = source.called_name(node), node.func if isinstance(node, ast.Call) else node
+        is_method = isinstance(owner, ast.Attribute) and owner is not node
+        is_method &= not directly or not isinstance(getattr(owner, "value", None), ast.Attribute)
+        is_change = is_method and (name in _CHANGES or (name.endswith("_") and not name.endswith("__")))
+        if is_change or isinstance(getattr(node, "ctx", None), ast.Store):
+            while isinstance(owner, ast.Attribute | ast.Subscript):
+                owner = owner.value
+            filled |= {owner.id} if isinstance(owner, ast.Name) and not isinstance(node, ast.Name) else set()
+    return filled
