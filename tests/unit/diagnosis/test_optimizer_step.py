@@ -87,5 +87,5 @@ def test_a_step_that_leaves_finite_weights_finite_is_not_named() -> None:
     w = watch(model)
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
-    model.weight.data.fill_(torch.nan)
+    model.weight.data[0] = torch.nan
     assert fault_of(w.stop).finding.operation is None

@@ -166,8 +166,6 @@ def test_a_program_that_renames_what_it_has_saved_keeps_the_good_one(run, tmp_pa
         PLANTED[0](run)
         bad = save()
         assert (bad.keys(), bad["last.pt"]) == ({"last.pt", "last.nonfinite.pt"}, good["last.pt"])
-        run.model[0].weight.data.fill_(1)
-        assert save()["last.pt"] != good["last.pt"]
 
 
 class Stateless:
