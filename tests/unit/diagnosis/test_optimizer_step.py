@@ -82,8 +82,7 @@ def test_the_last_step_of_a_run_is_looked_at(momentum: float, how: str) -> None:
 
 
 def test_a_step_that_leaves_finite_weights_finite_is_not_named() -> None:
-    model = nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD((model := nn.Linear(8, 1)).parameters(), lr=0.1, momentum=0.9)
     w = watch(model)
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
