@@ -21,7 +21,7 @@ from ..recording.walk import call_leaves
 from ..records.headroom import least_bits
 from ..records.record import Record
 from ..report.finding import Cure
-from .experiment import LEAST_ROOM, Experiment, Hold, MakeCall, Trials, make_call
+from .experiment import LEAST_ROOM, Experiment, Hold, LossModule, MakeCall, Trials, make_call
 from .formats import loaded
 from .patching.rounds import Rounds
 from .patching.source import TargetFinder, find_target
@@ -66,12 +66,10 @@ def _try_option(trials: Trials) -> None:
             yield
 
     if guilty in changed:
-        name = type(guilty).__name__
-        is_known = guilty in trials.names
-        place = (
-            f"`{code_of(trials.model, trials.guilty or '')}` a {name}" if is_known else f"the loss's {name}"
+        owner = (
+            f"`{code_of(trials.model, trials.guilty or '')}` a" if guilty in trials.names else "the loss's"
         )
-        trials.attempt(f"{words}: make {place} with {option}={value!r}", hold)
+        trials.attempt(f"{words}: make {owner} {type(guilty).__name__} with {option}={value!r}", hold)
 
 
 def try_formats(trials: Trials) -> None:
@@ -92,8 +90,9 @@ class _Formats:
     def __init__(self, trials: Trials) -> None:
         self._trials, self._finding, self._snapshot = trials, trials.finding, trials.snapshot
         self._modules = {x.name: x.module for x in named_modules(trials.model, remove_duplicate=False)}
-        called = getattr(self._snapshot.module, "called", None) or self._snapshot.module
-        self._root = trials.names.get(unwrapped(called), "")
+        root = self._snapshot.module
+        root = (root.called if isinstance(root, LossModule) else root) or root
+        self._root = trials.names.get(unwrapped(root), "")
         self._at = self._root if trials.guilty is None else trials.guilty
         self._is_backward = self._finding.phase == "backward"
         # Gradients of float16 weights have no scaler: a loss that grows with the square of the outputs has to fit.

@@ -65,6 +65,13 @@ _MOST_MOVED = 1000.0
 LEAST_ROOM = 1.0
 
 
+class LossModule(nn.Module):
+    """A module that makes a loss, of the call of `called` if that is set; `untried` says in words why it made none."""
+
+    called: nn.Module | None
+    untried: str
+
+
 def nothing_allowed(_: str, module: nn.Module) -> bool | Excuses:
     """Allow no value but masks."""
     return excuses(module)
@@ -204,7 +211,8 @@ def run(
         with again.again() as call, graph, Draws(snapshot.draws), provenance or nullcontext():
             with wrap_calls((*names, *snapshot.module.modules()), seen):
                 output = call()
-            experiment.untried = getattr(snapshot.module, "untried", UNTRIED)
+            makes_loss = isinstance(snapshot.module, LossModule)
+            experiment.untried = str(snapshot.module.untried) if makes_loss else UNTRIED
             results = [x for _, x in leaves(output, "output") if isinstance(x, Tensor)]
             experiment.results = [x.detach() for x in results]
             if roots := [x for x in results if snapshot.grad and x.requires_grad]:

@@ -31,7 +31,7 @@ from ..util.visible import spell
 from . import isolation
 from .batch_snapshot import BatchSnapshot
 from .causes import tensors_in
-from .experiment import UNTRIED
+from .experiment import UNTRIED, LossModule
 from .patching import source
 from .provenance import ENGINE, Expression, positions_of
 from .statements import RETURN, VALUE, Caller, Part, Refused, calls_in, filled_by, part_of
@@ -155,7 +155,7 @@ def with_loss(batch: BatchSnapshot, model: nn.Module) -> BatchSnapshot:
     return batch
 
 
-class LossStatements(nn.Module):
+class LossStatements(LossModule):
     """The statements as a module, whose call runs them. `inputs` are what they read, by name.
 
     A call returns the loss, if they make one, and the outputs of the model's calls, these without a graph; of
@@ -166,7 +166,7 @@ class LossStatements(nn.Module):
     def __init__(self, model: nn.Module, caller: Caller, file: source.SourceFile, part: Part) -> None:
         super().__init__()
         self.model, self.untried = model, ""
-        self.called: nn.Module | None = None
+        self.called = None
         self.inner: Any = ()
         self.is_whole, self.data = part.is_whole, part.data
         first, last = part.body[0].lineno, part.body[-1].end_lineno or 0
@@ -218,7 +218,7 @@ class LossStatements(nn.Module):
     def run(self, inputs: dict[str, Any], value: Any = None) -> Any:
         """Run the statements, with the value of the call that they follow, and return what they end with."""
         names = {**self._names, **inputs, VALUE: lambda: value, RETURN: _Reached}
-        # What the statements fill is the program's.
+        # The statements may fill containers of the program, so they get copies.
         for name in self._filled & names.keys():
             if isinstance(names[name], list | dict | set):
                 names[name] = copy.copy(names[name])

@@ -293,12 +293,10 @@ class Part:
         header: list[ast.AST] = [statement]
         if isinstance(statement, ast.With):
             body, needed = self._block(statement.body, needed)
-            items = [
-                x for x in statement.items if not self._ends or source.called_name(x.context_expr) in _MODES
-            ]
-            made = ast.copy_location(
-                ast.With(items, body) if items else ast.If(ast.Constant(True), body, []), statement
-            )
+            modes = [x for x in statement.items if source.called_name(x.context_expr) in _MODES]
+            items = modes if self._ends else statement.items
+            block = ast.With(items, body) if items else ast.If(ast.Constant(True), body, [])
+            made = ast.copy_location(block, statement)
             header = [item.context_expr for item in items]
         elif isinstance(statement, ast.Try):  # whose body raised nothing
             body, needed = self._block([*statement.body, *statement.orelse], needed)

@@ -262,7 +262,7 @@ def test_the_log_knows_who_wrote_each_element_last(writes: list[tuple[int, int, 
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a large storage the log has the last write alone, and a run has its first steps."""
+    """The log keeps the last write to a large storage alone, and a run keeps its first steps alone."""
     monkeypatch.setattr(provenance, "_MOST_BYTES", 8)
     monkeypatch.setattr(provenance, "_MOST_STEPS", 1)
     log, memory = WriteLog(), torch.full((4,), INF)

@@ -126,13 +126,11 @@ class Site:
 
     def same(self, node: ast.expr) -> list[ast.expr]:
         """Return the other places of the function where the same expression has the same value."""
-        dump, start = ast.dump(node), self.file.span(self.statement(node)).start
-        bound = [self._last(name, start) for name in all_names(node)]
-        nodes = (
-            x for x in self.parents if isinstance(x, type(node)) and x is not node and ast.dump(x) == dump
-        )
-        starts = ((x, self.file.span(self.statement(x)).start) for x in nodes)
-        return [x for x, at in starts if [self._last(name, at) for name in all_names(node)] == bound]
+        names, dump = all_names(node), ast.dump(node)
+        alike = [x for x in self.parents if isinstance(x, type(node)) and ast.dump(x) == dump]
+        starts = {x: self.file.span(self.statement(x)).start for x in alike}
+        bindings = {x: [self._last(name, start) for name in names] for x, start in starts.items()}
+        return [x for x in alike if x is not node and bindings[x] == bindings[node]]
 
     def text(self, node: ast.AST) -> str:
         """Return the text of a node of this source."""

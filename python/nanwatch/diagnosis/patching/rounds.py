@@ -156,10 +156,8 @@ class Proposer:
         if is_half:
             yield from self._infinities()
             for node in self.failing[:1]:
-                operand = Binding({"X": self._operands_of(node)[0]})
-                yield from self._written(
-                    node, operand.letters["X"], "X.float()", operand, "compute it in float32"
-                )
+                x = self._operands_of(node)[0]
+                yield from self._written(node, x, "X.float()", Binding({"X": x}), "compute it in float32")
         for node in [*self._sources, *self.failing]:
             for row in GUARDS:
                 yield from self.guard(node, row)
@@ -211,10 +209,8 @@ class Proposer:
 
     def _holds(self, condition: str, binding: Binding) -> bool:
         kind, _, operations = (text.strip() for text in condition.partition("in "))
-        if (
-            operations
-            and self._operation.removesuffix("_forward").removesuffix("2d") not in operations.split()
-        ):
+        failed = self._operation.removesuffix("_forward").removesuffix("2d")
+        if operations and failed not in operations.split():
             return False
         if kind in ("", "bound"):
             return not kind or self._bound(binding) != ""
