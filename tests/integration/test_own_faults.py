@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, Report
 from nanwatch.report.finding import Finding
-from nanwatch.util import visible
+from nanwatch.util import messages
 from support.recorders import watched
 from support.toys import Does
 
@@ -99,7 +99,7 @@ def test_a_fault_of_our_own_costs_no_finding(
     """Module, tensor and value are those of the report without the fault."""
     monkeypatch.setenv("NANWATCH_RERUN", "in-process")  # a child's calls are not seen
     expected = without_faults(situation)
-    before = visible.counts.copy()
+    before = messages.counts.copy()
     broken = mock.patch(f"nanwatch.{target}", side_effect=RuntimeError("broken"))
     with broken as was_called, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -108,6 +108,6 @@ def test_a_fault_of_our_own_costs_no_finding(
     told_first = attrgetter("module", "label", "value", "phase", "origin", "batch")
     assert told_first(found) == told_first(expected)
     assert found.index in (None, expected.index)  # None: the re-run finds it
-    counted = visible.counts - before
+    counted = messages.counts - before
     told = [*found.remarks, *(str(one.message) for one in warned), *counted]
     assert any(words in one for one in told), told

@@ -26,8 +26,8 @@ from ..recording.events import Event, Recorder, StepWeight
 from ..records.record import Frame
 from ..report.events import UpdateFinding, update_finding
 from ..report.finding import Place
-from ..util.modules import each_module, each_parameter, is_in
-from ..util.visible import spell, suppressed, warn_user
+from ..util.messages import spell, suppressed, warn_user
+from ..util.program import each_module, each_parameter, is_in
 from .rules import Evaluations, Suspect, ancestors, copies_among, suspects_of
 from .window import IsFrozen, Step, Weights, Window, each_weight, is_relevant, number, user_line
 

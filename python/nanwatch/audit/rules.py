@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..instrumentation.wrapped_names import named_modules
 from ..report.finding import Place
-from ..util.modules import is_in
-from ..util.visible import suppressed
+from ..util.messages import suppressed
+from ..util.program import is_in
 from .window import Key, Step, WeightSample, held_by_optimizers, number, same_bits, user_line
 
 # A weight has a fault when so much of its update is lost, by elements and by magnitude.

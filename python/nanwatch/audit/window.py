@@ -29,8 +29,8 @@ from ..numerics.readable import is_plain, local_shard, only_our_dispatch, unread
 from ..recording.events import Event, Recorder
 from ..records.record import Frame
 from ..report.finding import Place
-from ..util.modules import is_in, parameters_of
-from ..util.visible import suppressing, users_frame
+from ..util.messages import suppressing, users_frame
+from ..util.program import is_in, parameters_of
 
 ELEMENTS = 1024
 _MOST_LISTED = 256  # modules of a plain list

@@ -14,7 +14,7 @@ from signal import SIGKILL, Signals
 import numpy as np
 
 from ..records.reading import plain
-from ..util.visible import first_few, module_name, spell, visible
+from ..util.messages import first_few, module_name, spell, visible
 from .story import SCHEMA, SUFFIX, VERSION, BlackBoxReport, BoxCall, read
 
 _CALLS = 10

@@ -27,8 +27,8 @@ import torch
 
 from ..numerics import _extension
 from ..util.job import rank_and_world_size, started_at
-from ..util.program_code import is_library
-from ..util.visible import suppressing, warn_user
+from ..util.messages import suppressing, warn_user
+from ..util.program import is_library
 from .story import SUFFIX
 
 _LEAST_STALL = 300.0  # seconds

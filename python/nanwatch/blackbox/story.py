@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from ..util.job import started_at
-from ..util.visible import module_name, spell
+from ..util.messages import module_name, spell
 
 SCHEMA, VERSION = "nanwatch.blackbox", 3
 SUFFIX = ".blackbox"

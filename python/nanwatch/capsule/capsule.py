@@ -33,7 +33,7 @@ from ..numerics.readable import dtype_name, is_plain, only_our_dispatch, type_na
 from ..recording.walk import spell_key
 from ..report.finding import Finding
 from ..report.report import Report, body_of, report_of
-from ..util.visible import module_name, spell, visible
+from ..util.messages import module_name, spell, visible
 
 FILE = "call.pt"
 MAX_BYTES = 1 << 30

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..instrumentation.calls import check_model
 from ..instrumentation.execution_context import RngState
 from ..report.report import Report
-from ..util.visible import close_names, first_few, spell, suppressing, visible, without_wrappers
+from ..util.messages import close_names, first_few, spell, suppressing, visible, without_wrappers
 from .capsule import MARK, Capsule
 
 _DEEPEST = 64  # parts of a module's name: a capsule may hold any text

@@ -20,8 +20,7 @@ import torch
 
 from .._version import __version__
 from ..numerics import _extension
-from ..util.progress import Tell, color_console, silent
-from ..util.visible import close_names, visible
+from ..util.messages import Tell, close_names, color_console, silent, visible
 
 # Exit status that a shell gives to a program ended by SIGPIPE.
 _CUT = 128 + 13

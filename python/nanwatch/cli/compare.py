@@ -18,8 +18,7 @@ from ..report import text
 from ..session.api import rerun
 from ..trace.comparison import KINDS, RTOL, diff
 from ..trace.trace_file import Trace
-from ..util.progress import Tell
-from ..util.visible import module_name, spell, visible
+from ..util.messages import Tell, module_name, spell, visible
 from .commands import UseError, command_parser, imported, print_answer
 from .run import add_script, check_script, run_script
 

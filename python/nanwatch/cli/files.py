@@ -26,8 +26,7 @@ from ..scan.scan import scan
 from ..trace.fits import FORMATS, Need, fits
 from ..trace.picture import Row, draw, trend_words
 from ..trace.trace_file import Trace, batch_words
-from ..util.progress import Tell
-from ..util.visible import module_name, near, visible
+from ..util.messages import Tell, module_name, near, visible
 from .commands import command_parser, print_answer, write_page
 
 _READS = (

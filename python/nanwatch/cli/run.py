@@ -26,7 +26,7 @@ from ..session import model_finder
 from ..session.api import GIVEN, OPTIONS, TEXTS, Options, Watch, make_options, start_watch
 from ..session.kinds import flag, flag_or_none, parts
 from ..session.model_finder import MAX_MODELS, ModelFinder
-from ..util.visible import spell, visible
+from ..util.messages import spell, visible
 from .commands import Parser, UseError
 
 _NAME = "nanwatch run"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..trace.align import align_calls
-from ..util.visible import module_name, without_wrappers
+from ..util.messages import module_name, without_wrappers
 
 # By precision.
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

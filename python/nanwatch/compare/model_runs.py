@@ -21,7 +21,7 @@ from ..instrumentation.slot import TemporaryWrapper, attached
 from ..numerics._reference import without_repeats
 from ..numerics.readable import dtype_name
 from ..recording.walk import Leaf, call_leaves, leaves
-from ..util.modules import each_module, each_parameter, is_in
+from ..util.program import each_module, each_parameter, is_in
 from .calls import ModuleCall, Run, coarsest, most_common, own_tensors, run_of
 
 # How to call a model on the inputs.

@@ -20,8 +20,8 @@ from ..numerics.readable import dtype_name
 from ..records.reading import read
 from ..trace.result import Comparison
 from ..trace.trace_file import Trace, in_order, sketches
-from ..util.modules import is_in
-from ..util.visible import module_name, spell
+from ..util.messages import module_name, spell
+from ..util.program import is_in
 from .calls import FLOATS, CallPair, ModuleCall, Run, coarsest, match_calls, most_common, own_tensors, run_of
 from .comparer import Comparer, Noise, NoiseRuns, Verdict, gaps, module_differences
 from .model_runs import Caller, ModelRuns, TensorKey, snapshot

@@ -39,10 +39,8 @@ from ..instrumentation.global_hooks import after_steps, before_steps
 from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
 from ..recording.walk import call_leaves, leaves
-from ..util.imports import when_imported
-from ..util.modules import each_module
-from ..util.program_code import is_library
-from ..util.visible import module_name, spell, users_frame, visible
+from ..util.messages import module_name, spell, users_frame, visible
+from ..util.program import each_module, is_library, when_imported
 
 # Trials.
 

@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from ..trace.result import Comparison, Place, plural
-from ..util.progress import Tell, silent
-from ..util.visible import first_few, spell
+from ..util.messages import Tell, first_few, silent, spell
 from .recording import TRIALS, Recording, TensorPrint
 
 # Has the request in a process that makes one of the runs.

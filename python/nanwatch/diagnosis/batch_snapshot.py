@@ -29,8 +29,7 @@ from ..numerics.readable import is_plain, only_our_dispatch, unreadable
 from ..precision.casting import swap_parametrizations
 from ..recording.events import Start
 from ..recording.walk import Unwalked, call_leaves
-from ..util.modules import each_module, each_parameter
-from ..util.program_code import frame_values, is_library, names_of
+from ..util.program import each_module, each_parameter, frame_values, is_library, names_of
 from . import isolation
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})

@@ -28,7 +28,7 @@ from ..recording.observe import observe
 from ..recording.walk import call_leaves, leaves
 from ..records.record import Record
 from ..report.finding import Cure, Finding
-from ..util.visible import suppressed
+from ..util.messages import suppressed
 from .batch_snapshot import BatchSnapshot
 
 # The least and the largest operand of each operation. A guard is right if rounding took the operand past them, and

@@ -30,8 +30,8 @@ from ..recording.observe import observe
 from ..recording.walk import call_leaves, leaves
 from ..records.record import Record
 from ..report.finding import Cure, Finding
-from ..util.modules import nodes_behind, parameters_of
-from ..util.visible import spell
+from ..util.messages import spell
+from ..util.program import nodes_behind, parameters_of
 from . import isolation
 from .batch_snapshot import BatchSnapshot, left_calls
 from .formats import MOST_ELEMENTS, Draws, Float64, loaded

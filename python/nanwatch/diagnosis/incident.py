@@ -20,7 +20,7 @@ from ..report.finding import Finding
 from ..report.forms import FORMS, AnyReport, Form
 from ..report.report import NonFiniteError, Report
 from ..report.spike import SpikeReport
-from ..util.visible import first_few, spell
+from ..util.messages import first_few, spell
 from .batch_snapshot import BatchSnapshot
 
 PATCH_FILE = "cure.patch"

@@ -27,8 +27,8 @@ from typing import Any, NoReturn
 import torch
 
 from ..instrumentation.slot import waiting_ends
-from ..util.program_code import is_library
-from ..util.visible import spell
+from ..util.messages import spell
+from ..util.program import is_library
 
 # The parent acts on these, and a handler of the program's must not run twice.
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGPIPE")

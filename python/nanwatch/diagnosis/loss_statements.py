@@ -26,8 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..recording.observe import observe
-from ..util.program_code import SKIPPED_FILES, frame_values
-from ..util.visible import spell
+from ..util.messages import spell
+from ..util.program import SKIPPED_FILES, frame_values
 from . import isolation
 from .batch_snapshot import BatchSnapshot
 from .causes import tensors_in

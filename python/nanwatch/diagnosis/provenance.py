@@ -26,8 +26,8 @@ from ..numerics.readable import is_plain, only_our_dispatch
 from ..recording.observe import observe
 from ..records.record import Note, Record
 from ..report.finding import Place, Value
-from ..util.program_code import SKIPPED_FILES
-from ..util.visible import spell
+from ..util.messages import spell
+from ..util.program import SKIPPED_FILES
 from .batch_snapshot import BatchSnapshot
 from .causes import Operands, Operation, addressable, causes, nonfinite, operation_of
 

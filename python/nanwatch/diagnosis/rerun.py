@@ -29,8 +29,8 @@ from ..recording.observe import observe, state_of
 from ..recording.walk import call_leaves
 from ..records.record import Frame, Phase
 from ..report.finding import Finding, finding_of, with_earlier, working_first
-from ..util.modules import is_in
-from ..util.visible import spell
+from ..util.messages import spell
+from ..util.program import is_in
 from . import isolation
 from .batch_snapshot import BatchSnapshot, no_second_run
 from .causes import addressable, came_in, named_arguments

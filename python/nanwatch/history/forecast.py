@@ -16,7 +16,7 @@ import numpy as np
 from ..numerics.formats import limits
 from ..recording.events import PeakName
 from ..records.record import Frame, Note, event_frame
-from ..util.visible import module_name, visible
+from ..util.messages import module_name, visible
 from .peaks import Floats, PeakHistory
 
 # Looks: at batches 0, 1, 2, 4, 8 and every 16th, from batch 1,024 on after a 64th of the run, at most 64 batches apart.

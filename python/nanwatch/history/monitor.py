@@ -23,8 +23,8 @@ from ..recording.events import PeakName, Recorder
 from ..recording.observe import may_be_called, observe
 from ..records.record import Frame
 from ..report.events import Suspect
-from ..util.modules import each_parameter
-from ..util.visible import suppressed
+from ..util.messages import suppressed
+from ..util.program import each_parameter
 from .forecast import Forecast, Forecaster
 from .peaks import PeakHistory
 

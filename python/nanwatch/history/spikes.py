@@ -25,7 +25,7 @@ from ..numerics.readable import Numbers, is_plain
 from ..recording.events import Event, PeakName, Recorder
 from ..report.spike import Cause, Departure, SpikeReport
 from ..util.job import rank
-from ..util.visible import is_due, spell, suppressed, warn_user
+from ..util.messages import is_due, spell, suppressed, warn_user
 from .peaks import OF_CALL, Floats, PeakHistory, Signal
 
 _T = TypeVar("_T")

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from ..numerics.readable import is_captured, is_plain, only_our_dispatch, unreadable
 from ..recording.events import Recorder
-from ..util.visible import suppressing
+from ..util.messages import suppressing
 from .slot import Changes
 
 LARGEST = "attention logits"

@@ -19,7 +19,7 @@ from ..numerics import _extension
 from ..recording.masks import Excuses
 from ..recording.observe import parameter_mesh
 from ..recording.recorder import PythonRecorder
-from ..util.visible import warn_user, with_utf8
+from ..util.messages import warn_user, with_utf8
 from . import compiled
 from .functions import watch_begins, watch_ends
 from .global_hooks import Handles, after_steps, children, weakly

@@ -32,8 +32,8 @@ from ..recording.events import Settings
 from ..recording.observe import call_values
 from ..recording.recorder import PythonRecorder
 from ..recording.walk import MAX_DEPTH, MAX_LEAVES, SCALARS, Leaf, Unwalked, call_leaves, leaves
-from ..util.modules import each_module
-from ..util.visible import warn_user
+from ..util.messages import warn_user
+from ..util.program import each_module
 from . import slot
 from .slot import IS_WATCHED, SITE, Changes, needs_operators, watching
 

@@ -35,8 +35,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from ..numerics import _extension
-from ..util.imports import when_imported
-from ..util.modules import each_module
+from ..util.program import each_module, when_imported
 from .global_hooks import children, is_inside
 
 ATTRIBUTE = "_compiled_call_impl"

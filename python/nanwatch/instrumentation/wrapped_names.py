@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..util.modules import each_module
-from ..util.visible import without_wrappers
+from ..util.messages import without_wrappers
+from ..util.program import each_module
 
 # Classes by name, because most are in parts of packages that only their users import. A module of the user's own with a
 # child called `module` is none of these.

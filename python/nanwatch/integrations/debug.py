@@ -29,8 +29,8 @@ from ..report.report import BatchLimitError, NonFiniteError
 from ..session.api import DEFAULTS
 from ..session.kinds import MAX_BATCH, whole
 from ..session.watch import EventDispatch, Watch
-from ..util.imports import when_imported
-from ..util.visible import visible, warn_user, with_utf8
+from ..util.messages import visible, warn_user, with_utf8
+from ..util.program import when_imported
 
 _MOST_FRAMES = 100_000  # the recorder reserves 0.2 kB for each
 _TRAINER, _NAME = "transformers.trainer", "DebugUnderflowOverflow"

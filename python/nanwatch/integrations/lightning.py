@@ -11,7 +11,7 @@ from ..report.report import NonFiniteError
 from ..session.api import DeferredWatch
 from ..session.watch import Watch
 from ..sinks.trackers import LeastHeadroom
-from ..util.imports import needed
+from ..util.messages import needed
 
 HEADROOM = "nanwatch/headroom_bits"
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")

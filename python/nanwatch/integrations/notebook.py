@@ -7,8 +7,7 @@ from typing import Any
 
 from ..report.report import NonFiniteError, Report
 from ..report.text import patch_lines
-from ..util.imports import needed
-from ..util.visible import suppressing, visible
+from ..util.messages import needed, suppressing, visible
 
 
 def load_ipython_extension(shell: Any) -> None:

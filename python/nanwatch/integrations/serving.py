@@ -24,8 +24,8 @@ from ..records.record import Record
 from ..report.finding import Finding
 from ..report.text import summary
 from ..session.api import DeferredWatch
-from ..util.imports import when_imported
-from ..util.visible import is_due, module_name, spell, suppressing, visible
+from ..util.messages import is_due, module_name, spell, suppressing, visible
+from ..util.program import when_imported
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..session.api import DeferredWatch
 from ..session.watch import Watch
 from ..sinks.trackers import LeastHeadroom
-from ..util.imports import needed
+from ..util.messages import needed
 from .debug import patch_transformers, unpatch_transformers
 
 __all__ = ["NanWatchCallback", "patch_transformers", "unpatch_transformers"]

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..util.visible import close_names
+from ..util.messages import close_names
 from . import _extension
 from ._reference import chunks, row_dtype, stored
 from .formats import BY_NAME, NumberFormat

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..util.visible import suppressed
+from ..util.messages import suppressed
 from . import _reference
 
 Read = Callable[[Tensor], Tensor]

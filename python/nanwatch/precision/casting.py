@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from ..recording.walk import MAX_DEPTH
-from ..util.visible import suppressed
+from ..util.messages import suppressed
 
 NARROW = (torch.float16, torch.bfloat16)
 # The kinds of device that autocast knows and that need no package of their own to be asked about.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..instrumentation.wrapped_names import find_module, named_modules
-from ..util.visible import close_names
+from ..util.messages import close_names
 from .casting import (
     NARROW,
     autocast_kinds,

@@ -32,8 +32,8 @@ from ..instrumentation.global_hooks import after_steps
 from ..report.finding import Finding, Origin, RankObservation, earliest
 from ..report.report import NonFiniteError, Report, report_of
 from ..util.job import rank_and_world_size, store_key
-from ..util.modules import each_module
-from ..util.visible import spell, warn_user
+from ..util.messages import spell, warn_user
+from ..util.program import each_module
 
 _INTERVAL = 1.0  # seconds between two looks while all is well
 _SETTLING = (0.05, 0.5)  # the first and the longest pause while ranks report

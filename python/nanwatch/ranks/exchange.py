@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ..util.job import rank_and_world_size
-from ..util.visible import spell, suppressed, warn_user
+from ..util.messages import spell, suppressed, warn_user
 from .consensus import default_store, own_store, process_group
 
 Ranks: TypeAlias = tuple[int, ...]

@@ -18,8 +18,7 @@ from ..report.page import TEXT, Table, page
 from ..report.report import Report
 from ..report.spike import SpikeReport, read_saved
 from ..util.job import Attempt, spell_runs
-from ..util.progress import Tell, silent
-from ..util.visible import module_name, visible
+from ..util.messages import Tell, module_name, silent, visible
 
 _FILE = "report.json"
 _SCHEMA, _VERSION = "nanwatch.merged", 2

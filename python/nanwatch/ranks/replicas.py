@@ -35,8 +35,8 @@ from ..numerics.readable import local_shard, only_our_dispatch, unreadable
 from ..recording.events import StepWeight
 from ..report.events import ReplicaDifference
 from ..util.job import rank_and_world_size
-from ..util.modules import each_parameter, parameters_of
-from ..util.visible import warn_user
+from ..util.messages import warn_user
+from ..util.program import each_parameter, parameters_of
 from .consensus import process_group
 from .exchange import MOST_RANKS, Exchange, Ranks, Side, Verdict
 

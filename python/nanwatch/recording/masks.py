@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..numerics._reference import without_repeats
 from ..numerics.readable import local_shard, only_our_dispatch
 from ..records.record import NoteKind
-from ..util.visible import suppressing
+from ..util.messages import suppressing
 
 if TYPE_CHECKING:
     from ..numerics.formats import TensorHealth

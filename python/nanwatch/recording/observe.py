@@ -24,8 +24,8 @@ from ..numerics.readable import (
     unreadable,
 )
 from ..records.record import CAPTURED, PLAIN_MASK, Note, Record, Role
-from ..util.modules import each_parameter
-from ..util.visible import spell, suppressed, suppressing
+from ..util.messages import spell, suppressed, suppressing
+from ..util.program import each_parameter
 from .events import Settings
 from .masks import Excuses, excuse, is_mask, may_be_finite_mask
 from .walk import Unwalked, call_leaves, leaves

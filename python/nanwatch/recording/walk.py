@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree
 
-from ..util.visible import suppressing
+from ..util.messages import suppressing
 
 # A model that returns every layer's attention of a long generation has some thousand tensors; beyond that a
 # value is data in Python lists, not activations, and looking at each would cost more than the model.

@@ -10,7 +10,7 @@ from math import inf, isfinite, log2, sqrt
 from operator import itemgetter
 from typing import NamedTuple
 
-from ..util.visible import module_name
+from ..util.messages import module_name
 from .record import Frame, Record
 
 # 8 bits. From the root of the end on a value may leave it by its own square; for float16 the two are the same.

@@ -9,7 +9,7 @@ from inspect import signature
 from math import isfinite
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from ..util.visible import shorten
+from ..util.messages import shorten
 
 _PLAIN = {str: "a string", int: "an integer", bool: "true or false"}
 

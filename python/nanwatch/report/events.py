@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from ..records.record import Note
 from ..util.job import spell_runs
-from ..util.visible import module_name, visible
+from ..util.messages import module_name, visible
 from .finding import Finding
 from .text import Fact
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from ..records import reading
 from ..records.record import Frame, Phase, Record
-from ..util.visible import module_name, visible
+from ..util.messages import module_name, visible
 
 Value: TypeAlias = Literal["nan", "inf", "-inf", "nan+inf"]
 OriginKind: TypeAlias = Literal["produced", "received", "weight", "buffer", "data"]

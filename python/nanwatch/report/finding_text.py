@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..numerics.formats import limits
 from ..records.headroom import is_near_end
-from ..util.visible import module_name
+from ..util.messages import module_name
 
 if TYPE_CHECKING:
     from ..records.record import Frame, Record

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import quote
 
 from .._version import __version__
-from ..util.visible import module_name, visible
+from ..util.messages import module_name, visible
 from .finding import Place
 from .report import Report
 from .spike import SpikeReport

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..records.headroom import by_module, headroom_bits
 from ..records.record import Frame, Record
-from ..util.visible import module_name
+from ..util.messages import module_name
 from . import text
 from .finding import Finding
 from .page import NUMBER, TEXT, Chart, Level, Section, Table, page

@@ -15,8 +15,7 @@ from math import ceil, inf, isfinite, log10
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from ..records.headroom import NEAR_FACTOR
-from ..util.imports import needed
-from ..util.visible import visible
+from ..util.messages import needed, visible
 
 _FRAME = "width: 100%; height: 36em; border: 0"  # of a page in a notebook
 LOW_BITS = NEAR_FACTOR.bit_length() - 1  # as text has it

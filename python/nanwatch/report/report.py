@@ -11,8 +11,7 @@ from typing import Any, Literal, TextIO, TypeAlias, TypeVar
 from ..records import reading
 from ..records.record import CAPTURED, Frame
 from ..util.job import Attempt, current_attempt, rank
-from ..util.progress import color_console
-from ..util.visible import first_few, module_name, shorten, suppressed, visible
+from ..util.messages import color_console, first_few, module_name, shorten, suppressed, visible
 from . import text
 from .events import Suspect
 from .finding import Finding, Origin

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from ..records import reading
 from ..records.record import Frame, Note, event_frame
-from ..util.visible import module_name, visible
+from ..util.messages import module_name, visible
 from .page import NUMBER, TEXT, InNotebook, Table, page
 from .report import Report, body_of, parsed, read_report
 from .text import Fact

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from ..records.headroom import has_vanished, shrinking
 from ..records.record import EVENTS, Frame, Phase, Record
-from ..util.visible import first_few, module_name, visible
+from ..util.messages import first_few, module_name, visible
 from .finding import Cure, Finding
 from .finding_text import explain
 

@@ -30,9 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..util.imports import needed
-from ..util.modules import each_module
-from ..util.visible import near, spell
+from ..util.messages import near, needed, spell
+from ..util.program import each_module
 from .result import Problem
 
 _SUFFIXES = (".safetensors", ".gguf", ".npz", ".npy", ".pt", ".pth", ".bin", ".ckpt")

@@ -30,9 +30,8 @@ from ..numerics._extension import instances_of
 from ..numerics.readable import local_shard, only_our_dispatch
 from ..recording.observe import holds_fractions, nonfinite, observe, state_tensors
 from ..records.record import Frame, Record, Role
-from ..util.imports import when_imported
-from ..util.modules import parameters_of
-from ..util.visible import first_few, suppressed, suppressing, visible, warn_user, without_wrappers
+from ..util.messages import first_few, suppressed, suppressing, visible, warn_user, without_wrappers
+from ..util.program import parameters_of, when_imported
 from .files import tensors_in
 
 _MARK = ".nonfinite"  # in the name of a checkpoint that goes beside a good one

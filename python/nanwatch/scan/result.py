@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..numerics.formats import BY_NAME, TensorHealth
 from ..records.reading import plain
-from ..util.visible import visible, without_wrappers
+from ..util.messages import visible, without_wrappers
 
 SCHEMA, VERSION = "nanwatch.scan", 6
 _MOST_LINES = 10  # of one kind in the text

@@ -25,8 +25,7 @@ from ..numerics.fit import edges
 from ..numerics.formats import BY_NAME, limits
 from ..numerics.ranges import health_of_parts, healths, tensor_health
 from ..numerics.readable import dtype_name, is_plain, type_name, unreadable
-from ..util.progress import Tell, silent
-from ..util.visible import spell, without_wrappers
+from ..util.messages import Tell, silent, spell, without_wrappers
 from .files import Stored, open_checkpoint
 from .result import Change, Problem, Scan, TensorScan
 

@@ -31,7 +31,7 @@ from ..recording.masks import Excuses, excuses
 from ..report.report import Report
 from ..sinks.sink import Sink
 from ..trace.columns import arrow
-from ..util.visible import close_names, first_few, visible
+from ..util.messages import close_names, first_few, visible
 from . import kinds
 from .kinds import Audit, OnNonfinite, Trace
 from .reports import Describe

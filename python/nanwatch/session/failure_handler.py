@@ -33,7 +33,7 @@ from ..records.record import Frame
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note
 from ..sinks.sink import SinkStream
-from ..util.visible import MANY, first_few, is_due, module_name, spell, suppressed, suppressing, warn_user
+from ..util.messages import MANY, first_few, is_due, module_name, spell, suppressed, suppressing, warn_user
 from .optimizer_steps import OptimizerSteps, scale_of
 from .reports import Reports
 

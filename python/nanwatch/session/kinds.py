@@ -22,7 +22,7 @@ from ..report.report import Report
 from ..sinks.sink import Sink
 from ..sinks.trackers import ACCEPTED, FOLDER, factory_of, log_for
 from ..trace.trace_file import Trace as TraceFile
-from ..util.visible import shorten
+from ..util.messages import shorten
 
 OnNonfinite: TypeAlias = "Literal['raise', 'warn', 'record'] | Callable[[Report], object]"
 _T = TypeVar("_T", "Trace", "Audit")

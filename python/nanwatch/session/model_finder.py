@@ -19,8 +19,8 @@ from torch.compiler import is_compiling
 from ..instrumentation.calls import leave_torch
 from ..instrumentation.slot import default_call, set_default_call
 from ..numerics._extension import instances_of
-from ..util.program_code import frame_values
-from ..util.visible import spell, warn_user
+from ..util.messages import spell, warn_user
+from ..util.program import frame_values
 from .watch import Watch, watch_starts
 
 # Code by which a call of a module is recognised on the stack.

@@ -35,8 +35,8 @@ from ..records.record import Frame, Note
 from ..report import text
 from ..report.events import SkippedStep
 from ..util.job import rank
-from ..util.modules import each_parameter, parameters_of
-from ..util.visible import suppressed, warn_user
+from ..util.messages import suppressed, warn_user
+from ..util.program import each_parameter, parameters_of
 from .reports import OPTIMIZER, Reports
 
 # Skipped steps that are kept. All are counted.

@@ -45,8 +45,8 @@ from ..report.finding import Finding, OriginKind, find, finding_of, with_earlier
 from ..report.report import Report, report_of
 from ..report.text import culprit
 from ..util.job import rank
-from ..util.modules import is_in, nodes_behind, parameters_of
-from ..util.visible import suppressed, suppressing
+from ..util.messages import suppressed, suppressing
+from ..util.program import is_in, nodes_behind, parameters_of
 
 if TYPE_CHECKING:
     from .api import Options

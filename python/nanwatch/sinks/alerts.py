@@ -22,9 +22,8 @@ from ..report.events import ReplicaDifference, UpdateFinding
 from ..report.forms import annotation_of
 from ..report.report import Report
 from ..report.spike import SpikeReport
-from ..util.imports import needed
 from ..util.job import rank, rank_and_world_size
-from ..util.visible import counts, spell, warn_user
+from ..util.messages import counts, needed, spell, warn_user
 from .sink import BatchSummary, Sink
 from .trackers import HEADROOM, TOTAL, batch_values, spell_module
 

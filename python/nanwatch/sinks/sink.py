@@ -16,7 +16,7 @@ from ..report.events import ReplicaDifference, SkippedStep, UpdateFinding
 from ..report.finding import Finding
 from ..report.report import Report
 from ..report.spike import SpikeReport
-from ..util.visible import close_names, spell, suppressed, warn_user
+from ..util.messages import close_names, spell, suppressed, warn_user
 
 # Curves by module. Of a larger model those modules have one that were among the worst when there still was room.
 _MOST_CURVES = 256

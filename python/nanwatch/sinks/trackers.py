@@ -17,9 +17,8 @@ from ..records.record import Frame
 from ..report import text
 from ..report.events import UpdateFinding
 from ..report.finding import Finding
-from ..util.imports import needed
 from ..util.job import rank_and_world_size
-from ..util.visible import visible
+from ..util.messages import needed, visible
 from .sink import BatchSummary, Sink
 
 # The first part of a tag is its group in TensorBoard and W&B: the whole model's numbers in one, modules in others.

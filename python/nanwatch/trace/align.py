@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..util.progress import Tell, silent
+from ..util.messages import Tell, silent
 
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Pairs: TypeAlias = "list[tuple[int, int]]"

@@ -18,9 +18,7 @@ from ..recording.observe import take_sketch
 from ..records import reading
 from ..records.fields import Fields
 from ..records.record import Frame, Record
-from ..util.imports import needed
-from ..util.progress import Tell, silent
-from ..util.visible import visible, with_utf8
+from ..util.messages import Tell, needed, silent, visible, with_utf8
 
 VERSION = 10
 SUFFIX = ".parquet"

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from ..util.visible import module_name, without_wrappers
+from ..util.messages import module_name, without_wrappers
 from .align import Ints, align
 from .columns import arrow
 from .result import Comparison, Place, plural

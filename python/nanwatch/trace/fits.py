@@ -11,7 +11,7 @@ import numpy as np
 
 from ..numerics.fit import edges
 from ..records.record import EXCUSES
-from ..util.visible import without_wrappers
+from ..util.messages import without_wrappers
 from .trace_file import Trace, ends_of, strings
 
 # The narrowest first, and among formats of one width the more precise one. None is wider than float64, so those behind

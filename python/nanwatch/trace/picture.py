@@ -12,7 +12,7 @@ import numpy as np
 
 from ..records.record import EVENTS, EXCUSES, Note, NoteKind
 from ..report.page import NUMBER, TEXT, Chart, Level, Section, Table, bits_words, page
-from ..util.visible import module_name
+from ..util.messages import module_name
 from .result import line
 from .trace_file import Strings, Trace, ends_of, strings
 

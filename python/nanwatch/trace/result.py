@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..records.reading import plain
 from ..report.page import Chart, InNotebook, page
-from ..util.visible import module_name, visible
+from ..util.messages import module_name, visible
 
 SCHEMA, VERSION = "nanwatch.comparison", 2
 # Columns before the words of a fact, and of a whole line.

@@ -16,8 +16,7 @@ from ..numerics.formats import limits
 from ..records.record import Frame
 from ..report.finding import find
 from ..report.report import Report
-from ..util.progress import Tell, silent
-from ..util.visible import spell, visible
+from ..util.messages import Tell, silent, spell, visible
 from .columns import (
     COLUMNS,
     STRINGS,

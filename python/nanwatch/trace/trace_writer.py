@@ -20,7 +20,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ..recording.observe import take_sketch
-from ..util.visible import spell, warn_user
+from ..util.messages import spell, warn_user
 from . import columns
 from .columns import SUFFIX
 

@@ -17,8 +17,8 @@ from torch import nn
 from .._version import __version__
 from ..recording.events import Recorder
 from ..util.job import rank_and_world_size
-from ..util.modules import each_module
-from ..util.visible import warn_user
+from ..util.messages import warn_user
+from ..util.program import each_module
 from . import columns
 from .trace_writer import TraceWriter, claim
 

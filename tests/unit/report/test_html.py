@@ -11,7 +11,7 @@ from nanwatch.report.finding import Cure, Place
 from nanwatch.report.page import Chart
 from nanwatch.report.report import Report
 from nanwatch.report.spike import Departure, SpikeReport
-from nanwatch.util.visible import visible
+from nanwatch.util.messages import visible
 from support.html_page import HOSTILE, Page, growing
 
 pytest.importorskip("jinja2", reason="the page needs jinja2: pip install jinja2")

@@ -14,7 +14,7 @@ from torch import nn
 import nanwatch
 from nanwatch.sinks import alerts
 from nanwatch.sinks.alerts import Message, SlackSink, WebhookSink
-from nanwatch.util.visible import counts
+from nanwatch.util.messages import counts
 from support.toys import Scale
 
 FAILURE = Message("failure", 3, "nan first seen in a", {"module": "a"}, 1, "node7")

@@ -10,7 +10,7 @@ from torch import nn
 import nanwatch
 from nanwatch.session.api import DeferredWatch
 from nanwatch.sinks.sink import EVENTS, Sink
-from nanwatch.util.visible import counts
+from nanwatch.util.messages import counts
 from support.toys import Scale
 from support.watching import watch
 

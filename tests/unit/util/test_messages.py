@@ -15,7 +15,7 @@ from torch import nn
 import nanwatch
 from nanwatch.records import reading
 from nanwatch.session.api import watch
-from nanwatch.util import visible
+from nanwatch.util import messages
 from nanwatch.util.job import rank_and_world_size
 
 PACKAGE = Path(nanwatch.__file__).parent
@@ -59,25 +59,25 @@ class Shapeless(torch.Tensor):
 
 def test_what_is_suppressed_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     """The logger "nanwatch" gets a line at debug level for each count."""
-    model, before = nn.Identity(), visible.counts.total()
+    model, before = nn.Identity(), messages.counts.total()
     with caplog.at_level(logging.DEBUG, logger="nanwatch"), watch(model, rerun=False, forecast=False):
         model(torch.ones(2).as_subclass(Shapeless))
-    assert visible.counts.total() - before == len(caplog.records) > 0
+    assert messages.counts.total() - before == len(caplog.records) > 0
     assert "no shape today" in caplog.text
     assert caplog.records[0].levelno == logging.DEBUG
 
 
 def test_a_keyboard_interrupt_is_not_suppressed() -> None:
-    with visible.suppressing("a test"):
+    with messages.suppressing("a test"):
         raise ValueError("gone")
-    assert visible.counts["a test"] == 1
-    with pytest.raises(KeyboardInterrupt), visible.suppressing("a test"):
+    assert messages.counts["a test"] == 1
+    with pytest.raises(KeyboardInterrupt), messages.suppressing("a test"):
         raise KeyboardInterrupt
-    assert visible.counts["a test"] == 1
+    assert messages.counts["a test"] == 1
 
 
 def test_failures_that_never_end_are_worked_on_ever_less() -> None:
-    due = [number for number in range(1, 200) if visible.is_due(number)]
+    due = [number for number in range(1, 200) if messages.is_due(number)]
     assert due == [*range(1, 21), 40, 80, 160]
 
 
@@ -87,9 +87,9 @@ def test_a_late_warning_is_at_the_last_line(tmp_path: Path, monkeypatch: pytest.
     main.__file__ = str(tmp_path / "train.py")
     Path(main.__file__).write_text("import torch\n\nmain()\n")
     monkeypatch.setitem(sys.modules, "__main__", main)
-    monkeypatch.setattr(visible, "users_frame", lambda frame: None)
+    monkeypatch.setattr(messages, "users_frame", lambda frame: None)
     with pytest.warns(RuntimeWarning, match="late") as caught:
-        visible.warn_user("late")
+        messages.warn_user("late")
     assert (caught[0].filename, caught[0].lineno) == (main.__file__, 3)
 
 

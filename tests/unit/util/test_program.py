@@ -6,9 +6,7 @@ import sys
 
 from torch import nn
 
-from nanwatch.util.imports import when_imported
-from nanwatch.util.modules import each_module, each_parameter
-from nanwatch.util.program_code import frame_values, is_library, names_of
+from nanwatch.util import program
 
 
 def test_the_order_is_that_of_pytorch() -> None:
@@ -18,17 +16,17 @@ def test_the_order_is_that_of_pytorch() -> None:
     model = nn.Sequential(nn.Sequential(nn.ReLU(), shared), twins)
     twins["y"].weight = shared.weight
     model.register_module("absent", None)
-    assert list(each_module(model)) == list(model.named_modules())
-    assert list(map(id, each_parameter(model))) == list(map(id, model.parameters()))
-    for path, module in each_module(model):  # as another thread may
+    assert list(program.each_module(model)) == list(model.named_modules())
+    assert list(map(id, program.each_parameter(model))) == list(map(id, model.parameters()))
+    for path, module in program.each_module(model):  # as another thread may
         module.register_module("late", None if path.endswith("late") else nn.Identity())
 
 
 def test_values_of_a_frame_are_its_locals() -> None:
     """Asked twice, the second time sees what was bound since."""
-    first = frame_values(sys._getframe())
+    first = program.frame_values(sys._getframe())
     bound = object()
-    second = frame_values(sys._getframe())
+    second = program.frame_values(sys._getframe())
     assert "bound" not in first
     assert second["bound"] is bound
 
@@ -41,13 +39,13 @@ def test_an_action_waits_for_an_import_unless_it_is_called_off(tmp_path, monkeyp
         (tmp_path / f"{name}.py").write_text("value = 3\n")
     importlib.invalidate_caches()
     seen, finders = [], list(sys.meta_path)
-    when_imported(names[0], lambda: seen.append(sys.modules[names[0]].value))
-    when_imported(names[1], lambda: seen.append("off"))()
+    program.when_imported(names[0], lambda: seen.append(sys.modules[names[0]].value))
+    program.when_imported(names[1], lambda: seen.append("off"))()
     assert seen == []
     for name in names:
         importlib.reload(importlib.import_module(name))
     assert (seen, sys.meta_path) == ([3], finders)
-    when_imported(names[0], lambda: seen.append("at once"))
+    program.when_imported(names[0], lambda: seen.append("at once"))
     assert seen == [3, "at once"]
     for name in names:
         del sys.modules[name]
@@ -55,9 +53,9 @@ def test_an_action_waits_for_an_import_unless_it_is_called_off(tmp_path, monkeyp
 
 def test_names_are_those_of_the_code_and_of_functions_inside() -> None:
     source = "def outer(self):\n    def inner():\n        return deeper\n    return self.step + helper()\n"
-    assert {"step", "helper", "deeper"} <= names_of(compile(source, "train.py", "exec"))
+    assert {"step", "helper", "deeper"} <= program.names_of(compile(source, "train.py", "exec"))
 
 
 def test_which_files_are_the_programs() -> None:
     files = (json.__file__, "/a/site-packages/b.py", "/a/dist-packages/b.py", "/a/b.py", __file__)
-    assert [*map(is_library, files)] == [True, True, True, False, False]
+    assert [*map(program.is_library, files)] == [True, True, True, False, False]

@@ -1,4 +1,4 @@
-"""Messages for people: names from strangers spelt out, warnings at the user's own line, suppressed exceptions.
+"""Messages for people: names from strangers spelt out, warnings at the user's own line, progress, missing packages.
 
 Exceptions that nanwatch suppresses so that the user's run goes on are counted by reason, and logged.
 `logging.getLogger("nanwatch").setLevel(logging.DEBUG)` shows each with its traceback. `counts` has the number of each
@@ -15,10 +15,12 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
+from typing import Any, TextIO, TypeAlias
 
 
 def visible(text: str) -> str:
@@ -158,3 +160,43 @@ def suppressing(reason: str) -> Iterator[None]:
         yield
     except Exception:
         suppressed(reason)
+
+
+# Callback for progress: what is being done, such as "reading a.parquet", and how much of it: `done` of `total` such
+# units, where `total` is None if it is not known. What does long work calls it. Only a command shows the progress.
+Tell: TypeAlias = Callable[..., object]
+
+
+def silent(what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
+    """Ignore the progress."""
+
+
+def color_console(file: TextIO) -> Any:
+    """Return rich's console of a terminal that shows colours, by rich's judgement; None for others, or without rich."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    console = Console(file=file)
+    return None if not console.is_terminal or console.no_color or console.color_system is None else console
+
+
+def needed(module: str, who: str, extra: str, instead: str = "") -> Any:
+    """Import and return the module of that name. Raise ImportError, naming `who` needs its package, without it.
+
+    `extra` is nanwatch's extra that has the package, with its version. `instead` is what there is without it, such as
+    "leave color=False".
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        # A package that is there may lack one of its own.
+        missing = error.name is None or error.name.partition(".")[0] == package
+        why = "which is not installed" if missing else f"which could not be imported ({error})"
+        # nanwatch itself is on no package index, so that `pip install 'nanwatch[...]'` would find nothing.
+        raise ImportError(
+            f"{who} needs the package `{package}`, {why}; pip install {package}, or in a clone of nanwatch"
+            f" pip install --no-build-isolation '.[{extra}]'" + (f"; or {instead}" if instead else ""),
+            name=package,
+        ) from error
