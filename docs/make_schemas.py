@@ -2,7 +2,7 @@
 
     python docs/make_schemas.py
 
-They follow from the annotations that the readers follow (nanwatch/records/reading.py). A test fails where a file is not
+They follow from the annotations that the readers follow (nanwatch/records/fields.py). A test fails where a file is not
 what this script writes, and where a document and its schema part.
 """
 

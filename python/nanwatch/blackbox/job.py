@@ -13,7 +13,7 @@ from signal import SIGKILL, Signals
 
 import numpy as np
 
-from ..records.reading import plain
+from ..records.fields import plain
 from ..util.messages import first_few, module_name, spell, visible
 from .story import SCHEMA, SUFFIX, VERSION, BlackBoxReport, BoxCall, read
 

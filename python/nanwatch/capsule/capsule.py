@@ -31,8 +31,9 @@ from ..instrumentation.execution_context import Autocast, RngState
 from ..numerics import _extension
 from ..numerics.readable import dtype_name, is_plain, only_our_dispatch, type_name, unreadable
 from ..recording.walk import spell_key
+from ..records.fields import body_of
 from ..report.finding import Finding
-from ..report.report import Report, body_of, report_of
+from ..report.report import Report, report_of
 from ..util.messages import module_name, spell, visible
 
 FILE = "call.pt"

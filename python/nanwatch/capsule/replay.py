@@ -77,9 +77,8 @@ def _module(capsule: Capsule, model: Model) -> nn.Module:
     """Return the module of the capsule: a copy from the caller's model, or the original from a callable's."""
     made = model() if callable(model) and not isinstance(model, nn.Module) else model
     if not isinstance(made, nn.Module):
-        raise TypeError(
-            f"replay needs a torch.nn.Module or a callable that makes one, got one of {type(made).__name__}"
-        )
+        kind = type(made).__name__
+        raise TypeError(f"replay needs a torch.nn.Module or a callable that makes one, got one of {kind}")
     module = _find(capsule, made)
     try:
         return copy.deepcopy(module) if made is model else module

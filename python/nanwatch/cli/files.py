@@ -17,7 +17,7 @@ from ..blackbox.process import state_folder
 from ..blackbox.story import SUFFIX
 from ..capsule.capsule import FILE
 from ..ranks.merge import merge
-from ..records.reading import plain
+from ..records.fields import plain
 from ..report.forms import FORMS
 from ..report.page import bits_words
 from ..report.report import Report

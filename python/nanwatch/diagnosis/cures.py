@@ -18,8 +18,7 @@ from ..instrumentation.wrapped_names import named_modules, unwrapped
 from ..precision.casting import autocast_kinds, cast, replaced
 from ..precision.precision import run_in_fp32
 from ..recording.walk import call_leaves
-from ..records.headroom import least_bits
-from ..records.record import Record
+from ..records.record import Record, least_bits
 from ..report.finding import Cure
 from .experiment import LEAST_ROOM, Experiment, Hold, LossModule, MakeCall, Trials, make_call
 from .formats import loaded

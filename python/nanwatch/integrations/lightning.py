@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from ..records.headroom import Least
+from ..records.record import Least
 from ..report.report import NonFiniteError
 from ..session.api import DeferredWatch
 from ..session.watch import Watch

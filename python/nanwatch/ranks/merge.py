@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
-from ..records.headroom import by_module
-from ..records.reading import plain
+from ..records.fields import plain
+from ..records.record import by_module
 from ..report import text
 from ..report.finding import Finding
 from ..report.page import TEXT, Table, page

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from math import isnan, prod
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..records import reading
+from ..records.fields import read
 from ..records.record import Frame, Phase, Record
 from ..util.messages import module_name, visible
 
@@ -322,7 +322,7 @@ class RankObservation:
     @classmethod
     def from_json(cls, document: str | bytes) -> RankObservation:
         """Read what `to_json` wrote. Raise ValueError with the place for anything else."""
-        observation: RankObservation = reading.read(cls, json.loads(document), "observation")
+        observation: RankObservation = read(cls, json.loads(document), "observation")
         return observation
 
 

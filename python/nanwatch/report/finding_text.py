@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..numerics.formats import limits
-from ..records.headroom import is_near_end
+from ..records.record import is_near_end
 from ..util.messages import module_name
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..records.headroom import by_module, headroom_bits
-from ..records.record import Frame, Record
+from ..records.record import Frame, Record, by_module, headroom_bits
 from ..util.messages import module_name
 from . import text
 from .finding import Finding

@@ -14,7 +14,7 @@ from itertools import groupby
 from math import ceil, inf, isfinite, log10
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-from ..records.headroom import NEAR_FACTOR
+from ..records.record import NEAR_FACTOR
 from ..util.messages import needed, visible
 
 _FRAME = "width: 100%; height: 36em; border: 0"  # of a page in a notebook

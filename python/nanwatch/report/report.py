@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TextIO, TypeAlias, TypeVar
+from typing import Any, Literal, TextIO, TypeAlias
 
-from ..records import reading
+from ..records.fields import body_of, parsed, plain, read
 from ..records.record import CAPTURED, Frame
 from ..util.job import Attempt, current_attempt, rank
-from ..util.messages import color_console, first_few, module_name, shorten, suppressed, visible
+from ..util.messages import color_console, first_few, module_name, suppressed, visible
 from . import text
 from .events import Suspect
 from .finding import Finding, Origin
 from .finding_text import Explanation, explain
 from .page import InNotebook
-
-_T = TypeVar("_T")
 
 SCHEMA = "nanwatch.report"
 VERSION = 2
@@ -106,12 +104,10 @@ class Report(InNotebook):
 
     def to_json(self) -> str:
         """Return one strict JSON document; nan and the infinities are the strings "nan", "inf" and "-inf"."""
-        members = {
-            name: value for name, value in reading.plain(self).items() if value or name not in _OFTEN_EMPTY
-        }
+        members = {name: value for name, value in plain(self).items() if value or name not in _OFTEN_EMPTY}
         document = {"schema": SCHEMA, "version": VERSION, **members}
         if self.explanation is not None:
-            document["explanation"] = reading.plain(self.explanation)
+            document["explanation"] = plain(self.explanation)
         return json.dumps(document, allow_nan=False)
 
     def to_html(self) -> str:
@@ -149,28 +145,8 @@ def read_report(document: Any) -> Report:
     """Return the report of a parsed JSON document. Raise ValueError with the place for anything else."""
     members = body_of(document, SCHEMA, VERSION)
     members.pop("explanation", None)  # which follows from the others
-    report: Report = reading.read(Report, members, "report")
+    report: Report = read(Report, members, "report")
     return report
-
-
-def parsed(text: str, read_all: Callable[[Any], _T], what: str) -> _T:
-    """Parse a JSON text and return what `read_all` makes of it. Raise ValueError with the reason."""
-    try:
-        return read_all(json.loads(text))
-    except RecursionError:
-        raise ValueError(f"not {what}: nested too deeply") from None
-    except (ValueError, TypeError) as error:
-        raise ValueError(visible(f"not {what}: {error}; pass the whole text that to_json() wrote")) from error
-
-
-def body_of(document: Any, schema: str, version: int) -> dict[str, Any]:
-    """Return the members of a document but for its schema and version. Raise ValueError for others than these."""
-    if not isinstance(document, dict) or document.get("schema") != schema:
-        raise ValueError(f"no document of the schema {schema!r}")
-    members = {name: value for name, value in document.items() if name != "schema"}
-    if (came := members.pop("version", None)) != version:
-        raise ValueError(f"its version is {shorten(came)}, this nanwatch reads version {version}")
-    return members
 
 
 class NonFiniteError(ValueError):

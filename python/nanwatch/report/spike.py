@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, TypeAlias
 
-from ..records import reading
+from ..records.fields import body_of, parsed, plain, read
 from ..records.record import Frame, Note, event_frame
 from ..util.messages import module_name, visible
 from .page import NUMBER, TEXT, InNotebook, Table, page
-from .report import Report, body_of, parsed, read_report
+from .report import Report, read_report
 from .text import Fact
 
 SCHEMA = "nanwatch.spike"
@@ -132,7 +132,7 @@ class SpikeReport(InNotebook):
 
     def to_json(self) -> str:
         """Return one strict JSON document; nan and the infinities are strings, as in `Report.to_json`."""
-        document: dict[str, Any] = {"schema": SCHEMA, "version": VERSION, **reading.plain(self)}
+        document: dict[str, Any] = {"schema": SCHEMA, "version": VERSION, **plain(self)}
         return json.dumps(document, allow_nan=False, indent=1)
 
     @classmethod
@@ -158,15 +158,15 @@ class SpikeReport(InNotebook):
 
 
 def _read_spike(document: Any) -> SpikeReport:
-    report: SpikeReport = reading.read(SpikeReport, body_of(document, SCHEMA, VERSION), "report")
+    report: SpikeReport = read(SpikeReport, body_of(document, SCHEMA, VERSION), "report")
     return report
 
 
 def read_saved(document: str) -> Report | SpikeReport:
     """Return the report of a failure or of a spike from its JSON. Raise ValueError with the place for anything else."""
 
-    def read(members: Any) -> Report | SpikeReport:
+    def read_either(members: Any) -> Report | SpikeReport:
         is_spike = isinstance(members, dict) and members.get("schema") == SCHEMA
         return _read_spike(members) if is_spike else read_report(members)
 
-    return parsed(document, read, "a nanwatch report")
+    return parsed(document, read_either, "a nanwatch report")

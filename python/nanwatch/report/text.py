@@ -6,8 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..records.headroom import has_vanished, shrinking
-from ..records.record import EVENTS, Frame, Phase, Record
+from ..records.record import EVENTS, Frame, Phase, Record, has_vanished, shrinking
 from ..util.messages import first_few, module_name, visible
 from .finding import Cure, Finding
 from .finding_text import explain

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..numerics.formats import BY_NAME, TensorHealth
-from ..records.reading import plain
+from ..records.fields import plain
 from ..util.messages import visible, without_wrappers
 
 SCHEMA, VERSION = "nanwatch.scan", 6

@@ -10,8 +10,7 @@ from typing import Any
 
 from ..history.forecast import Forecast
 from ..recording.events import Event, Recorder
-from ..records.headroom import by_module
-from ..records.record import Frame
+from ..records.record import Frame, by_module
 from ..report.events import ReplicaDifference, SkippedStep, UpdateFinding
 from ..report.finding import Finding
 from ..report.report import Report

@@ -12,8 +12,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from ..history.forecast import Forecast
-from ..records.headroom import Least, by_module
-from ..records.record import Frame
+from ..records.record import Frame, Least, by_module
 from ..report import text
 from ..report.events import UpdateFinding
 from ..report.finding import Finding

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..recording.observe import take_sketch
-from ..records import reading
-from ..records.fields import Fields
+from ..records.fields import columns_of, from_row, read
 from ..records.record import Frame, Record
 from ..util.messages import Tell, needed, silent, visible, with_utf8
 
@@ -25,10 +24,10 @@ SUFFIX = ".parquet"
 # Key in the metadata of every part's schema: a JSON object with the fields of Facts.
 METADATA_KEY = b"nanwatch.trace"
 
-_FRAME, _RECORD = Fields(Frame), Fields(Record)
+_FRAME, _RECORD = columns_of(Frame), columns_of(Record)
 # Name, type as pyarrow spells it, and whether it may be null: of the frame, of the record, and what only a trace knows.
 COLUMNS = (
-    *((column.name, column.kind, column.may_be_null) for column in (*_FRAME.columns, *_RECORD.columns)),
+    *((column.name, column.kind, column.may_be_null) for column in (*_FRAME, *_RECORD)),
     ("call", "int64", False),
     ("rank", "int32", False),
     ("sketch", "binary", True),
@@ -96,7 +95,7 @@ def facts_of(file_schema: Any, where: str) -> dict[str, Any]:
             raise ValueError(
                 f"its version is {facts.get('version')!r}, this nanwatch reads version {VERSION}"
             )
-        facts = reading.read(Facts, facts, "metadata")
+        facts = read(Facts, facts, "metadata")
     except (ValueError, RecursionError) as error:
         raise unreadable(f"{where} is no trace that can be read: {error}") from error
     expected = schema()
@@ -131,10 +130,10 @@ class Tabulator:
             "sketch": pa.array(map(take_sketch, rows), pa.binary()),
         }
         values = dict(zip(Frame._fields, zip(*frames, strict=True), strict=True))
-        for column in _FRAME.columns:
+        for column in _FRAME:
             columns[column.name] = _column(column.kind, column.cells(values[column.field])).take(place)
         values = dict(zip(Record._fields, zip(*rows, strict=True), strict=True))
-        for column in _RECORD.columns:
+        for column in _RECORD:
             if column.owner is not None and not any(values[column.field]):
                 columns[column.name] = pa.nulls(len(rows), pa.type_for_alias(column.kind))
             else:
@@ -176,5 +175,5 @@ def _frames(rows: list[dict[str, Any]], tell: Tell) -> Iterable[Frame]:
         if end < len(rows) and all(rows[end][name] == first[name] for name in ("batch", "call", "rank")):
             continue
         tell("making frames", end, len(rows), "rows")
-        yield _FRAME.read(first, records=tuple(map(_RECORD.read, rows[start:end])))
+        yield from_row(Frame, first, records=tuple(from_row(Record, row) for row in rows[start:end]))
         start = end

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..records.reading import plain
+from ..records.fields import plain
 from ..report.page import Chart, InNotebook, page
 from ..util.messages import module_name, visible
 

@@ -10,7 +10,7 @@ import torch
 import nanwatch
 from nanwatch import Report
 from nanwatch import __main__ as doctor
-from nanwatch.records.headroom import by_module
+from nanwatch.records.record import by_module
 
 
 def model() -> torch.nn.Sequential:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanwatch.records.headroom import headroom_bits
+from nanwatch.records.record import headroom_bits
 from nanwatch.trace.picture import draw
 from nanwatch.trace.trace_file import Trace
 from support.written_traces import write_rows

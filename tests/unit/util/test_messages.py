@@ -1,19 +1,16 @@
-"""Messages, suppressed exceptions, documents from anybody, and the job."""
+"""Messages, suppressed exceptions, and the job."""
 
 import ast
 import logging
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 import nanwatch
-from nanwatch.records import reading
 from nanwatch.session.api import watch
 from nanwatch.util import messages
 from nanwatch.util.job import rank_and_world_size
@@ -91,55 +88,6 @@ def test_a_late_warning_is_at_the_last_line(tmp_path: Path, monkeypatch: pytest.
     with pytest.warns(RuntimeWarning, match="late") as caught:
         messages.warn_user("late")
     assert (caught[0].filename, caught[0].lineno) == (main.__file__, 3)
-
-
-class Inner(NamedTuple):
-    name: str
-    size: int | None = None
-
-
-@dataclass(frozen=True)
-class Outer:
-    kind: Literal["a", "b"]
-    class_: str
-    inner: Inner
-    by_name: dict[str, Inner]
-    many: list[float]
-    pair: tuple[int, str]
-    names: tuple[str, ...] = ()
-
-
-DOCUMENT = {
-    "kind": "a",
-    "class": "Linear",
-    "inner": {"name": "x"},
-    "by_name": {"k": {"name": "y", "size": 3}},
-    "many": [1, "nan"],
-    "pair": [1, "one"],
-}
-
-
-def test_what_is_written_is_read_back_and_a_default_may_be_missing() -> None:
-    read = reading.read(Outer, {**DOCUMENT, "inner": {"name": "x", "size": None}}, "it")
-    assert (read.class_, read.inner, read.by_name) == ("Linear", Inner("x"), {"k": Inner("y", 3)})
-    assert (read.pair, read.names) == ((1, "one"), ())
-    assert reading.plain(read) == {**DOCUMENT, "many": [1.0, "nan"], "names": []}
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"kind": "c"}, "it.kind should be one of 'a', 'b', got 'c'"),
-        ({"inner": {"name": "x", "size": "y"}}, "it.inner.size should be an integer, got 'y'"),
-        ({"by_name": {"k": {}}}, r"it.by_name\['k'\] has no 'name'"),
-        ({"many": [1, None]}, r"it.many\[1\] should be a number"),
-        ({"pair": [1]}, "it.pair should be a list of 2, got list of 1"),
-        ({"class_": "x"}, "it has 'class_', which this version does not know"),
-    ],
-)
-def test_an_error_names_the_place_and_what_is_accepted(change: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        reading.read(Outer, {**DOCUMENT, **change}, "it")
 
 
 def test_the_jobs_own_word_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
