@@ -18,7 +18,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from nanwatch.blackbox import story
-from nanwatch.report import report, spike
+from nanwatch.report import events, report
 from nanwatch.report.finding_text import Explanation
 from nanwatch.scan import result as scans
 from nanwatch.trace import result
@@ -27,7 +27,7 @@ PLACE = Path(__file__).with_name("schemas")
 # Each document: its class, its name and version, and the members that are no fields: those it may have, and must have.
 DOCUMENTS: dict[str, tuple[type, str, int, dict[str, Any], dict[str, Any]]] = {
     "report": (report.Report, report.SCHEMA, report.VERSION, {"explanation": Explanation}, {}),
-    "spike": (spike.SpikeReport, spike.SCHEMA, spike.VERSION, {}, {}),
+    "spike": (events.SpikeReport, events.SPIKE_SCHEMA, events.SPIKE_VERSION, {}, {}),
     "blackbox": (story.BlackBoxReport, story.SCHEMA, story.VERSION, {}, {}),
     "comparison": (result.Comparison, result.SCHEMA, result.VERSION, {}, {}),
     "scan": (scans.Scan, scans.SCHEMA, scans.VERSION, {"is_faithful": bool}, {"is_sound": bool}),

@@ -16,7 +16,7 @@ from torch import nn
 
 import nanwatch
 from nanwatch.cli import files
-from nanwatch.report.spike import Departure, SpikeReport
+from nanwatch.report.events import Departure, SpikeReport
 from support.black_boxes import black_box, needs_box
 from support.paths import ROOT
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from nanwatch.numerics.formats import TensorHealth
 from nanwatch.records.record import Frame, Note, NoteKind, Record
+from nanwatch.report.events import Departure, SpikeReport
 from nanwatch.report.finding import find
 from nanwatch.report.report import Report
-from nanwatch.report.spike import Departure, SpikeReport
 
 SPIKE = SpikeReport(410, 0, (Departure("", "loss", 9.1, 2.4, 55.0),), "loss")
 VOID = {"meta", "link", "input", "br"}

@@ -18,10 +18,9 @@ from ..blackbox.story import SUFFIX
 from ..capsule.capsule import FILE
 from ..ranks.merge import merge
 from ..records.fields import plain
-from ..report.forms import FORMS
+from ..report.events import SpikeReport
 from ..report.page import bits_words
-from ..report.report import Report
-from ..report.spike import SpikeReport, read_saved
+from ..report.report import FORMS, Report, read_saved
 from ..scan.scan import scan
 from ..trace.fits import FORMATS, Need, fits
 from ..trace.picture import Row, draw, trend_words

@@ -16,10 +16,9 @@ from torch import nn
 
 from ..capsule.capsule import Capsule, make_numbered, write_capsule
 from ..instrumentation.wrapped_names import module_names
+from ..report.events import SpikeReport
 from ..report.finding import Finding
-from ..report.forms import FORMS, AnyReport, Form
-from ..report.report import NonFiniteError, Report
-from ..report.spike import SpikeReport
+from ..report.report import FORMS, AnyReport, Form, NonFiniteError, Report
 from ..util.messages import first_few, spell
 from .batch_snapshot import BatchSnapshot
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ..recording.events import PeakName
-from ..report.spike import Departure
+from ..report.events import Departure
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"
 

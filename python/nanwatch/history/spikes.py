@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 from ..instrumentation.attention import LARGEST
 from ..numerics.readable import Numbers, is_plain
 from ..recording.events import Event, PeakName, Recorder
-from ..report.spike import Cause, Departure, SpikeReport
+from ..report.events import Cause, Departure, SpikeReport
 from ..util.job import rank
 from ..util.messages import is_due, spell, suppressed, warn_user
 from .peaks import OF_CALL, Floats, PeakHistory, Signal

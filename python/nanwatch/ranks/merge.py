@@ -13,10 +13,10 @@ from pathlib import Path
 from ..records.fields import plain
 from ..records.record import by_module
 from ..report import text
+from ..report.events import SpikeReport
 from ..report.finding import Finding
 from ..report.page import TEXT, Table, page
-from ..report.report import Report
-from ..report.spike import SpikeReport, read_saved
+from ..report.report import Report, read_saved
 from ..util.job import Attempt, spell_runs
 from ..util.messages import Tell, module_name, silent, visible
 

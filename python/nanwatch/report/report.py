@@ -1,22 +1,29 @@
-"""Report: frames, the finding and suspects, their text, JSON and page, and the exceptions of a watched model."""
+"""Report: frames, the finding and suspects; the exceptions of a watched model; and the forms of all reports.
+
+A form is an entry of FORMS: text, JSON, a page, and SARIF for editors and code hosts. `nanwatch show --format` takes
+its name, and `output_dir` gets those that are `in_folder`.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TextIO, TypeAlias
+from pathlib import PurePath
+from typing import Any, Literal, NamedTuple, TextIO, TypeAlias
+from urllib.parse import quote
 
+from .._version import __version__
 from ..records.fields import body_of, parsed, plain, read
 from ..records.record import CAPTURED, Frame
 from ..util.job import Attempt, current_attempt, rank
 from ..util.messages import color_console, first_few, module_name, suppressed, visible
 from . import text
-from .events import Suspect
-from .finding import Finding, Origin
+from .events import SPIKE_SCHEMA, SpikeReport, Suspect, read_spike
+from .finding import Finding, Origin, Place
 from .finding_text import Explanation, explain
-from .page import InNotebook
+from .page import InNotebook, report_html
 
 SCHEMA = "nanwatch.report"
 VERSION = 2
@@ -115,8 +122,6 @@ class Report(InNotebook):
 
         Write it as UTF-8. Needs `jinja2`: raises ImportError, naming the extra, without it.
         """
-        from .html import report_html
-
         _, headline = next(_styled_lines(self))  # which knows when nothing was read
         suspicions = _suspicion_lines(self)
         where = [] if self.batch is None else [f"batch {self.batch}"]
@@ -126,7 +131,7 @@ class Report(InNotebook):
     @classmethod
     def from_json(cls, document: str) -> Report:
         """Return the report that `to_json` wrote. Raise ValueError with the place for anything else."""
-        return parsed(document, read_report, "a nanwatch report")
+        return parsed(document, _read_report, "a nanwatch report")
 
 
 def report_of(
@@ -139,14 +144,6 @@ def report_of(
 ) -> Report:
     """Return a report of this process, with its rank and its attempt in the job."""
     return Report(frames, finding, batch, rank(), parameter_mesh, current_attempt(), never_called, suspects)
-
-
-def read_report(document: Any) -> Report:
-    """Return the report of a parsed JSON document. Raise ValueError with the place for anything else."""
-    members = body_of(document, SCHEMA, VERSION)
-    members.pop("explanation", None)  # which follows from the others
-    report: Report = read(Report, members, "report")
-    return report
 
 
 class NonFiniteError(ValueError):
@@ -234,6 +231,111 @@ class BatchLimitError(ValueError):
         asked = f"{self.option}={self.batch}"
         return f"stopped after batch {self.batch}, as {asked} asks; leave the option out to run on"
 
+
+# Forms.
+
+AnyReport: TypeAlias = Report | SpikeReport
+_SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
+
+
+class Form(NamedTuple):
+    """Form of a report: its name, the suffix of its file, and the function that renders a report in it."""
+
+    name: str
+    suffix: str
+    render: Callable[[AnyReport], str]
+    in_folder: bool = True
+
+
+class Annotation(NamedTuple):
+    """Finding in the terms of SARIF and of code hosts. `place` is None where no re-run has found the operation."""
+
+    rule: str
+    level: Literal["error", "warning"]
+    text: str
+    module: str
+    place: Place | None
+
+
+def annotation_of(report: AnyReport) -> Annotation | None:
+    """Return the annotation of a failure (an error) or of a spike (a warning), None when all is finite."""
+    level: Literal["error", "warning"] = "error"
+    module, place = "", None
+    if isinstance(report, SpikeReport):
+        code, level, words = f"spike {report.cause}", "warning", report.summary
+        module = "" if report.first is None else report.first.module
+    else:
+        finding, explanation = report.finding, report.explanation
+        if finding is None or explanation is None:
+            return None
+        code, module, place = explanation.reason.code, finding.module, finding.place
+        cure = next((f" Cure: {cure.what}." for cure in finding.cures if cure.works), "")
+        words = f"{text.summary(finding)}. Why: {explanation.reason}{cure} Next: {explanation.advice}"
+    rule = code.replace(" ", "-").replace("'", "")
+    return Annotation(rule, level, visible(words), module_name(module), place)
+
+
+def _text(report: AnyReport) -> str:
+    return report.to_text(whole=True) if isinstance(report, Report) else report.to_text()
+
+
+def _sarif(report: AnyReport) -> str:
+    annotation = annotation_of(report)
+    results = [] if annotation is None else [_sarif_result(annotation)]
+    rules = [{"id": result["ruleId"]} for result in results]
+    driver = {"name": "nanwatch", "version": __version__, "rules": rules}
+    runs = [{"tool": {"driver": driver}, "results": results}]
+    return json.dumps({"$schema": _SARIF, "version": "2.1.0", "runs": runs}, allow_nan=False, indent=1)
+
+
+def _sarif_result(annotation: Annotation) -> dict[str, Any]:
+    location: dict[str, Any] = {
+        "logicalLocations": [{"fullyQualifiedName": annotation.module, "kind": "module"}]
+    }
+    if annotation.place is not None:
+        path = PurePath(annotation.place.file)
+        # Leave out the columns: a Place counts bytes, SARIF counts characters.
+        location["physicalLocation"] = {
+            "artifactLocation": {"uri": path.as_uri() if path.is_absolute() else quote(path.as_posix())},
+            "region": {"startLine": annotation.place.line},
+        }
+    return {
+        "ruleId": annotation.rule,
+        "level": annotation.level,
+        "message": {"text": annotation.text},
+        "locations": [location],
+    }
+
+
+FORMS = {
+    form.name: form
+    for form in (
+        Form("text", "txt", _text),
+        Form("json", "json", lambda report: report.to_json()),
+        Form("html", "html", lambda report: report.to_html()),
+        Form("sarif", "sarif", _sarif, in_folder=False),
+    )
+}
+
+
+def read_saved(document: str) -> AnyReport:
+    """Return the report of a failure or of a spike from its JSON. Raise ValueError with the place for anything else."""
+
+    def read_either(members: Any) -> AnyReport:
+        is_spike = isinstance(members, dict) and members.get("schema") == SPIKE_SCHEMA
+        return read_spike(members) if is_spike else _read_report(members)
+
+    return parsed(document, read_either, "a nanwatch report")
+
+
+def _read_report(document: Any) -> Report:
+    members = body_of(document, SCHEMA, VERSION)
+    members.pop("explanation", None)  # which follows from the others
+    report: Report = read(Report, members, "report")
+    return report
+
+
+# Lines of the text.
 
 _MOST_LINES = 39  # of a report with a finding: one screen
 _HEADER = 3

@@ -21,9 +21,8 @@ from ..ranks.replicas import ReplicaWatch, StepRanks
 from ..recording.events import Arrival, BackwardCall, Event
 from ..recording.recorder import make_recorder
 from ..records.record import Frame
-from ..report.events import ReplicaDifference, SkippedStep, UpdateFinding
+from ..report.events import ReplicaDifference, SkippedStep, SpikeReport, UpdateFinding
 from ..report.report import Report
-from ..report.spike import SpikeReport
 from ..scan.guard import CheckpointGuard
 from ..sinks.sink import SinkStream, Warnings
 from ..sinks.trackers import sink_for

@@ -18,10 +18,8 @@ from urllib.parse import urlsplit
 
 from .._version import __version__
 from ..history.forecast import Forecast
-from ..report.events import ReplicaDifference, UpdateFinding
-from ..report.forms import annotation_of
-from ..report.report import Report
-from ..report.spike import SpikeReport
+from ..report.events import ReplicaDifference, SpikeReport, UpdateFinding
+from ..report.report import Report, annotation_of
 from ..util.job import rank, rank_and_world_size
 from ..util.messages import counts, needed, spell, warn_user
 from .sink import BatchSummary, Sink

@@ -11,10 +11,9 @@ from typing import Any
 from ..history.forecast import Forecast
 from ..recording.events import Event, Recorder
 from ..records.record import Frame, by_module
-from ..report.events import ReplicaDifference, SkippedStep, UpdateFinding
+from ..report.events import ReplicaDifference, SkippedStep, SpikeReport, UpdateFinding
 from ..report.finding import Finding
 from ..report.report import Report
-from ..report.spike import SpikeReport
 from ..util.messages import close_names, spell, suppressed, warn_user
 
 # Curves by module. Of a larger model those modules have one that were among the worst when there still was room.

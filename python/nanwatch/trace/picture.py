@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..records.record import EVENTS, EXCUSES, Note, NoteKind
-from ..report.page import NUMBER, TEXT, Chart, Level, Section, Table, bits_words, page
+from ..report.page import NUMBER, TEXT, Chart, Level, Line, Section, Table, bits_words, page
 from ..util.messages import module_name
-from .result import line
 from .trace_file import Strings, Trace, ends_of, strings
 
 _Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -115,14 +114,14 @@ class Picture:
         places = [f"batch {batch}, {module_name(module)}" for batch, _, module, _ in self.batches]
         ones = [1.0] * len(numbers)
         lines = [
-            line("largest share", "output", "", places, used, numbers),
-            line("overflow", "gone", "dashed", numbers, ones, numbers),
+            Line("largest share", "output", places, used, numbers),
+            Line("overflow", "gone", numbers, ones, numbers, "dashed"),
         ]
         for name, color, x in (
             ("not finite", "gone", [batch for batch, bits, *_ in self.batches if bits == -inf]),
             ("skipped step", "near", [batch for batch, *_, is_skipped in self.batches if is_skipped]),
         ):
-            lines += [{**line(name, color, "", x, ones[: len(x)], x), "isMark": True}] if x else []
+            lines += [Line(name, color, x, ones[: len(x)], x, is_mark=True)] if x else []
         return Chart(
             "batches",
             "How near the run came to overflow",

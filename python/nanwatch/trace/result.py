@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..records.fields import plain
-from ..report.page import Chart, InNotebook, page
+from ..report.page import Chart, InNotebook, Line, page
 from ..util.messages import module_name, visible
 
 SCHEMA, VERSION = "nanwatch.comparison", 2
@@ -111,15 +110,15 @@ class Comparison(InNotebook):
     def _chart(self) -> Chart:
         places, names = self.modules, [place.name for place in self.modules]
         lines = [
-            line("error", "output", "", names, [place.error for place in places]),
-            line("error of the input", "input", "dotted", names, [place.input_error for place in places]),
-            line("limit", "near", "dashed", names, [place.limit for place in places]),
+            Line("error", "output", names, [place.error for place in places]),
+            Line(
+                "error of the input", "input", names, [place.input_error for place in places], dash="dotted"
+            ),
+            Line("limit", "near", names, [place.limit for place in places], dash="dashed"),
         ]
         if self.first is not None and self.first in places:
-            mark = line(
-                "first", "gone", "", [self.first.name], [self.first.error], [places.index(self.first)]
-            )
-            lines.append({**mark, "isMark": True})
+            at = [places.index(self.first)]
+            lines.append(Line("first", "gone", [self.first.name], [self.first.error], at, is_mark=True))
         hint = "Relative error of every compared module's output, in the order of the calls in A. Zeros are gaps."
         label = "relative error and limit of each module's output, on a logarithmic scale"
         across, high = "call of a module, in order", "relative error"
@@ -130,20 +129,6 @@ def _wrapped(head: str, words: str) -> list[str]:
     line = f"{head + ':' if head else '':<{_INDENT - 1}} {words}"
     indent = " " * _INDENT
     return textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_long_words=False)
-
-
-def line(
-    name: str,
-    color: str,
-    dash: str,
-    names: Sequence[Any],
-    values: Sequence[Any],
-    x: Sequence[int] | None = None,
-) -> dict[str, Any]:
-    """Return a line of a chart, with a value for each of the names, by default side by side."""
-    y = [plain(number) for number in values]
-    x = range(len(names)) if x is None else x
-    return {"name": name, "color": color, "dash": dash, "at": names, "x": [*x], "y": y}
 
 
 def plural(count: int, singular: str, more: str = "") -> str:

@@ -12,9 +12,9 @@ from torch import nn
 from nanwatch.capsule.capsule import Capsule
 from nanwatch.diagnosis import incident as incidents
 from nanwatch.diagnosis.incident import Incident, write_failure, write_frames, write_spike
+from nanwatch.report.events import Departure, SpikeReport
 from nanwatch.report.finding import Cure
 from nanwatch.report.report import Report
-from nanwatch.report.spike import Departure, SpikeReport
 from support.examined import snapshot_of
 from support.html_page import growing
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import nanwatch
 from nanwatch.history.spikes import cause_of
-from nanwatch.report.spike import Departure, SpikeReport
+from nanwatch.report.events import Departure, SpikeReport
 from support import watching
 
 AT, STEPS = 60, 64

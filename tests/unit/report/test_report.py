@@ -1,8 +1,9 @@
-"""Report: its text, its JSON, and the finding it is built on."""
+"""Report: its text, also against a golden one, its JSON, the finding it is built on, and the forms of all reports."""
 
 import copy
 import json
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanwatch.records.record import CAPTURED, Frame
-from nanwatch.report.finding import find
-from nanwatch.report.report import BatchLimitError, NonFiniteError, Report
-from support.html_page import frame, record, unread
+from nanwatch.numerics.formats import TensorHealth
+from nanwatch.records.record import CAPTURED, Frame, Note, Record, Role
+from nanwatch.report.events import Departure, SpikeReport
+from nanwatch.report.finding import Cure, Place, find
+from nanwatch.report.report import FORMS, BatchLimitError, NonFiniteError, Report, read_saved
+from support.html_page import SPIKE, Page, frame, growing, record, unread
 
 GROWING = (
     frame("up", record("weight", "weight"), record("input[0]", "input"), record("output", "output", 6e4)),
@@ -134,3 +137,82 @@ def test_a_text_with_a_finding_fits_a_screen(sizes: list[int], data: st.DataObje
     assert len(everything) >= 40 or shown == names
     if first > 0:
         assert len(lines) + 1 + len(frames[first - 1].records) + 1 >= 40
+
+
+def finite(label: str, role: Role, low: float, high: float, dtype: str = "float32") -> Record:
+    return Record(label, role, (4, 128), dtype, low, high, True, None)
+
+
+def infinite(plain: Record, note: Note, *, infs: int = 0, neginfs: int = 0) -> Record:
+    """The same record with so many infinities among its elements."""
+    health = TensorHealth(plain.abs_min, inf, False, *plain[4:6], 0, infs, neginfs, 0, 0, 512, (0, 1))
+    return plain._replace(abs_max=inf, isfinite=False, health=health, note=note)
+
+
+def test_text_of_what_is_excused(golden: Callable[[str, str], None]) -> None:
+    """Values that are not finite and no fault, values that nobody could read, and a step that was skipped."""
+    skip = Note("skipped_step", "scale 65536 → 32768")
+    attention = (
+        finite("input[0]", "input", 2e-2, 3.5),
+        infinite(finite("input[1]", "input", 0.0, 0.0), Note("mask"), neginfs=96),
+        unread("input[2]", "absent"),
+        unread("input[3]", "not_a_tensor"),
+        unread("input[4]", "not_checked", "meta tensor, no data", (2,), "float32"),
+        infinite(finite("output", "output", 0.25, 4.0), Note("allowed"), infs=1),
+    )
+    gradient = infinite(finite("weight.grad", "gradient", 0.5, 64.0, "float16"), skip, infs=3)
+    frames = (
+        Frame(5, "attention", "Attention", attention),
+        Frame(5, "attention", "Attention", (finite("output", "output", 0.1, 1.0),), recomputed=True),
+        Frame(5, "head", "Linear", (gradient,), "backward"),
+    )
+    golden("excused.txt", Report(frames, None, 5).to_text() + "\n")
+
+
+@pytest.mark.parametrize("report", [growing(), SPIKE], ids=["failure", "spike"])
+def test_each_form_has_the_headline(report: Report | SpikeReport) -> None:
+    pytest.importorskip("jinja2")
+    shown = {name: form.render(report) for name, form in FORMS.items()}
+    headline = report.headline if isinstance(report, SpikeReport) else "Detected inf in batch 1"
+    assert shown["text"].startswith(headline)
+    if isinstance(report, Report):
+        headline = "inf first seen in output of encoder.block.6.wo"
+    assert f"<title>{headline} · nanwatch</title>" in shown["html"]
+    assert read_saved(shown["json"]) == report
+    (result,) = json.loads(shown["sarif"])["runs"][0]["results"]
+    assert result["message"]["text"].startswith(("spike in batch 410", "inf first seen in"))
+
+
+def test_sarif_has_rule_level_and_place() -> None:
+    """A viewer opens the file at the line; without an operation only the module is known."""
+    report = growing()
+    cures = Cure("use log1p", works=False), Cure("use logsumexp", works=True), Cure("use half", works=True)
+    found = replace(report, finding=replace(report.finding, place=Place("/a b/model.py", 12), cures=cures))
+    run = json.loads(FORMS["sarif"].render(found))["runs"][0]
+    (result,) = run["results"]
+    assert (result["ruleId"], result["level"]) == ("made-by-the-module", "error")
+    assert result["message"]["text"].partition("Cure: ")[2].startswith("use logsumexp. Next: ")
+    assert run["tool"]["driver"]["rules"] == [{"id": "made-by-the-module"}]
+    (location,) = result["locations"]
+    uri, region = {"uri": "file:///a%20b/model.py"}, {"startLine": 12}
+    assert location["physicalLocation"] == {"artifactLocation": uri, "region": region}
+    (bare,) = json.loads(FORMS["sarif"].render(report))["runs"][0]["results"]
+    assert "physicalLocation" not in bare["locations"][0]
+    healthy = replace(report, finding=None)
+    assert json.loads(FORMS["sarif"].render(healthy))["runs"][0]["results"] == []
+
+
+def test_the_page_of_a_spike_has_a_row_for_each_departure_and_escapes_names() -> None:
+    departure = Departure("<script>", "weight.grad", 0.5, 0.0, inf)
+    forward = (Departure("head", "output", 80.0, 4.0, 12.0), Departure("", "output", 80.0, 4.0, 11.0))
+    page = Page(replace(SPIKE, first=departure, forward=forward, backward=(departure,)).to_html())
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert [tag for tag, _ in page.tags].count("tr") == 1 + 3
+    assert "backward <script> weight.grad 0.5 0 inf" in page.text
+
+
+@given(st.from_type(SpikeReport))
+def test_json_of_a_spike_round_trips_exactly(report: SpikeReport) -> None:
+    again = SpikeReport.from_json(report.to_json())
+    assert repr(again) == repr(report)  # repr, as nan is not equal to itself
+    assert repr(read_saved(report.to_json())) == repr(report)

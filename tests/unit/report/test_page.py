@@ -7,10 +7,10 @@ from math import inf, log2, nan
 
 import pytest
 
+from nanwatch.report.events import Departure, SpikeReport
 from nanwatch.report.finding import Cure, Place
-from nanwatch.report.page import Chart
+from nanwatch.report.page import Chart, Line
 from nanwatch.report.report import Report
-from nanwatch.report.spike import Departure, SpikeReport
 from nanwatch.util.messages import visible
 from support.html_page import HOSTILE, Page, growing
 
@@ -87,8 +87,7 @@ def test_the_policy_allows_no_script_and_no_connection() -> None:
 
 
 def test_a_chart_is_logarithmic_and_has_gaps() -> None:
-    line = {"name": "<a>", "color": "output", "at": list("pqrst"), "x": range(5)}
-    line["y"] = [1.0, 0.0, 10.0, nan, 100.0]
+    line = Line("<a>", "output", list("pqrst"), [1.0, 0.0, 10.0, nan, 100.0])
     html = Chart("id", "title", "hint", "label", "call", "abs max", [line]).picture
     circles = re.findall(r'cy="([\d.]+)" .*?<title>(.*?)</title>', html)
     assert [title for _, title in circles] == ["&lt;a&gt;, p: 1", "&lt;a&gt;, r: 10", "&lt;a&gt;, t: 100"]
