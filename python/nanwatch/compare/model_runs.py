@@ -16,8 +16,7 @@ from torch.compiler import is_compiling
 from torch.utils import _pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..instrumentation.execution_context import RngState
-from ..instrumentation.slot import TemporaryWrapper, attached
+from ..instrumentation.execution_context import RngState, TemporaryWrapper, attached
 from ..numerics._reference import without_repeats
 from ..numerics.readable import dtype_name
 from ..recording.walk import Leaf, call_leaves, leaves

@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..instrumentation import slot
+from ..instrumentation.execution_context import TemporaryWrapper
 from ..instrumentation.global_hooks import after_steps, before_steps
 from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
@@ -288,13 +289,13 @@ class _Recorder:
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             return self._call(module, module._call_impl, args, kwargs)
 
-        def call_compiled(wrapper: slot.TemporaryWrapper, args: Any, kwargs: Any) -> Any:
+        def call_compiled(wrapper: TemporaryWrapper, args: Any, kwargs: Any) -> Any:
             return self._call(wrapper.module, wrapper.inner or wrapper.module._call_impl, args, kwargs)
 
         def compile_recorded(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             compile_module(module, *args, **kwargs)
             if not slot.wrappers(module):  # what `compile` has put there comes before the default call
-                slot.attach(module, slot.TemporaryWrapper(module, call_compiled))
+                slot.attach(module, TemporaryWrapper(module, call_compiled))
 
         compile_module, nn.Module.compile = nn.Module.compile, compile_recorded  # type: ignore[assignment]
         slot.set_default_call(call)

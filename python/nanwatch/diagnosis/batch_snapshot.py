@@ -22,8 +22,7 @@ from torch import Tensor, jit, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..instrumentation.execution_context import Autocast, RngState
-from ..instrumentation.slot import unwatched
+from ..instrumentation.execution_context import Autocast, RngState, unwatched
 from ..numerics._reference import without_repeats
 from ..numerics.readable import is_plain, only_our_dispatch, unreadable
 from ..precision.casting import swap_parametrizations

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
-from ..instrumentation.slot import wrap_calls
+from ..instrumentation.execution_context import wrap_calls
 from ..instrumentation.wrapped_names import module_names
 from ..numerics._extension import instances_of
 from ..numerics._reference import _to_arithmetic

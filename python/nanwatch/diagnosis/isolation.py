@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..instrumentation.slot import waiting_ends
+from ..instrumentation.execution_context import waiting_ends
 from ..util.messages import spell
 from ..util.program import is_library
 

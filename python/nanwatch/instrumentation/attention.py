@@ -23,7 +23,7 @@ from torch.nn import functional
 from ..numerics.readable import is_captured, is_plain, only_our_dispatch, unreadable
 from ..recording.events import Recorder
 from ..util.messages import suppressing
-from .slot import Changes
+from .global_hooks import Changes
 
 LARGEST = "attention logits"
 # The exact reading makes this many logits of a head at a time: 1 MiB of float32.

@@ -7,12 +7,16 @@ calls no hook when a forward ends by an exception.
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..numerics import _extension
@@ -21,42 +25,11 @@ from ..recording.observe import parameter_mesh
 from ..recording.recorder import PythonRecorder
 from ..util.messages import warn_user, with_utf8
 from . import compiled
+from .execution_context import unwatched
 from .functions import watch_begins, watch_ends
-from .global_hooks import Handles, after_steps, children, weakly
-from .slot import (
-    ATTRIBUTE,
-    CallWrapper,
-    PythonWatchedCall,
-    attach,
-    detach,
-    is_in_use,
-    shape_inference,
-    uninstall,
-    wrappers,
-)
+from .global_hooks import Changes, Handles, after_steps, children, weakly
+from .slot import ATTRIBUTE, CallWrapper, attach, detach, is_in_use, uninstall, wrappers
 from .wrapped_names import child_name, is_recorded, named_modules
-
-if _extension.C is not None:
-    _Native: Any = _extension.C.WatchedCall
-
-    class NativeWatchedCall(_Native):  # type: ignore[misc]
-        """Wrapper of a module's call while a CallRecorder watches it.
-
-        The interpreter calls C++. torch.compile reads the `__call__` below, which calls the module itself.
-        """
-
-        def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-            """Make the module's call. The interpreter never runs this."""
-            return self.module._call_impl(*args, **kwargs)
-
-    _extension.C.take_call(NativeWatchedCall)
-    CallWrapper.register(NativeWatchedCall)
-
-
-def _watched_call(recorder: Any, module: nn.Module, inner: Any, node: int) -> Any:
-    if isinstance(recorder, PythonRecorder):
-        return PythonWatchedCall(recorder, module, inner, node)
-    return NativeWatchedCall(recorder, module, inner, node)
 
 
 def check_model(model: object) -> None:
@@ -89,7 +62,7 @@ class Attachment:
     ) -> None:
         self.is_attached = True
         self._recorder, self._observed, self._allow_inf = recorder, observed, allow_inf
-        shape_inference.make()
+        _shape_inference.make()
         self._names = WeakIdKeyDictionary()
         self._nodes: dict[tuple[str, type], int] = {}
         # The recorder knows FSDP's own classes, but the model may be a part of a module that was sharded as a whole.
@@ -163,3 +136,90 @@ def leave_torch() -> None:
     """
     if not is_in_use() and compiled.leave():
         uninstall()
+        _shape_inference.undo()
+
+
+# The wrappers.
+
+
+def _watched_call(recorder: Any, module: nn.Module, inner: Any, node: int) -> Any:
+    if isinstance(recorder, PythonRecorder):
+        return PythonWatchedCall(recorder, module, inner, node)
+    return NativeWatchedCall(recorder, module, inner, node)
+
+
+if _extension.C is not None:
+    _Native: Any = _extension.C.WatchedCall
+
+    class NativeWatchedCall(_Native):  # type: ignore[misc]
+        """Wrapper of a module's call while a CallRecorder watches it.
+
+        The interpreter calls C++. torch.compile reads the `__call__` below, which calls the module itself.
+        """
+
+        def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+            """Make the module's call. The interpreter never runs this."""
+            return self.module._call_impl(*args, **kwargs)
+
+    _extension.C.take_call(NativeWatchedCall)
+    CallWrapper.register(NativeWatchedCall)
+
+
+class PythonWatchedCall(CallWrapper):
+    """Wrapper of a module's call while a PythonRecorder watches it."""
+
+    def __init__(self, recorder: Any, module: nn.Module, inner: Any, node: int) -> None:
+        self.recorder, self.inner, self._node = recorder, inner, node
+        self._module = weakref.ref(module)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, or None once it is gone."""
+        return self._module()
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Make the module's call, and record it."""
+        if is_compiling():
+            return self.module._call_impl(*args, **kwargs)  # type: ignore[union-attr]
+        module = self._module()  # not the property: torch.compile, which skips this frame, would follow it
+        if module is None:
+            raise ReferenceError("nanwatch: the watched module of this call no longer exists")
+        target = module._call_impl if self.inner is None else self.inner
+        call = self.recorder.enter(self._node, module, args, kwargs)
+        if call is None:
+            return target(*args, **kwargs)
+        outputs: tuple[Any, ...] = ()
+        try:
+            outputs = (target(*args, **kwargs),)
+        finally:
+            self.recorder.leave(call, module, args, kwargs, outputs)
+        return outputs[0]
+
+
+compiled.SKIPPED.append(PythonWatchedCall.__call__)
+
+
+# Before its first batch torch.distributed.pipelining calls a stage's module, and its backward, on uninitialised memory
+# to infer the shapes of its tensors. Such a call is no batch, and may hold nan.
+_STAGE = "torch.distributed.pipelining.stage"
+# The first name is torch 2.8's, which infers shapes on zeros. The others are torch 2.13's.
+_SHAPE_INFERENCE = ("_shape_inference", "_forward_metadata_inference", "_backward_metadata_inference")
+
+
+def _leave_unrecorded() -> None:
+    stage = getattr(sys.modules[_STAGE], "PipelineStage", object)
+    for name in vars(stage).keys() & {*_SHAPE_INFERENCE}:
+        _shape_inference.replace(stage, name, _unrecorded(vars(stage)[name]))
+
+
+def _unrecorded(infer: Any) -> Any:
+    @functools.wraps(infer)
+    def unrecorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        module = getattr(self, "submod", None)
+        with unwatched(module) if isinstance(module, nn.Module) else nullcontext():
+            return infer(self, *args, **kwargs)
+
+    return unrecorded
+
+
+_shape_inference = Changes(_STAGE, _leave_unrecorded)

@@ -34,10 +34,12 @@ from ..recording.recorder import PythonRecorder
 from ..recording.walk import MAX_DEPTH, MAX_LEAVES, SCALARS, Leaf, Unwalked, call_leaves, leaves
 from ..util.messages import warn_user
 from ..util.program import each_module
-from . import slot
-from .slot import IS_WATCHED, SITE, Changes, needs_operators, watching
+from .global_hooks import Changes
+from .slot import IS_WATCHED, SITE, _PythonCallSlot, needs_operators, watching
 
 _DYNAMO = "torch._dynamo"
+# Functions of the slot and its wrappers that Dynamo leaves to the interpreter.
+SKIPPED: list[Callable[..., Any]] = [_PythonCallSlot._get]
 
 _is_needed = False  # by graphs
 _warned = False
@@ -65,7 +67,7 @@ def _change_dynamo() -> None:
         from torch._dynamo.eval_frame import skip_code
         from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
-        for function in (slot._PythonCallSlot._get, slot.PythonWatchedCall.__call__):
+        for function in SKIPPED:
             skip_code(function.__code__)
         for name in ("enter", "leave"):
             dynamo.replace(PythonRecorder, name, torch.compiler.disable(getattr(PythonRecorder, name)))

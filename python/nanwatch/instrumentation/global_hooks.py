@@ -29,6 +29,7 @@ from torch.optim.optimizer import (
 )
 
 from ..numerics._extension import instances_of
+from ..util.program import when_imported
 
 Hook = Callable[..., Any]
 
@@ -121,6 +122,38 @@ class Handles:
         for handle in handles:
             stack.callback(handle.remove)
         self.remove = weakref.finalize(owner, stack.close)
+
+
+class Changes:
+    """Changes of a module of PyTorch, made as soon as it is imported, until `undo`."""
+
+    def __init__(self, module_name: str, change: Callable[[], object]) -> None:
+        self._module_name, self._change = module_name, change
+        self._is_made = False
+        self._undo: list[Callable[[], object]] = []
+
+    def make(self) -> None:
+        """Make the changes now, or when the module is imported. Does nothing the second time."""
+        if not self._is_made:
+            self._is_made = True
+            self._undo.append(when_imported(self._module_name, self._change))
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Give a class or a module another attribute of this name, which stays where a library replaces it later."""
+        original = getattr(owner, name)
+
+        def restore() -> None:
+            if getattr(owner, name) is value:
+                setattr(owner, name, original)
+
+        self._undo.append(restore)
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Leave the module as it was found."""
+        steps, self._undo, self._is_made = self._undo, [], False
+        for step in reversed(steps):
+            step()
 
 
 # hook(optimizer, args, kwargs), which may return other (args, kwargs); and after the step.

@@ -1,6 +1,4 @@
-"""The slot before a module's call, the wrappers attached to it, and exclusive access to a model during a re-run.
-
-Watches and re-runs attach wrappers without a change to the module.
+"""The slot before a module's call, where watches and re-runs attach wrappers without a change to the module.
 
 `nn.Module.__call__` asks its module for `_compiled_call_impl` before it runs hooks and forward. From the first use on a
 data descriptor has that name in the class `nn.Module`. It answers with the outermost wrapper of the module's call, or
@@ -14,9 +12,6 @@ a site when a compiled call of it looks for a watch, and keeps it, so that the g
 
 A wrapper lives until it is detached or its module is freed. It must not refer to that module strongly: the garbage
 collector sees no cycle here. A temporary wrapper, which a `with` block detaches, may.
-
-Another thread that called the model during a re-run would be recorded as a part of it, draw from the random states that
-the re-run restores, and lose its writes to buffers. So that thread waits for the end of the re-run.
 """
 
 from __future__ import annotations
@@ -26,24 +21,17 @@ import sys
 import threading
 import weakref
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
-from torch.compiler import is_compiling
 
 from ..numerics import _extension
-from ..util.program import each_module, when_imported
 from .global_hooks import children, is_inside
 
 ATTRIBUTE = "_compiled_call_impl"
 SITE = "_nanwatch_site"
 IS_WATCHED = "_nanwatch_is_watched"
-
-# Seconds after which other threads proceed anyway, so that a re-run cannot deadlock by waiting for a thread.
-PATIENCE = 60.0
 
 
 class CallWrapper(ABC):
@@ -51,38 +39,6 @@ class CallWrapper(ABC):
 
     inner: Any
     recorder: Any = None
-
-
-class Changes:
-    """Changes of a module of PyTorch, made as soon as it is imported, until `undo`."""
-
-    def __init__(self, module_name: str, change: Callable[[], object]) -> None:
-        self._module_name, self._change = module_name, change
-        self._is_made = False
-        self._undo: list[Callable[[], object]] = []
-
-    def make(self) -> None:
-        """Make the changes now, or when the module is imported. Does nothing the second time."""
-        if not self._is_made:
-            self._is_made = True
-            self._undo.append(when_imported(self._module_name, self._change))
-
-    def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Give a class or a module another attribute of this name, which stays where a library replaces it later."""
-        original = getattr(owner, name)
-
-        def restore() -> None:
-            if getattr(owner, name) is value:
-                setattr(owner, name, original)
-
-        self._undo.append(restore)
-        setattr(owner, name, value)
-
-    def undo(self) -> None:
-        """Leave the module as it was found."""
-        while self._undo:
-            self._undo.pop()()
-        self._is_made = False
 
 
 class _PythonCallSlot:
@@ -170,13 +126,12 @@ def is_in_use() -> bool:
 
 
 def uninstall() -> None:
-    """Undo the changes of nn.Module and of torch.distributed.pipelining. No wrapper or site may be in use."""
+    """Undo the changes of nn.Module. No wrapper or site may be in use."""
     with _lock:
         if nn.Module.__dict__[ATTRIBUTE] is _slot:
             nn.Module._compiled_call_impl = None
             for name in _SITES:
                 delattr(nn.Module, name)
-        shape_inference.undo()
 
 
 def set_default_call(function: Callable[..., Any] | None) -> None:
@@ -256,151 +211,3 @@ def _forget(key: int, _: object) -> None:
 
 if _SITES:
     _slot.keep_sites(_keep)
-
-
-class PythonWatchedCall(CallWrapper):
-    """Wrapper of a module's call while a PythonRecorder watches it."""
-
-    def __init__(self, recorder: Any, module: nn.Module, inner: Any, node: int) -> None:
-        self.recorder, self.inner, self._node = recorder, inner, node
-        self._module = weakref.ref(module)
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module, or None once it is gone."""
-        return self._module()
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Make the module's call, and record it."""
-        if is_compiling():
-            return self.module._call_impl(*args, **kwargs)  # type: ignore[union-attr]
-        module = self._module()  # not the property: torch.compile, which skips this frame, would follow it
-        if module is None:
-            raise ReferenceError("nanwatch: the watched module of this call no longer exists")
-        target = module._call_impl if self.inner is None else self.inner
-        call = self.recorder.enter(self._node, module, args, kwargs)
-        if call is None:
-            return target(*args, **kwargs)
-        outputs: tuple[Any, ...] = ()
-        try:
-            outputs = (target(*args, **kwargs),)
-        finally:
-            self.recorder.leave(call, module, args, kwargs, outputs)
-        return outputs[0]
-
-
-class TemporaryWrapper(CallWrapper):
-    """Wrapper of a module's call until the end of a `with` block. Keeps the module alive.
-
-    `run(wrapper, args, kwargs)` makes the call. `run_inner` makes it as if this wrapper were not attached.
-    """
-
-    def __init__(self, module: nn.Module, run: Callable[[TemporaryWrapper, Any, Any], Any]) -> None:
-        self.module, self._run = module, run
-        self.inner: Any = None
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Make the call."""
-        return self._run(self, args, kwargs)
-
-    def run_inner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the call without this wrapper."""
-        return (self.module._call_impl if self.inner is None else self.inner)(*args, **kwargs)
-
-
-@contextmanager
-def attached(temporary: Iterable[TemporaryWrapper]) -> Iterator[None]:
-    """Attach these wrappers to their modules inside the block."""
-    with ExitStack() as after:
-        for wrapper in temporary:
-            after.callback(detach, wrapper.module, wrapper)
-            attach(wrapper.module, wrapper)
-        yield
-
-
-def wrap_calls(modules: Iterable[nn.Module], run: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Return a context inside which `run(module, args, kwargs)` makes this thread's calls of these modules.
-
-    They are made after the user's hooks. For use inside `BatchSnapshot.again`, where no watch records and compiled
-    modules run eagerly.
-    """
-    owner = threading.get_ident()
-
-    def run_here(wrapper: TemporaryWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_here = threading.get_ident() == owner
-        return run(wrapper.module, args, kwargs) if is_here else wrapper.run_inner(args, kwargs)
-
-    return attached(TemporaryWrapper(module, run_here) for module in {id(x): x for x in modules}.values())
-
-
-def is_of_thread(owner: int) -> bool:
-    """Return whether the caller runs in this thread, or in an autograd thread, which may run this one's backward."""
-    return threading.get_ident() == owner or torch._C._current_graph_task_id() != -1
-
-
-_alone = threading.local()  # `has_ended` is set at the end of the outermost `unwatched` of this thread
-
-
-def waiting_ends() -> Callable[[], None]:
-    """Return a function that ends the wait of other threads for this thread's `unwatched`, from any thread."""
-    has_ended = getattr(_alone, "has_ended", None)
-    return (lambda: None) if has_ended is None else has_ended.set
-
-
-@contextmanager
-def unwatched(root: nn.Module) -> Iterator[None]:
-    """Record no call of a module in the tree inside the block. Other threads that call one wait for its end.
-
-    After PATIENCE seconds no thread waits any more. With nested blocks they wait for the outermost. The watches stay
-    attached, so that one that is stopped or paused meanwhile stays so.
-    """
-    outer = getattr(_alone, "has_ended", None)
-    has_ended, owner = outer or threading.Event(), threading.get_ident()
-
-    def run(wrapper: TemporaryWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_of_thread(owner):
-            compiled = wrapper.module.__dict__.get(ATTRIBUTE)
-            return (wrapper.module._call_impl if compiled is None else compiled)(*args, **kwargs)
-        if not has_ended.wait(PATIENCE):
-            has_ended.set()
-        return wrapper.run_inner(args, kwargs)
-
-    watched = [module for _, module in each_module(root) if wrappers(module)]
-    # Hooks of gradients on weights are in no slot, so their recorders are suspended.
-    recorders = {id(x.recorder): x.recorder for module in watched for x in watching(module)}
-    with ExitStack() as after:
-        if outer is None:
-            _alone.has_ended = has_ended
-            after.callback(delattr, _alone, "has_ended")
-            after.callback(has_ended.set)
-        for recorder in recorders.values():
-            recorder.suspend(True)
-            after.callback(recorder.suspend, False)
-        after.enter_context(attached(TemporaryWrapper(module, run) for module in watched))
-        yield
-
-
-# Before its first batch torch.distributed.pipelining calls a stage's module, and its backward, on uninitialised memory
-# to infer the shapes of its tensors. Such a call is no batch, and may hold nan.
-_STAGE = "torch.distributed.pipelining.stage"
-# The first name is torch 2.8's, which infers shapes on zeros. The others are torch 2.13's.
-_SHAPE_INFERENCE = ("_shape_inference", "_forward_metadata_inference", "_backward_metadata_inference")
-
-
-def _leave_unrecorded() -> None:
-    stage = getattr(sys.modules[_STAGE], "PipelineStage", object)
-    for name in vars(stage).keys() & {*_SHAPE_INFERENCE}:
-        shape_inference.replace(stage, name, _unrecorded(vars(stage)[name]))
-
-
-def _unrecorded(infer: Any) -> Any:
-    @functools.wraps(infer)
-    def unrecorded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        module = getattr(self, "submod", None)
-        with unwatched(module) if isinstance(module, nn.Module) else nullcontext():
-            return infer(self, *args, **kwargs)
-
-    return unrecorded
-
-
-shape_inference = Changes(_STAGE, _leave_unrecorded)

@@ -25,8 +25,8 @@ from ..diagnosis.batch_snapshot import LEAST_SECONDS, BatchSnapshot
 from ..diagnosis.incident import Incident, write_frames
 from ..diagnosis.isolation import ChildEndedError, can_fork, run_in_child
 from ..history.monitor import Monitor
+from ..instrumentation.execution_context import unwatched
 from ..instrumentation.global_hooks import weakly
-from ..instrumentation.slot import unwatched
 from ..ranks.consensus import RankCoordinator
 from ..recording.events import Event
 from ..records.record import Frame

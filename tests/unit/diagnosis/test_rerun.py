@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanwatch import NonFiniteError, Report
 from nanwatch.diagnosis import batch_snapshot
-from nanwatch.instrumentation import slot
+from nanwatch.instrumentation.execution_context import PATIENCE
 from support.toys import Does, fault_of
 from support.watching import watch
 
@@ -157,4 +157,4 @@ def test_a_model_that_waits_for_its_own_thread(monkeypatch: pytest.MonkeyPatch) 
     with watch(model := Does(in_pool, nn.Identity())):
         finding = fault_of(model, torch.zeros(2)).finding
     assert any("was ended" in remark for remark in finding.remarks)
-    assert {has_ended for timeout, has_ended in waits if timeout == slot.PATIENCE} == {True}
+    assert {has_ended for timeout, has_ended in waits if timeout == PATIENCE} == {True}

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from ...instrumentation.slot import is_of_thread
+from ...instrumentation.execution_context import is_of_thread
 from ...numerics._extension import instances_of
 from ..batch_snapshot import members_of
 from ..causes import tensors_in

@@ -1,4 +1,4 @@
-"""turn: a thread that calls the model during a re-run neither disturbs it nor is disturbed, and is watched."""
+"""A thread that calls the model during a re-run neither disturbs it nor is disturbed, and is watched."""
 
 import threading
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, watch
-from nanwatch.instrumentation import slot
+from nanwatch.instrumentation import calls, execution_context
 from nanwatch.instrumentation.slot import wrappers
 from support.spy import Spy
 from support.toys import fault_of, mlp
@@ -92,7 +92,7 @@ def test_another_thread_waits_and_is_watched_then(part: bool) -> None:
 
 def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that the re-run waits for comes through after one wait for all its calls: nothing hangs."""
-    monkeypatch.setattr(slot, "PATIENCE", 0.1)
+    monkeypatch.setattr(execution_context, "PATIENCE", 0.1)
     model = Meeting()
     model.waits = 60.0
     outputs: list[Any] = []
@@ -155,7 +155,7 @@ def test_what_ends_a_watch_during_a_second_run_holds(action: str, elsewhere: boo
 def test_a_rehearsal_is_no_batch() -> None:
     """Its call is unrecorded, and its value comes back; one of what has no module is made all the same."""
     model = mlp()
-    rehearse = slot._unrecorded(lambda stage, x: model(x))
+    rehearse = calls._unrecorded(lambda stage, x: model(x))
     with watch(model) as w:
         for stage in (SimpleNamespace(submod=model), SimpleNamespace()):
             assert rehearse(stage, torch.ones(2, 3)).isfinite().all()
