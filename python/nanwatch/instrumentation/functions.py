@@ -7,7 +7,6 @@ that belongs to no model, and the watch attaches a wrapper to that.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
@@ -24,7 +23,6 @@ R = TypeVar("R")
 # Attachments of running watches, the oldest first.
 _running: list[weakref.ref[Any]] = []
 _functions: weakref.WeakValueDictionary[int, Function] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
 
 
 class Function(nn.Module):
@@ -36,7 +34,7 @@ class Function(nn.Module):
         super().__init__()
         self.name = name
         self.function = function
-        _functions[next(_numbers)] = self
+        _functions[id(self)] = self
 
     def forward(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""

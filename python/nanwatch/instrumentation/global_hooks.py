@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable
 from contextlib import ExitStack
+from traceback import walk_stack
 from types import CodeType, SimpleNamespace
 from typing import Any
 
@@ -36,13 +37,8 @@ Hook = Callable[..., Any]
 
 def is_inside(codes: Iterable[CodeType]) -> bool:
     """Return whether a call of a function with one of these codes is under way in any thread."""
-    wanted = {*codes}
-    for frame in sys._current_frames().values():
-        while frame is not None:
-            if frame.f_code in wanted:
-                return True
-            frame = frame.f_back  # type: ignore[assignment]
-    return False
+    stacks, wanted = map(walk_stack, sys._current_frames().values()), {*codes}
+    return any(frame.f_code in wanted for stack in stacks for frame, _ in stack)
 
 
 class GlobalHooks:
