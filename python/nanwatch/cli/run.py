@@ -253,7 +253,7 @@ class _Run:
             if report.finding is not None:
                 failed.append(report)
                 # The script's own check may have found the value before nanwatch.
-                if has_failed and watch._failures.ended_by_exception and report.batch == watch.batch:
+                if has_failed and report.batch == watch.batch == watch._failures.exception_batch:
                     self._status = self._status or NONFINITE
         if self._finder.is_full:
             _tell(f"{MAX_MODELS} models were found; those that were called later were not looked for")
@@ -269,7 +269,7 @@ def _closing_line(name: str, watch: Watch) -> str:
     if not watch.counters["tensors"]:
         why = ", as NANWATCH=0 says" if os.environ.get("NANWATCH") == "0" else ""
         return f"{amount}: nothing was looked at{why}"
-    if watch._failures.ended_by_exception:
+    if watch.batch == watch._failures.exception_batch:
         return f"{amount}, the last ended by an exception: what that call computed last was not read"
     harmless = []  # non-finite gradients that have reached no weight
     if count := watch.counters["skipped_steps"]:

@@ -34,12 +34,11 @@ class Incident:
     """A failure, which is seen, told to the other ranks, examined, written and raised, in this order.
 
     `report` is what is known by now. Each new fact replaces it, so that a report which was handed out stays as it was.
-    `raised` is the error that was raised inside the forward. `is_finished`: the incident was raised or handed over.
+    `raised` is the error that was raised inside its forward, until that is left.
     """
 
     report: Report
     raised: NonFiniteError | None = None
-    is_finished: bool = False
 
     @property
     def finding(self) -> Finding:
@@ -101,8 +100,8 @@ def _write_folder(path: Path, report: _AReport, call: BatchSnapshot | None, why:
         return _with_files(report, files, remarks)
 
     def write(name: str, make: Callable[[], Path]) -> None:
-        made = attempt(f"writing {name}", make, remarks.append)
-        files.extend([] if made is None else [str(made)])
+        if (made := attempt(f"writing {name}", make, remarks.append)) is not None:
+            files.append(str(made))
 
     def capsule(call: BatchSnapshot) -> Path:
         given = folder / "capsule", call.module, call.name, call.args, call.kwargs
@@ -116,16 +115,15 @@ def _write_folder(path: Path, report: _AReport, call: BatchSnapshot | None, why:
         remarks.append(f"no capsule was written: {why}")
     else:
         write("the capsule", partial(capsule, call))
-    patches: list[str] = [] if finding is None else [cure.patch for cure in finding.cures if cure.works]
+    patches = [] if finding is None else [cure.patch for cure in finding.cures if cure.works]
     if patch := next(filter(None, patches), ""):
         write(PATCH_FILE, partial(_write_whole, folder / PATCH_FILE, patch))
     # The page, which needs a package, comes first, so that the others do not name it where it is missing.
     forms = sorted((form for form in FORMS.values() if form.in_folder), key=lambda form: form.name)
     paths = [folder / f"report.{form.suffix}" for form in forms]
     for i, form in enumerate(forms):
-        all_files = files + [str(place) for place in paths[i:]]
-        complete: _AReport = _with_files(report, all_files, remarks)
-        write(paths[i].name, partial(_write_form, complete, form, folder))
+        complete = _with_files(report, [*files, *map(str, paths[i:])], remarks)
+        write(paths[i].name, partial(_write_form, paths[i], form, complete))
     return _with_files(report, files, remarks)
 
 
@@ -144,12 +142,12 @@ def write_frames(report: Report, folder: Path) -> None:
     No page: of thousands of ranks most have nothing to show. Raises what writing raises.
     """
     made = make_numbered(folder, _MAKE)
-    for name in ("json", "text"):
-        _write_form(report, FORMS[name], made)
+    for form in FORMS["json"], FORMS["text"]:
+        _write_form(made / f"report.{form.suffix}", form, report)
 
 
-def _write_form(report: AnyReport, form: Form, folder: Path) -> Path:
-    return _write_whole(folder / f"report.{form.suffix}", form.render(report))
+def _write_form(path: Path, form: Form, report: AnyReport) -> Path:
+    return _write_whole(path, form.render(report))
 
 
 def _write_whole(path: Path, text: str) -> Path:
@@ -158,6 +156,5 @@ def _write_whole(path: Path, text: str) -> Path:
     try:
         under_way.write_text(text, encoding="utf-8")
         return under_way.replace(path)
-    except OSError:
+    finally:
         under_way.unlink(missing_ok=True)
-        raise

@@ -1,8 +1,9 @@
 """A failure, from the first non-finite value that is seen to the exception, callback or warning.
 
-Each failure is one Incident. FailureHandler takes it from top to bottom: seen, told to the other ranks and the sinks,
-raised inside the forward, and once that is left examined by a re-run, written, agreed on and handed over. The option
-`on_nonfinite` says how it is handed over.
+Each failure is one Incident, and the methods stand in the order of its life. It is seen: in a call of a forward, in the
+calls that a user's exception has left, or in what no forward has made. It is told to the other ranks and the sinks, and
+raised inside the forward. Once the forward is left, `_act` has it examined by a re-run, written and agreed on, and
+hands it over as the option `on_nonfinite` says.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import tempfile
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -21,8 +23,8 @@ import torch
 from torch import nn
 
 from ..diagnosis import rerun
-from ..diagnosis.batch_snapshot import LEAST_SECONDS, BatchSnapshot
-from ..diagnosis.incident import Incident, write_frames
+from ..diagnosis.batch_snapshot import LEAST_SECONDS
+from ..diagnosis.incident import Incident, attempt, write_frames
 from ..diagnosis.isolation import ChildEndedError, can_fork, run_in_child
 from ..history.monitor import Monitor
 from ..instrumentation.execution_context import unwatched
@@ -33,7 +35,7 @@ from ..records.record import Frame
 from ..report import text
 from ..report.report import BatchLimitError, NonFiniteError, Report, add_note
 from ..sinks.sink import SinkStream
-from ..util.messages import MANY, first_few, is_due, module_name, spell, suppressed, suppressing, warn_user
+from ..util.messages import MANY, first_few, is_due, module_name, spell, suppressing, warn_user
 from .optimizer_steps import OptimizerSteps, scale_of
 from .reports import Reports
 
@@ -44,6 +46,7 @@ _PATIENCE = 3.0
 _WHERE = "Watch.report() (or --output-dir) has the frames that led to it"
 _GOES_ON = "no re-run was made, as the run goes on: rerun=True (--rerun) finds the operation"
 _UNTAKEN = "the watch ended before a step took it"
+_ENDS = "the first report has the cause, Watch.stop() ends them"
 _RARER = f"after {MANY} failures only the {2 * MANY}th, {4 * MANY}th, {8 * MANY}th ... are re-run and written"
 
 
@@ -59,10 +62,12 @@ class FailureHandler:
         self._options, self._recorder = options, recorder = reports.options, reports.recorder
         self._action = options.on_nonfinite
         self._first: Incident | None = None  # of the latest non-finite batches in a row
-        self.is_run_open, self._num_examined = False, 0
+        self.is_run_open = False
         self._under_way: dict[int, Incident] = {}  # by the numbers of their batches
         self._ended: deque[int] = deque(maxlen=_MAX_ENDED)
-        self._num_runs, self._latest_warned, self._exception_batch = 0, -sys.maxsize, -sys.maxsize
+        self._num_examined = self._num_runs = 0
+        self._latest_warned = -sys.maxsize
+        self.exception_batch = -1  # the latest one that an exception has ended
         self._warned: Counter[str] = Counter()  # non-finite batches, by the module that was the first to fail
         peer_timeout = options.peer_timeout if self._action == "raise" else 0.0
         self.ranks = RankCoordinator(model, peer_timeout, weakly(self._write_last_frames))
@@ -72,7 +77,7 @@ class FailureHandler:
         self._batch_ends.active = False
         self.steps = OptimizerSteps(reports, self, sinks.on_skipped_step)  # last, as other threads call it
 
-    # Seen, and told to the other ranks and the sinks
+    # Seen in a forward, told, and raised there
 
     def nonfinite_call(
         self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any, *, is_over: bool
@@ -87,8 +92,8 @@ class FailureHandler:
             return
         incident = self._see(frame.batch, make)
         may_raise = self._action == "raise" and self._options.act_at != "batch" and not is_over
-        if may_raise and incident is not None and not incident.is_finished and incident.raised is None:
-            # `batch_ended` finishes it: a re-run could wait for a lock that the forward holds.
+        if may_raise and incident is not None and incident.raised is None:
+            # `batch_ended` acts on it: a re-run could wait for a lock that the forward holds.
             incident.raised = NonFiniteError(incident.report)
             # No local variable holds the error: its traceback would hold this frame, and so the locals of the forward.
             raise incident.raised
@@ -105,19 +110,64 @@ class FailureHandler:
             self._under_way[batch] = incident = self.steps.release() or Incident(make())
             self._tell(incident, ranks=tells_ranks)
             if not self._options.acts:
-                self._finish(incident)
+                self._act(incident)
         return self._under_way.get(batch)
 
-    def step_follows(self, incident: Incident) -> None:
-        """Take a failure whose batch has no end to wait for, and act on it.
+    # The forward is left
+
+    def batch_ended(self, batch: int, completed: bool) -> None:
+        """Act on this thread's batch, whose forward has returned (`completed`) or raised.
+
+        The handler completes its own error, and adds a note with the non-finite value to somebody else's. Raises
+        PeerNonFiniteError from an error of a collective, when another rank's failure is behind it.
+        """
+        incident, error = self._under_way.get(batch), None if completed else sys.exc_info()[1]
+        theirs = error if isinstance(error, Exception) and batch % self._options.every == 0 else None
+        theirs = None if isinstance(error, NonFiniteError | BatchLimitError) else theirs
+        try:
+            if not completed:
+                self.exception_batch = batch
+                if incident is None:
+                    self.ranks.explain(error)
+            if incident is not None and self._options.acts and completed == (incident.raised is None):
+                self._act(incident)  # not where a forward has caught the error
+            elif theirs is not None:
+                with suppressing("a user's exception could not be examined"):  # which matters more
+                    report = self._reports.of_left_calls(theirs, batch) if incident is None else None
+                    if (
+                        report is not None
+                    ):  # the other ranks are not told, as somebody may catch the exception
+                        incident = self._see(batch, lambda: report, tells_ranks=False)
+                    if incident is not None and self._options.acts:
+                        self._act(incident, theirs)
+                    elif incident is not None:
+                        add_note(theirs, incident.report)
+            elif completed and incident is None and batch % self._options.every == 0:
+                self.is_run_open = False
+                forecast = self._monitor.end(batch)
+                self._sinks.batch_ended(batch)
+                if forecast is not None:
+                    self._sinks.on_forecast(batch, forecast)
+        finally:
+            if (incident := self._under_way.pop(batch, None)) is not None:
+                incident.raised = None  # its traceback holds the batch
+                self._ended.append(batch)
+            self._batch_ends.active = bool(self._under_way) or self.is_run_open
+
+    # Seen where no forward is under way
+
+    def step_follows(self, incident: Incident, *, is_untaken: bool = False) -> None:
+        """Take a failure whose batch has no end to wait for: tell it, and act on it.
 
         It is a non-finite gradient that a step is about to take, a weight after a step, or a checkpoint.
         """
         self.ranks.is_sharded = self._recorder.gathers_weights
-        self._tell(incident)
-        self._finish(incident)
+        self._tell(incident, ranks=not is_untaken)
+        self._act(incident, is_untaken=is_untaken)
 
-    def _tell(self, incident: Incident, *, ranks: bool = True) -> None:
+    # Told, examined, agreed on, handed over
+
+    def _tell(self, incident: Incident, *, ranks: bool) -> None:
         """Tell the other ranks, before anything slow, and the sinks."""
         if not self.is_run_open:
             self._first, self.is_run_open = incident, True
@@ -126,76 +176,19 @@ class FailureHandler:
             self.ranks.publish(incident.finding)
         self._sinks.on_nonfinite(incident.finding)
 
-    # The batch ends, and its forward is left
-
-    def batch_ended(self, batch: int, completed: bool) -> None:
-        """Act on this thread's batch, whose forward has returned (`completed`) or raised.
-
-        The handler completes its own error, and adds a note with the non-finite value to somebody else's. Raises
-        PeerNonFiniteError from an error of a collective, when another rank's failure is behind it.
-        """
-        try:
-            incident = self._under_way.get(batch)
-            if not completed:
-                self._exception_batch = batch
-                self._left_by(sys.exc_info()[1], batch, incident)
-            elif incident is None and batch % self._options.every == 0:
-                self.is_run_open = False
-                forecast = self._monitor.end(batch)
-                self._sinks.batch_ended(batch)
-                if forecast is not None:
-                    self._sinks.on_forecast(batch, forecast)
-            # A forward may have caught the error.
-            elif incident is not None and self._options.acts and incident.raised is None:
-                self._finish(incident)
-        finally:
-            if (incident := self._under_way.pop(batch, None)) is not None:
-                incident.raised = None  # its traceback holds the batch
-                self._ended.append(batch)
-            self._batch_ends.active = bool(self._under_way) or self.is_run_open
-
-    def _left_by(self, error: BaseException | None, batch: int, incident: Incident | None) -> None:
-        if incident is None:
-            self.ranks.explain(error)
-        elif incident.raised is not None:
-            self._finish(incident)
-        is_ours = isinstance(error, NonFiniteError | BatchLimitError)
-        if is_ours or not isinstance(error, Exception) or batch % self._options.every:
-            return
-        with suppressing("a user's exception could not be examined"):  # the exception itself matters more
-            if incident is None and (report := self._reports.of_left_calls(error, batch)) is not None:
-                # Somebody may catch the exception and go on, so the other ranks are not told.
-                incident = self._see(batch, lambda: report, tells_ranks=False)
-            if incident is not None and not incident.is_finished:
-                self._finish(incident, error)
-            elif incident is not None and not self._options.acts:
-                add_note(error, incident.report)
-
-    # Examined, written, agreed on, handed over
-
-    def _finish(
-        self, incident: Incident, theirs: Exception | None = None, *, is_untaken: bool = False
-    ) -> None:
-        """Have the incident examined and written, agree with the other ranks on the origin, and raise it; once.
+    def _act(self, incident: Incident, theirs: Exception | None = None, *, is_untaken: bool = False) -> None:
+        """Have an incident examined and written, agree with the other ranks on the origin, and hand it over; once.
 
         `theirs` is the user's exception, which ends the batch already: it gets the report, and nothing is raised beside
         it. An incident whose gradients no step took, `is_untaken`, is a warning. Only the first of several non-finite
         batches in a row is examined, unless each is raised, and sinks get only that where the run goes on by itself.
         """
-        if incident.is_finished:
-            return
-        incident.is_finished = True
-        is_first = self._first is incident
-        if is_first or self._action == "raise":
-            try:
-                self._examine(incident)
-            except BaseException as interrupt:  # a signal handler of the program raised it meanwhile
-                cause = NonFiniteError(incident.report)
-                warn_user(f"{cause}", may_raise=False)
-                raise interrupt from cause
+        is_first, action = self._first is incident, self._action
+        if is_first or action == "raise":
+            self._examine(incident)
         if (origin := self.ranks.settle(inf if theirs is None else _PATIENCE)) is not None:
             incident.report = replace(incident.report, origin=origin)
-        report = incident.report
+        report, sentence = incident.report, text.summary(incident.finding)
         if is_first or self._options.acts:
             self._sinks.on_failure(report)
         if theirs is not None:
@@ -203,25 +196,23 @@ class FailureHandler:
         elif incident.raised is not None:
             # A second error would lose the notes that code in the forward has added to the first.
             NonFiniteError.__init__(incident.raised, report, report.origin)
-        elif is_untaken and self._action in ("raise", "warn"):
-            words = f"{text.summary(incident.finding)}; {_UNTAKEN}; {_WHERE}"
-            warn_user(words, may_raise=sys.exc_info()[0] is None)
-        elif self._action == "raise":
+        elif is_untaken and action in ("raise", "warn"):
+            warn_user(f"{sentence}; {_UNTAKEN}; {_WHERE}", may_raise=sys.exc_info()[0] is None)
+        elif action == "raise":
             raise NonFiniteError(report, report.origin)
-        elif self._action == "warn" and incident.finding.phase != "save":  # no batch; its guard warns
-            self._warn(incident, begins=is_first)
-        if callable(self._action):
-            self._action(report)
+        elif action == "warn" and incident.finding.phase != "save" and self._begins_run(incident):
+            warn_user(f"{sentence}; {_WHERE}")  # not of a checkpoint, which has no batch: its guard warns
+        if callable(action):
+            action(report)
 
-    def _warn(self, incident: Incident, *, begins: bool) -> None:
-        """Count the batch for the sum at the end, and warn of the 1st, 2nd, 4th, 8th run of failures."""
+    def _begins_run(self, incident: Incident) -> bool:
+        """Count the batch for the sum at the end. Return whether it begins the 1st, 2nd, 4th, 8th run of failures."""
         # A backward fails after its forward, which has been finite and has ended the run of the backward before.
         batch, latest = incident.finding.batch, self._latest_warned
-        begins, self._latest_warned = begins and batch > latest + self._options.every, batch
+        begins = self._first is incident and batch > latest + self._options.every
+        self._latest_warned, self._num_runs = batch, self._num_runs + begins
         self._warned[incident.finding.module] += 1
-        self._num_runs += begins
-        if begins and self._num_runs.bit_count() == 1:
-            warn_user(f"{text.summary(incident.finding)}; {_WHERE}")
+        return begins and self._num_runs.bit_count() == 1
 
     def _examine(self, incident: Incident) -> None:
         """Complete the incident by a re-run of this thread's batch, if it may run again, and write it to output_dir."""
@@ -235,57 +226,52 @@ class FailureHandler:
         self._num_examined = number = self._num_examined + 1
         if not is_due(number):
             if number == MANY + 1:
-                cause = "the first report has the cause, Watch.stop() ends them"
-                warn_user(f"nanwatch: {_RARER}; {cause}", may_raise=False)
+                warn_user(f"nanwatch: {_RARER}; {_ENDS}", may_raise=False)
             incident.remark(f"no re-run was made: this is failure {number} of the watch, and {_RARER}")
             return
         start, call = self._reports.starts.of(finding)
-        examines = options.reruns and (is_of_batch or call is not None)
         # A module that is not watched is not judged either.
         allows = lambda name, module: not options.observes(name) or options.excuses(name, module)  # noqa: E731
         facts: Any = {"call": call, "allows": allows, "loss_scale": scale_of(options.scaler)}
         examine: Any = partial(rerun.examine, incident, model=model, output_dir=options.output_dir, **facts)
+
+        def in_child() -> str:
+            examine(start, examines=True)
+            return incident.report.to_json()
+
+        examines = options.reruns and (is_of_batch or call is not None)
         try:
             if not examines or (start is None and call is None):
-                examine(start, examines=examines)
+                examine(None, examines=examines)
             elif options.rerun_in == "child" and can_fork():
-                self._examine_in_child(incident, start, examine)
+                importlib.import_module("torch._dynamo")  # or each child does so anew, which takes a second
+                tempfile.gettempdir()  # writes a file, the first time
+                seconds = LEAST_SECONDS if start is None else start.seconds
+                for document in run_in_child(in_child, 2 * seconds):
+                    incident.report = Report.from_json(document)
             else:
                 with unwatched(model):  # no other thread enters the model meanwhile
                     reason = "another thread was inside the model" if self._recorder.num_other_threads else ""
                     examine(start, examines=True, reason=reason)
-        except ChildEndedError as error:
-            incident.remark(f"the re-run in a child process did not end well: {error}")
-            examine(None, examines=False)
-        except Exception as error:  # the first report must survive a failed re-run
-            warn_user(f"nanwatch could not re-run a failed batch: {spell(error)}", may_raise=False)
-        except BaseException as interrupt:  # by a signal handler, or by code that ran again in this process
-            incident.remark(f"{type(interrupt).__name__} ended the re-run")
-            examine(None, examines=False)
-            raise
-
-    def _examine_in_child(self, incident: Incident, start: BatchSnapshot | None, examine: Any) -> None:
-        # Import it here, or each child does so anew: torch._dynamo takes a second.
-        importlib.import_module("torch._dynamo")
-        tempfile.gettempdir()  # writes a file, the first time
-
-        def work() -> str:
-            examine(start, examines=True)
-            return incident.report.to_json()
-
-        for document in run_in_child(work, 2 * (LEAST_SECONDS if start is None else start.seconds)):
-            incident.report = Report.from_json(document)
+        except BaseException as error:
+            words = error if isinstance(error, ChildEndedError) else spell(error)
+            incident.remark(f"nanwatch could not re-run a failed batch: {words}")
+            with suppressing("a failure could not be written"):  # the first report survives a failed re-run
+                examine(None, examines=False)
+            if not isinstance(error, Exception):
+                # By a signal handler of the program, or by code that ran again in this process.
+                cause = NonFiniteError(incident.report)
+                warn_user(f"{cause}", may_raise=False)
+                raise error from cause
 
     # Another rank fails
 
     def _write_last_frames(self, name: str) -> Report:
         """Write and return the latest frames of a rank without a failure of its own, from any thread."""
-        report = self._reports.latest()
-        if self._options.output_dir is not None:
-            try:
-                write_frames(report, self._options.output_dir / name)
-            except Exception as error:
-                warn_user(f"nanwatch could not write the last frames: {spell(error)}", may_raise=False)
+        report, folder = self._reports.latest(), self._options.output_dir
+        if folder is not None:
+            warn = partial(warn_user, may_raise=False)
+            attempt("nanwatch: writing the last frames", partial(write_frames, report, folder / name), warn)
         return report
 
     # A report is asked for
@@ -294,11 +280,6 @@ class FailureHandler:
         """Return the first failure of the latest run of non-finite batches, else of the latest backward or step."""
         deferred = self.steps.deferred
         return self._first or (self.steps.look() if deferred is None else deferred.incident)
-
-    @property
-    def ended_by_exception(self) -> bool:
-        """True if the latest batch ended by an exception."""
-        return self._exception_batch == self._recorder.latest_batch
 
     def settle(self) -> None:
         """Settle what is under way before a report is made. A failure becomes a warning, as a report raises nothing."""
@@ -315,22 +296,19 @@ class FailureHandler:
 
         Such a backward is no failure yet, so "raise" warns too.
         """
-        is_raising = sys.exc_info()[0] is not None
+        reason = "on_nonfinite raised while the watch ended by another error"
         try:
-            if (deferred := self.steps.release()) is not None:
-                deferred.remark(_UNTAKEN)
-                self._tell(deferred, ranks=False)
-                self._finish(deferred, is_untaken=True)
-        except Exception:
-            if not is_raising:
-                raise
-            suppressed("on_nonfinite raised while the watch ended by another error")
+            with suppressing(reason) if sys.exc_info()[0] is not None else nullcontext():
+                if (deferred := self.steps.release()) is not None:
+                    deferred.remark(_UNTAKEN)
+                    self.step_follows(deferred, is_untaken=True)
         finally:
             self._reports.starts.let_go()
             self.ranks.close()
-            counts, self._warned = self._warned.most_common(), Counter()
+            counts, self._warned = self._warned, Counter()
             if counts:
-                names = [f"{repr(name) if name else module_name(name)} {count:,}x" for name, count in counts]
-                total, num_batches = sum(count for _, count in counts), self._recorder.latest_batch + 1
-                words = f"non-finite batches: {total:,} of {num_batches:,}, first in {first_few(names, 3)}"
+                pairs = [(repr(name) if name else module_name(name), n) for name, n in counts.most_common()]
+                names = first_few([f"{name} {count:,}x" for name, count in pairs], 3)
+                total = f"{counts.total():,} of {self._recorder.latest_batch + 1:,}"
+                words = f"non-finite batches: {total}, first in {names}"
                 warn_user(words, may_raise=sys.exc_info()[0] is None)

@@ -152,9 +152,9 @@ def test_a_hook_that_raises_is_told_what_its_module_made(action: str, tmp_path: 
     with watch(model, **options) as w, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         model(torch.ones(2, 4))
-        assert not w._failures.ended_by_exception
+        assert w._failures.exception_batch != w.batch
         error = raised_by(model, torch.full((2, 4), 1e30))
-        assert w._failures.ended_by_exception
+        assert w._failures.exception_batch == w.batch
     assert (type(error), error.args, error.__cause__, error.__context__) == (Refused, ("b",), None, None)
     finding = w.report().finding
     assert set(refused) == {finding.module}
@@ -222,12 +222,12 @@ def test_an_exception_without_a_fault_is_left_alone(error: BaseException) -> Non
     model = nn.Sequential(Scale(), Does(refuses))
     with watch(model, forecast=False, on_nonfinite="record") as w:
         model(torch.ones(1))
-        assert not w._failures.ended_by_exception
+        assert w._failures.exception_batch != w.batch
         assert raised_by(model, torch.ones(2)) is error
-        assert w._failures.ended_by_exception
+        assert w._failures.exception_batch == w.batch
         assert (notes_of(error), w.report().finding) == ([], None)
         model(torch.ones(1))
-        assert not w._failures.ended_by_exception
+        assert w._failures.exception_batch != w.batch
 
 
 def test_what_a_forward_catches_is_not_noted() -> None:
@@ -267,7 +267,7 @@ def test_a_look_that_fails_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> 
             assert (type(error), error.args, error.__context__) == (Refused, ("b",), None)
             assert len(notes_of(error)) == (not breaks)
             model(torch.ones(2, 4))
-            assert (w.batch, w._failures.ended_by_exception) == (1, False)
+            assert (w.batch, w._failures.exception_batch) == (1, 0)
 
 
 def test_runs_become_rarer_lines() -> None:
