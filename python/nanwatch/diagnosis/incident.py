@@ -18,7 +18,7 @@ from ..capsule.capsule import Capsule, make_numbered, write_capsule
 from ..instrumentation.wrapped_names import module_names
 from ..report.events import SpikeReport
 from ..report.finding import Finding
-from ..report.report import FORMS, AnyReport, Form, NonFiniteError, Report
+from ..report.report import FORMS, NonFiniteError, Report
 from ..util.messages import first_few, spell
 from .batch_snapshot import BatchSnapshot
 
@@ -115,15 +115,16 @@ def _write_folder(path: Path, report: _AReport, call: BatchSnapshot | None, why:
         remarks.append(f"no capsule was written: {why}")
     else:
         write("the capsule", partial(capsule, call))
-    patches = [] if finding is None else [cure.patch for cure in finding.cures if cure.works]
+    patches: list[str] = [] if finding is None else [cure.patch for cure in finding.cures if cure.works]
     if patch := next(filter(None, patches), ""):
-        write(PATCH_FILE, partial(_write_whole, folder / PATCH_FILE, patch))
+        write(PATCH_FILE, partial(_write_whole, folder / PATCH_FILE, lambda: patch))
     # The page, which needs a package, comes first, so that the others do not name it where it is missing.
     forms = sorted((form for form in FORMS.values() if form.in_folder), key=lambda form: form.name)
     paths = [folder / f"report.{form.suffix}" for form in forms]
     for i, form in enumerate(forms):
-        complete = _with_files(report, [*files, *map(str, paths[i:])], remarks)
-        write(paths[i].name, partial(_write_form, paths[i], form, complete))
+        all_files = files + [str(place) for place in paths[i:]]
+        complete: _AReport = _with_files(report, all_files, remarks)
+        write(paths[i].name, partial(_write_whole, paths[i], partial(form.render, complete)))
     return _with_files(report, files, remarks)
 
 
@@ -143,18 +144,14 @@ def write_frames(report: Report, folder: Path) -> None:
     """
     made = make_numbered(folder, _MAKE)
     for form in FORMS["json"], FORMS["text"]:
-        _write_form(made / f"report.{form.suffix}", form, report)
+        _write_whole(made / f"report.{form.suffix}", partial(form.render, report))
 
 
-def _write_form(path: Path, form: Form, report: AnyReport) -> Path:
-    return _write_whole(path, form.render(report))
-
-
-def _write_whole(path: Path, text: str) -> Path:
-    """Write all of the text, or leave no file of this name: a launcher may end this process meanwhile."""
+def _write_whole(path: Path, render: Callable[[], str]) -> Path:
+    """Write the whole text, or leave no file of this name: a launcher may end this process meanwhile."""
     under_way = path.with_name(f".{path.name}.tmp")
     try:
-        under_way.write_text(text, encoding="utf-8")
+        under_way.write_text(render(), encoding="utf-8")
         return under_way.replace(path)
     finally:
         under_way.unlink(missing_ok=True)

@@ -49,7 +49,7 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="no space"):
-        incidents._write_whole(tmp_path / "report.txt", "text")
+        incidents._write_whole(tmp_path / "report.txt", lambda: "text")
     assert list(tmp_path.iterdir()) == []
 
 
