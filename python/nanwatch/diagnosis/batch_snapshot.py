@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..instrumentation.execution_context import Autocast, RngState, unwatched
 from ..numerics._reference import without_repeats
 from ..numerics.readable import is_plain, only_our_dispatch, unreadable
-from ..precision.casting import swap_parametrizations
+from ..precision.precision import swap_parametrizations
 from ..recording.events import Start
 from ..recording.walk import Unwalked, call_leaves
 from ..util.program import each_module, each_parameter, frame_values, is_library, names_of

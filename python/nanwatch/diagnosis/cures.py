@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..instrumentation.wrapped_names import named_modules, unwrapped
-from ..precision.casting import autocast_kinds, cast, replaced
-from ..precision.precision import run_in_fp32
+from ..precision.precision import autocast_kinds, cast, replaced, run_in_fp32
 from ..recording.walk import call_leaves
 from ..records.record import Record, least_bits
 from ..report.finding import Cure

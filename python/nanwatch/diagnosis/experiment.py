@@ -24,7 +24,7 @@ from ..instrumentation.execution_context import wrap_calls
 from ..instrumentation.wrapped_names import module_names
 from ..numerics._extension import instances_of
 from ..numerics._reference import _to_arithmetic
-from ..precision.casting import NARROW, autocast_kinds, cast
+from ..precision.precision import NARROW, autocast_kinds, cast
 from ..recording.masks import Excuses, excuses
 from ..recording.observe import observe
 from ..recording.walk import call_leaves, leaves

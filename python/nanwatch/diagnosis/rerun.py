@@ -24,7 +24,7 @@ from ..instrumentation.functions import find_called
 from ..instrumentation.wrapped_names import module_names
 from ..numerics import _reference
 from ..numerics.readable import inner_tensors, is_plain, only_our_dispatch, unreadable
-from ..precision.casting import replaced
+from ..precision.precision import replaced
 from ..recording.observe import observe, state_of
 from ..recording.walk import call_leaves
 from ..records.record import Frame, Phase

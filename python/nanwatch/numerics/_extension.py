@@ -188,10 +188,6 @@ def _fake_row(x: Tensor, width: int = _reference.RANGE_WIDTH) -> Tensor:
     return torch.empty(width, dtype=_reference.row_dtype(x.device), device=x.device)
 
 
-def _fake_health(x: Tensor) -> Tensor:
-    return _fake_row(x, _reference.HEALTH_WIDTH)
-
-
 def _fake_rows(xs: Sequence[Tensor], width: int = _reference.RANGE_WIDTH) -> Tensor:
     rows = [_fake_row(x, width) for x in xs]
     return torch.stack(rows) if rows else torch.empty((0, width), dtype=torch.float64)
@@ -201,7 +197,9 @@ _VIEWS = "Conjugate", "Negative"  # the dispatcher would copy them, at their log
 
 abs_range = define("abs_range(Tensor x) -> Tensor", _reference.abs_range, _fake_row, *_VIEWS)
 abs_ranges = define("abs_ranges(Tensor[] xs) -> Tensor", _reference.abs_ranges, _fake_rows, *_VIEWS)
-health = define("health(Tensor x) -> Tensor", _reference.health, _fake_health, *_VIEWS)
+health = define(
+    "health(Tensor x) -> Tensor", _reference.health, lambda x: _fake_row(x, _reference.HEALTH_WIDTH), *_VIEWS
+)
 healths = define(
     "healths(Tensor[] xs) -> Tensor",
     _reference.healths,

@@ -1,20 +1,22 @@
-"""Range, health and fingerprint of a tensor as plain Python values, in one piece or part by part.
+"""Range, health, fingerprint and sketch of a tensor, in one piece or part by part.
 
-Each call waits for the device once, to copy the numbers; `torch.ops.nanwatch.abs_range` does not wait. A tensor that
-cannot be read raises TypeError with the reason. It never counts as finite.
+A call that returns plain Python values waits for the device once, to copy them; `torch.ops.nanwatch.abs_range` does
+not wait. A tensor that cannot be read raises TypeError with the reason. It never counts as finite.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from math import inf, prod
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from . import _extension, _fingerprint, _reference
-from .formats import AbsRange, TensorHealth
+from . import _extension, _reference
+from .formats import BY_NAME, AbsRange, TensorHealth
 from .readable import is_plain, only_our_dispatch, read, readable, type_name
 
 
@@ -103,51 +105,6 @@ def tensor_health(x: Tensor) -> TensorHealth:
         return health._replace(numel=x.numel(), first_nonfinite=_nested_index(x, int(row[-1])))
 
 
-_abs_range = abs_range
-
-if not TYPE_CHECKING and _extension.C is not None:
-    # The compiled function calls this one for a tensor that it cannot read, and describes itself as this does.
-    _extension.C.bind(AbsRange, _abs_range)
-    abs_range = _extension.C.abs_range
-
-
-def range_row(x: Tensor) -> Tensor:
-    """Return the columns of the range of a readable tensor, on its device."""
-    return read(_extension.abs_range, _reference.abs_range, x)
-
-
-def _nested_index(x: Tensor, flat: int) -> tuple[int, ...] | None:
-    """Return component and index in it of the element number `flat` of a nested tensor; None for -1."""
-    for i, component in enumerate(x.unbind()):
-        if 0 <= flat < component.numel():
-            return (i, *_index_in(component.shape, flat))
-        flat -= component.numel()
-    return None
-
-
-def _index_in(shape: Sequence[int], flat: int) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(shape):
-        flat, position = divmod(flat, size)
-        index.append(position)
-    return tuple(reversed(index))
-
-
-def to_range(row: list[float]) -> AbsRange:
-    """Return the range of its columns."""
-    abs_min, abs_max, isfinite = row
-    return AbsRange(abs_min, abs_max, isfinite != 0.0)
-
-
-def health_of(row: Sequence[float], shape: Sequence[int]) -> TensorHealth:
-    """Return the health of a tensor of this shape from the columns of `torch.ops.nanwatch.health`."""
-    low, high, isfinite, finite_low, finite_high, *counts, first = row
-    nans, posinfs, neginfs, zeros, subnormals = map(int, counts)
-    index = None if first < 0 else _index_in(shape, int(first))
-    ends = low, high, isfinite != 0.0, finite_low, finite_high
-    return TensorHealth(*ends, nans, posinfs, neginfs, zeros, subnormals, prod(shape), index)
-
-
 def fingerprint(x: Tensor) -> int:
     """Return a 64-bit hash of the elements of `x` in C order, with its dtype and shape: from 0 to 2**64 - 1.
 
@@ -174,7 +131,48 @@ def fingerprint(x: Tensor) -> int:
                 f"fingerprint cannot read a {type_name(x)} of layout {x.layout}. It takes strided tensors of plain"
                 " dtypes. Pass the tensors that it is made of, or a dense copy."
             )
-        return int(_fingerprint.fingerprint(x)) % 2**64
+        return int(fingerprint_on_device(x)) % 2**64
+
+
+_abs_range = abs_range
+
+if not TYPE_CHECKING and _extension.C is not None:
+    # The compiled function calls this one for a tensor that it cannot read, and describes itself as this does.
+    _extension.C.bind(AbsRange, _abs_range)
+    abs_range = _extension.C.abs_range
+
+
+def range_row(x: Tensor) -> Tensor:
+    """Return the columns of the range of a readable tensor, on its device."""
+    return read(_extension.abs_range, _reference.abs_range, x)
+
+
+def _nested_index(x: Tensor, flat: int) -> tuple[int, ...] | None:
+    """Return component and index in it of the element number `flat` of a nested tensor; None for -1."""
+    for i, component in enumerate(x.unbind()):
+        if 0 <= flat < component.numel():
+            return (i, *_index_in(component.shape, flat))
+        flat -= component.numel()
+    return None
+
+
+def _index_in(shape: Sequence[int], flat: int) -> tuple[int, ...]:
+    return tuple(map(int, np.unravel_index(flat, tuple(shape))))
+
+
+def to_range(row: list[float]) -> AbsRange:
+    """Return the range of its columns."""
+    abs_min, abs_max, isfinite = row
+    return AbsRange(abs_min, abs_max, isfinite != 0.0)
+
+
+def health_of(row: Sequence[float], shape: Sequence[int]) -> TensorHealth:
+    """Return the health of a tensor of this shape from the columns of `torch.ops.nanwatch.health`."""
+    low, high, isfinite, finite_low, finite_high, *counts, first = row
+    nans, posinfs, neginfs, zeros, subnormals = map(int, counts)
+    index = None if first < 0 else _index_in(shape, int(first))
+    ends = low, high, isfinite != 0.0, finite_low, finite_high
+    return TensorHealth(*ends, nans, posinfs, neginfs, zeros, subnormals, prod(shape), index)
 
 
 def range_and_fingerprint(x: Tensor) -> tuple[AbsRange, int | None]:
@@ -184,7 +182,7 @@ def range_and_fingerprint(x: Tensor) -> tuple[AbsRange, int | None]:
     """
     with only_our_dispatch():
         x = readable(x, "abs_range")
-        row, number = range_row(x), _fingerprint.fingerprint(x) if is_plain(x) else None
+        row, number = range_row(x), fingerprint_on_device(x) if is_plain(x) else None
         return to_range(row.tolist()), None if number is None else int(number) % 2**64
 
 
@@ -202,3 +200,137 @@ def health_of_parts(rows: dict[int, list[float]], shape: Sequence[int]) -> Tenso
     parts = [[*row[:-1], first] for row, first in zip(rows.values(), firsts, strict=True)]
     nothing = [inf, 0, 1, inf, *[0] * 6, inf]
     return health_of(_reference.merged(torch.tensor([nothing, *parts], dtype=torch.float64)).tolist(), shape)
+
+
+# The fingerprint: a hash in integer arithmetic, the same on every device.
+#
+# The elements in C order are cut into blocks of 8 KiB, the last filled up with zeros. A block becomes the sum of its
+# 64-bit words modulo 2^64, each of which is multiplied by an odd number, folded, and multiplied by the odd key of its
+# place. The sums of the blocks are hashed in the same way, until one number is left, which is sealed with dtype and
+# shape.
+#
+# Folding xors higher bits into lower ones, as a product carries none down. Each step is invertible, so tensors that
+# differ in one word always differ. Any others are alike with a chance of 2^-48 or less, which is that of two float64
+# with other signs. Without the first product the signs of all float32 in a row would cancel.
+
+_WORDS = 1024
+_BLOCK = 8 * _WORDS  # bytes
+_CHUNK = 64 * _BLOCK  # bytes at a time: the copy lies in the second cache
+_ONES = (1 << 64) - 1
+# Of SplitMix64 (Steele, Lea, Flood 2014).
+_STEP, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def _signed(x: int) -> int:
+    """Return the 64-bit pattern as torch.int64 holds it."""
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _split_mix(i: int, seed: int = 0) -> int:
+    """Return output `i` of the generator."""
+    x = ((i + 1) * _STEP + seed) & _ONES
+    x = (x ^ (x >> 30)) * _FACTORS[0] & _ONES
+    x = (x ^ (x >> 27)) * _FACTORS[1] & _ONES
+    return x ^ (x >> 31)
+
+
+@cache
+def _keys(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor([_signed(_split_mix(i) | 1) for i in range(_WORDS)], device=device)
+
+
+def _hashed(data: Tensor) -> Tensor:
+    """Return the sums of the blocks of these bytes."""
+    words = data.new_zeros(-(-len(data) // _BLOCK) * _BLOCK)
+    words[: len(data)] = data
+    words.view(torch.int64).mul_(_signed(_FACTORS[0]))
+    # Each half of 32 bits, then each quarter, into the one below.
+    for dtype, count in ((torch.int32, 2), (torch.int16, 4)):
+        parts = words.view(dtype)
+        parts[0::count].bitwise_xor_(parts[1::count])
+    return words.view(torch.int64).view(-1, _WORDS).mul_(_keys(data.device)).sum(1)
+
+
+def block_sums(x: Tensor) -> Tensor:
+    """Return the sums of the blocks of `x`, int64 on its device. Those of parts of whole blocks follow each other."""
+    with torch.no_grad():
+        values = x.resolve_conj().resolve_neg().contiguous()
+        # The stride of a dimension of one element may be anything, also in a contiguous tensor.
+        data = values.as_strided((values.numel(),), (1,)).view(torch.uint8)
+        sums = [_hashed(data[start : start + _CHUNK]) for start in range(0, len(data), _CHUNK)]
+        return sums[0] if len(sums) == 1 else torch.cat([data.new_zeros(0, dtype=torch.int64), *sums])
+
+
+def _root(sums: Tensor) -> Tensor:
+    while len(sums) > 1:
+        sums = block_sums(sums)
+    return sums.sum()  # 0 for no element
+
+
+def fingerprint_on_device(x: Tensor) -> Tensor:
+    """Return the fingerprint of `x`, int64 of shape (), on its device. Does not wait for the device.
+
+    Copies a tensor that is not contiguous. Takes strided tensors of the dtypes of NUMBER_FORMATS.
+    """
+    return _root(block_sums(x)) ^ _signed(_seal(str(x.dtype).removeprefix("torch."), x.shape))
+
+
+def sealed(sums: Tensor, name: str, shape: Sequence[int]) -> int:
+    """Return the fingerprint, 0 to 2**64 - 1, of a tensor of this dtype and shape by the sums of its blocks."""
+    return (int(_root(sums)) & _ONES) ^ _seal(name, shape)
+
+
+def _seal(name: str, shape: Sequence[int]) -> int:
+    # Each step hashes the one before, so that format 1 with size 2 differs from format 2 with size 1.
+    state = _split_mix(BY_NAME[name].number ^ len(shape) << 32)
+    for size in shape:
+        state = _split_mix(state + size & _ONES)
+    return state
+
+
+# Sketches: 32 numbers for each row of a tensor, from which the distance of two tensors can be estimated.
+#
+# A row is all elements along the last dimension, such as a token's hidden state. Its sketch is the row times a matrix
+# of random signs that depends on nothing but the place in the row. So sketches from two runs, machines or devices
+# belong together, and they add up as the rows do: the sketch of `a + b` is that of `a` plus that of `b`.
+
+SKETCH_WIDTH = 32  # numbers for a row
+_MAX_ROWS = 4096  # of one tensor: 512 KiB
+_SEED = 0x6E616E7761746368  # "nanwatch"; kept in files like the width
+_SKETCH_CHUNK = 1 << 20  # elements at a time: the temporaries stay below 16 MiB
+
+# The signs of the first places, for the longest rows so far of each device.
+_known: dict[torch.device, Tensor] = {}
+
+
+def _signs(width: int, device: torch.device) -> Tensor:
+    """Return the signs of the first places of a row: float64 of 1 and -1, float32 where there is no float64.
+
+    In float64 neither TF32 nor autocast change the products.
+    """
+    known = _known.get(device)
+    if known is None or len(known) < width:
+        with torch.inference_mode(False):
+            x = torch.tensor([_signed(_split_mix(i, _SEED)) for i in range(width)], device=device)
+            bits = (x[:, None] >> torch.arange(SKETCH_WIDTH, device=device)) & 1
+            known = _known[device] = (1 - 2 * bits).to(_reference.row_dtype(device))
+    return known[:width]
+
+
+def sketch(x: Tensor) -> Tensor:
+    """Return the sketches of the first 4096 rows of `x`, float32 of shape (rows, 32), on its device.
+
+    Linear in `x`. A row's sketch has the squared norm of the row on average over all matrices, with a standard error
+    of 25 %: 12.5 % of the norm. A row with a nan or an inf has non-finite numbers alone. Needs a strided tensor of real
+    numbers.
+    """
+    with torch.no_grad():
+        x = x.detach()
+        width = x.shape[-1] if x.ndim else 1
+        if x.ndim > 1:
+            # Without the other rows: making rows of a tensor with other strides copies it.
+            x = x[: -(-_MAX_ROWS // max(1, x.shape[1:-1].numel()))]
+        rows, signs = x.reshape(-1, width)[:_MAX_ROWS], _signs(width, x.device)
+        parts = rows.split(max(1, _SKETCH_CHUNK // max(1, width)))
+        return torch.cat([(part.to(signs.dtype) @ signs * SKETCH_WIDTH**-0.5).float() for part in parts])

@@ -7,24 +7,24 @@ pickles take it with them, and the wrapper pickles by its class.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import MethodType, TracebackType
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ..instrumentation.wrapped_names import find_module, named_modules
-from ..util.messages import close_names
-from .casting import (
-    NARROW,
-    autocast_kinds,
-    caches_parametrizations,
-    cast,
-    first_float,
-    swap_parametrizations,
-)
+from ..recording.walk import MAX_DEPTH
+from ..util.messages import close_names, suppressed
 
+NARROW = (torch.float16, torch.bfloat16)
+# The kinds of device that autocast knows and that need no package of their own to be asked about.
+_KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla")
+_SCALARS = (int, float, str, bytes, type(None))
 _SLOT = "forward"
 
 
@@ -83,9 +83,7 @@ class Fp32Handle:
     def __enter__(self) -> Fp32Handle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
@@ -121,7 +119,7 @@ class _ForwardWrapper:
         return MethodType(type(self.module).forward, self.module) if self.before is None else self.before
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        given = first_float((args, kwargs))
+        given = _first_float((args, kwargs))
         # An inner module that gets no float32 is called from outside, as one that two models share.
         if not self.is_on or (self.is_inner and (given is None or given in NARROW)):
             return self._behind(args, kwargs)
@@ -129,7 +127,7 @@ class _ForwardWrapper:
         back = self._given_back(given, bool(enabled)) if self.cast_output else None
         lent = _lend(self.module)
         # A weight that was parametrized before, as parametrize.cached() keeps it, has another dtype.
-        cache = swap_parametrizations({}) if caches_parametrizations() else None
+        cache = swap_parametrizations({}) if parametrize._cache_enabled > 0 else None
         try:
             args, kwargs = cast(args, NARROW, torch.float32), cast(kwargs, NARROW, torch.float32)
             output = _without_autocast(enabled, self._behind, args, kwargs)
@@ -172,7 +170,7 @@ def is_called(module: nn.Module) -> bool:
     return _SLOT in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
-# Module, its table, name in it, the tensor that was there, its copy, and the version of that.
+# Module, its table, name in it, the tensor that was there, its wide copy, and the version of that.
 _Loan = tuple[nn.Module, str, str, Tensor, Tensor, int | None]
 
 
@@ -191,24 +189,24 @@ def _lend(module: nn.Module) -> list[_Loan]:
                         copies[half] = half.to(torch.float32)
                     lent.append((part, table, name, half, copies[half], _version(copies[half])))
     # Only now: when memory ends above, nothing has happened yet.
-    for part, table, name, _, copy, _ in lent:
-        getattr(part, table)[name] = copy
+    for part, table, name, _, wide, _ in lent:
+        getattr(part, table)[name] = wide
     return lent
 
 
 def _take_back(lent: list[_Loan]) -> None:
     """Put the module's own tensors back, with what the call wrote into the copies."""
-    for part, table, name, half, copy, version in lent:
+    for part, table, name, half, wide, version in lent:
         tensors = getattr(part, table)
-        if tensors[name] is not copy:
+        if tensors[name] is not wide:
             continue  # The call has put another tensor there: that one stays.
         tensors[name] = half
         # Running statistics are written past the version counter.
         unsure = version is None or part.training
-        if (unsure and table == "_buffers") or _version(copy) != version:
+        if (unsure and table == "_buffers") or _version(wide) != version:
             is_inference = not torch.compiler.is_compiling() and half.is_inference()
             with torch.inference_mode() if is_inference else torch.no_grad():
-                half.copy_(copy)
+                half.copy_(wide)
 
 
 def _version(x: Tensor) -> int | None:
@@ -247,3 +245,108 @@ def _resolve(given: nn.Module | str, model: nn.Module | None) -> nn.Module:
 
 def _is_script(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
+
+
+# Casts of the tensors inside nested Python values.
+
+
+def autocast_kinds() -> tuple[str, ...]:
+    """Return the kinds of device for which autocast can be on."""
+    device = torch.accelerator.current_accelerator()  # perhaps of a package that brings its own kind
+    names = _KINDS if device is None else dict.fromkeys((*_KINDS, device.type))
+    return tuple(name for name in names if torch.amp.is_autocast_available(name))
+
+
+def _first_float(value: Any) -> torch.dtype | None:
+    """Return the dtype of the first floating-point tensor in tuples, lists, mappings and dataclasses, or None."""
+    dtypes: list[torch.dtype] = []
+
+    def note(x: Tensor) -> Tensor | None:
+        if x.dtype.is_floating_point:
+            dtypes.append(x.dtype)
+        return None
+
+    replaced(value, note)
+    return dtypes[0] if dtypes else None
+
+
+def cast(value: Any, sources: tuple[torch.dtype, ...], to: torch.dtype, *, scalars: bool = True) -> Any:
+    """Return `value` with its tensors of the dtypes `sources` in `to`, in tuples, lists, mappings and dataclasses.
+
+    A value that holds no such tensor is returned as the same object, so a cache that the callee fills stays the
+    caller's. A value that holds one is a copy of the same type, or stays itself where its type cannot be copied.
+    `scalars=False` leaves tensors of no dimension alone: they decide no dtype, and a loss is better left wide.
+    """
+    least_ndim = 0 if scalars else 1
+
+    def change(x: Tensor) -> Tensor | None:
+        return x.to(to) if x.dtype in sources and x.ndim >= least_ndim else None
+
+    return replaced(value, change)
+
+
+def replaced(value: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
+    """Return `value` with its tensors replaced by what `change` returns, where that is not None; else as `cast`."""
+    return _replaced(value, change, 0)[0]
+
+
+def _replaced(value: Any, change: Callable[[Tensor], Tensor | None], depth: int) -> tuple[Any, bool]:
+    # The second value says whether anything changed: torch.compile does not follow `is` between containers.
+    if isinstance(value, Tensor):
+        changed_tensor = change(value)
+        return (value, False) if changed_tensor is None else (changed_tensor, True)
+    if depth == MAX_DEPTH or isinstance(value, _SCALARS):
+        return value, False
+    if isinstance(value, tuple | list):
+        members: dict[Any, Any] = dict(enumerate(value))
+    elif isinstance(value, Mapping):
+        members = {key: value[key] for key in value}
+    elif is_dataclass(value) and not isinstance(value, type):
+        members = {field.name: getattr(value, field.name, None) for field in fields(value)}
+    else:
+        return value, False
+    changed = {}
+    for name, member in members.items():
+        new, is_changed = _replaced(member, change, depth + 1)
+        if is_changed:
+            changed[name] = new
+    return (_with_members(value, {**members, **changed}, changed), True) if changed else (value, False)
+
+
+def _with_members(value: Any, members: dict[Any, Any], changed: dict[Any, Any]) -> Any:
+    """Return a container of the same type with these members, or `value` itself where its type cannot be copied."""
+    kind = type(value)
+    if kind is tuple:
+        return tuple(members.values())
+    if kind is list:
+        return list(members.values())
+    if kind is dict:
+        return members
+    try:
+        if isinstance(value, tuple | list):
+            # A named tuple takes its fields, one by one; torch's own result types and other sequences take the whole.
+            items = list(members.values())
+            return kind(*items) if hasattr(value, "_fields") else kind(items)
+        new = copy.copy(value)
+        if isinstance(value, Mapping) and not isinstance(new, MutableMapping):
+            return kind(members)
+        for name, member in changed.items():
+            if isinstance(value, Mapping):
+                new[name] = member
+            else:  # no dataclasses.replace: it runs __post_init__ again, and refuses fields that are no arguments
+                object.__setattr__(new, name, member)
+    except Exception:
+        suppressed("a container of the user's could not be made anew for a cast")
+        return value
+    return new
+
+
+# torch.nn.utils.parametrize.cached() computes parametrized weights once in its block. Its cache belongs to the process.
+# A call of ours computes them without a graph or in another dtype, so it gets a cache of its own.
+
+
+def swap_parametrizations(cache: dict[Any, Any]) -> dict[Any, Any]:
+    """Put `cache`, by module and name of the weight, in place of the current one, and return that."""
+    before: dict[Any, Any] = parametrize._cache
+    parametrize._cache = cache
+    return before

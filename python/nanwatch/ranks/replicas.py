@@ -30,7 +30,7 @@ from torch.optim.optimizer import Optimizer
 from ..instrumentation.global_hooks import Handles, after_steps, weakly
 from ..instrumentation.wrapped_names import parameter_names
 from ..numerics import _extension
-from ..numerics._fingerprint import fingerprint
+from ..numerics.ranges import fingerprint_on_device
 from ..numerics.readable import local_shard, only_our_dispatch, unreadable
 from ..recording.events import StepWeight
 from ..report.events import ReplicaDifference
@@ -165,7 +165,7 @@ class ReplicaWatch:
         weights = self._replicas.weights()
         for ranks, named in weights.items():
             with torch.no_grad(), only_our_dispatch():
-                prints = [fingerprint(weight.detach()) for weight in named.values()]
+                prints = [fingerprint_on_device(weight.detach()) for weight in named.values()]
             values = {name: int(x) % 2**64 for name, x in zip(named, prints, strict=True)}  # waits for a GPU
             self._exchange.post(ranks, self._step // self._every, values, {})
         if not weights and not self._has_warned:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..numerics import _extension, readable
-from ..numerics._fingerprint import sketch
 from ..numerics.formats import AbsRange, TensorHealth
-from ..numerics.ranges import abs_range, abs_ranges, health_of, range_and_fingerprint, tensor_health
+from ..numerics.ranges import abs_range, abs_ranges, health_of, range_and_fingerprint, sketch, tensor_health
 from ..numerics.readable import (
     dequantized,
     inner_tensors,

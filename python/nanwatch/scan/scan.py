@@ -20,10 +20,9 @@ from torch import Tensor
 
 from ..history.monitor import apart_from_siblings
 from ..numerics import _extension
-from ..numerics._fingerprint import block_sums, sealed
 from ..numerics.fit import edges
 from ..numerics.formats import BY_NAME, limits
-from ..numerics.ranges import health_of_parts, healths, tensor_health
+from ..numerics.ranges import block_sums, health_of_parts, healths, sealed, tensor_health
 from ..numerics.readable import dtype_name, is_plain, type_name, unreadable
 from ..util.messages import Tell, silent, spell, without_wrappers
 from .files import Stored, open_checkpoint

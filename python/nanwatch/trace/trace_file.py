@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..numerics._fingerprint import WIDTH
 from ..numerics.formats import limits
+from ..numerics.ranges import SKETCH_WIDTH
 from ..records.record import Frame
 from ..report.finding import find
 from ..report.report import Report
@@ -209,9 +209,9 @@ def ends_of(table: Any) -> Ends:
 
 def sketches(cell: bytes) -> Sketches:
     """Return the sketches in a cell of a trace, float64 of shape (rows of the tensor, 32)."""
-    if len(cell) % (4 * WIDTH):
-        raise unreadable(f"a sketch in a trace has {len(cell)} bytes, no multiple of {4 * WIDTH}")
-    return np.frombuffer(cell, "<f4").reshape(-1, WIDTH).astype(np.float64)
+    if len(cell) % (4 * SKETCH_WIDTH):
+        raise unreadable(f"a sketch in a trace has {len(cell)} bytes, no multiple of {4 * SKETCH_WIDTH}")
+    return np.frombuffer(cell, "<f4").reshape(-1, SKETCH_WIDTH).astype(np.float64)
 
 
 def batch_words(batches: Sequence[int]) -> str:

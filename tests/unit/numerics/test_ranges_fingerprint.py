@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import nanwatch
-from nanwatch.numerics import _fingerprint
-from nanwatch.numerics._fingerprint import WIDTH, sketch
+from nanwatch.numerics.ranges import _BLOCK, SKETCH_WIDTH, sketch
 from support.implementations import Implementation
 
 ONES = 2**64 - 1
@@ -75,7 +74,7 @@ def random_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("name", NUMBERS)
 def test_any_dtype_and_length_as_the_description_has_it(implementation: Implementation, name: str) -> None:
     dtype = getattr(torch, name)
-    block = _fingerprint.BLOCK // dtype.itemsize
+    block = _BLOCK // dtype.itemsize
     for numel in (0, 1, block - 1, block, 3 * block + 3):
         x = implementation.place(random_bits(dtype, numel))
         assert nanwatch.fingerprint(x) == oracle(x.cpu())
@@ -114,9 +113,9 @@ def test_each_bit_and_the_signs_of_any_two_words_change_it() -> None:
 def test_the_matrix_is_the_hash_of_the_place() -> None:
     """A unit row shows the signs of its place."""
     size, seed = 70, int.from_bytes(b"nanwatch", "big")
-    numbers = sketch(torch.eye(size, dtype=torch.float64)) * WIDTH**0.5
+    numbers = sketch(torch.eye(size, dtype=torch.float64)) * SKETCH_WIDTH**0.5
     hashes = [mix((place + 1) * 0x9E3779B97F4A7C15 + seed & ONES) for place in range(size)]
-    signs = [[1 - 2 * (hashed >> bit & 1) for bit in range(WIDTH)] for hashed in hashes]
+    signs = [[1 - 2 * (hashed >> bit & 1) for bit in range(SKETCH_WIDTH)] for hashed in hashes]
     assert torch.equal(numbers.round(), torch.tensor(signs).float())
 
 
@@ -135,4 +134,4 @@ def test_the_estimates_of_sketches_are_close_to_the_truth(change: str) -> None:
     assert ((ratio - 1).abs() < 4 * 0.18).double().mean() > 0.99
     cosine = torch.nn.functional.cosine_similarity(a, b)
     apart = (torch.nn.functional.cosine_similarity(before, after) - cosine).abs()
-    assert (apart < 4 * WIDTH**-0.5 * (1 - cosine**2).clamp(min=1e-12)).double().mean() > 0.99
+    assert (apart < 4 * SKETCH_WIDTH**-0.5 * (1 - cosine**2).clamp(min=1e-12)).double().mean() > 0.99
