@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.records.record import Frame
-from nanwatch.trace import tracer
+from nanwatch.trace import trace_writer
 from nanwatch.trace.trace_file import Trace
 from support.architectures import built, inputs_of
 from support.processes import until
@@ -48,8 +48,8 @@ def test_a_trace_holds_every_frame_of_every_batch(tmp_path: Path, name: str) -> 
 @pytest.mark.usefixtures("each_recorder")
 def test_frames_beyond_the_ring_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that is larger than the ring keeps its latest frames; the others are counted, and one warning says so."""
-    monkeypatch.setattr(tracer, "_LEAST_RING", 10)
-    monkeypatch.setattr(tracer.Tracer, "tick", lambda self: 30.0)  # the thread does not help
+    monkeypatch.setattr(trace_writer, "_LEAST_RING", 10)
+    monkeypatch.setattr(trace_writer.Tracer, "tick", lambda self: 30.0)  # the thread does not help
 
     def loop(step: nn.Module, x: Tensor) -> Tensor:
         for _ in range(49):
@@ -100,7 +100,7 @@ def test_a_disk_that_is_full_from_the_start_is_a_warning(
     with pytest.raises(ValueError, match="file"):
         watch(model, trace=tmp_path / "file" / "run.parquet")
     assert model[0]._compiled_call_impl is None
-    monkeypatch.setattr(tracer, "claim", full)
+    monkeypatch.setattr(trace_writer, "claim", full)
     with pytest.warns(RuntimeWarning, match="there is no trace"):
         w = watch(model, trace=tmp_path / "run.parquet")
     model(torch.ones(2, 3))

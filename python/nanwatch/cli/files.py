@@ -22,8 +22,7 @@ from ..report.events import SpikeReport
 from ..report.page import bits_words
 from ..report.report import FORMS, Report, read_saved
 from ..scan.scan import scan
-from ..trace.fits import FORMATS, Need, fits
-from ..trace.picture import Row, draw, trend_words
+from ..trace.headroom import FORMATS, Need, Row, draw, fits, trend_words
 from ..trace.trace_file import Trace, batch_words
 from ..util.messages import Tell, module_name, near, visible
 from .commands import command_parser, print_answer, write_page

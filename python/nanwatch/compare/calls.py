@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..trace.align import align_calls
+from ..trace.comparison import align_calls
 from ..util.messages import module_name, without_wrappers
 
 # By precision.

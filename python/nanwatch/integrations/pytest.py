@@ -22,8 +22,8 @@ from ..session.api import make_options, start_watch
 from ..session.kinds import Trace
 from ..session.model_finder import ModelFinder
 from ..session.watch import Watch, watch_starts
-from ..trace.columns import TraceError, arrow
 from ..trace.comparison import diff
+from ..trace.trace_file import TraceError, arrow
 
 # A test that expects a ValueError must not be content with a NonFiniteError.
 _OPTIONS: dict[str, Any] = {"on_nonfinite": "record", "rerun": True, "forecast": False}

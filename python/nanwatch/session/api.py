@@ -30,7 +30,7 @@ from ..recording.events import ActAt, Settings
 from ..recording.masks import Excuses, excuses
 from ..report.report import Report
 from ..sinks.sink import Sink
-from ..trace.columns import arrow
+from ..trace.trace_file import arrow
 from ..util.messages import close_names, first_few, visible
 from . import kinds
 from .kinds import Audit, OnNonfinite, Trace

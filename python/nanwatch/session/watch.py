@@ -26,7 +26,7 @@ from ..report.report import Report
 from ..scan.guard import CheckpointGuard
 from ..sinks.sink import SinkStream, Warnings
 from ..sinks.trackers import sink_for
-from ..trace.tracer import ring_size, start_tracer
+from ..trace.trace_writer import ring_size, start_tracer
 from .failure_handler import FailureHandler
 from .reports import Reports
 

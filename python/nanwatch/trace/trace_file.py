@@ -1,11 +1,17 @@
-"""Reader of traces: their batches, their frames, and their columns as arrays."""
+"""File of a trace: its columns, and its reader, which gives batches, frames and arrays.
+
+One row a record. Strings are plain strings, which Parquet itself keeps as numbers into a list, so that a reader which
+knows nothing of nanwatch can filter and group by them. docs/traces.md is the same table for users.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,44 +19,28 @@ import numpy as np
 
 from ..numerics.formats import limits
 from ..numerics.ranges import SKETCH_WIDTH
-from ..records.record import Frame
+from ..records.fields import columns_of, from_row, read
+from ..records.record import Frame, Record
 from ..report.finding import find
 from ..report.report import Report
-from ..util.messages import Tell, silent, spell, visible
-from .columns import (
-    COLUMNS,
-    STRINGS,
-    SUFFIX,
-    TraceError,
-    arrow,
-    errors,
-    facts_of,
-    frames_of,
-    unreadable,
+from ..util.messages import Tell, needed, silent, spell, visible
+
+VERSION = 10
+SUFFIX = ".parquet"
+# Key in the metadata of every part's schema: a JSON object with the fields of Facts.
+METADATA_KEY = b"nanwatch.trace"
+
+# Name, type as pyarrow spells it, and whether it may be null: of the frame, of the record, and what only a trace knows.
+COLUMNS = (
+    *((column.name, column.kind, column.may_be_null) for column in (*columns_of(Frame), *columns_of(Record))),
+    ("call", "int64", False),
+    ("rank", "int32", False),
+    ("sketch", "binary", True),
 )
+STRINGS = tuple(name for name, kind, _ in COLUMNS if kind == "string")
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Sketches: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.float64]]"
-
-
-@dataclass(frozen=True)
-class Strings:
-    """A column of strings: for each row its place in `values`, -1 where it has none."""
-
-    codes: np.ndarray[Any, np.dtype[np.int32]]
-    values: tuple[str, ...]
-
-    def text(self, row: int) -> str:
-        """Return the string of a row, "" for none."""
-        code = self.codes[row]
-        return "" if code < 0 else self.values[code]
-
-    def each(self, is_meant: Callable[[str], bool]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Return for each row whether its string is meant, which is asked once for each string."""
-        flags: np.ndarray[Any, np.dtype[np.bool_]] = np.array([*map(is_meant, self.values), False])[
-            self.codes
-        ]
-        return flags
 
 
 class Trace:
@@ -70,12 +60,11 @@ class Trace:
         True
     """
 
-    def __init__(self, path: Path, dataset: Any, facts: dict[str, Any], tell: Tell = silent) -> None:
+    def __init__(self, path: Path, dataset: Any, facts: Facts, tell: Tell = silent) -> None:
         self.path = path
         self.tell = tell
         # The rank of the process that wrote it, and the number of frames that came too fast to be taken or written.
-        self.rank: int = facts["rank"]
-        self.lost_frames: int = facts["lost_frames"]
+        self.rank, self.lost_frames = facts.rank, facts.lost_frames
         self._dataset = dataset
 
     @classmethod
@@ -172,6 +161,123 @@ class Trace:
         """Return the frames of a batch as a report. Its finding knows nothing of the batch's arguments."""
         frames = self.frames(batch)
         return Report(frames, find(frames, rank=self.rank), batch, self.rank)
+
+
+class TraceError(ValueError):
+    """The file is no trace of a version that this nanwatch reads. The text names the file and the place in it.
+
+    Examples:
+        >>> import nanwatch, pathlib
+        >>> size = pathlib.Path("run.parquet").write_text("no trace")
+        >>> try:
+        ...     nanwatch.Trace.open("run.parquet")
+        ... except ValueError as error:
+        ...     print(str(error).split(":")[0])
+        run.parquet is no Parquet file that can be read
+    """
+
+
+def unreadable(message: str) -> TraceError:
+    """Return a TraceError. Its message may quote a file from a stranger."""
+    return TraceError(visible(message))
+
+
+def arrow(name: str, what: str) -> Any:
+    """Import the part `name` of pyarrow, which `what` needs."""
+    return needed(name, what, "trace")
+
+
+class Facts(NamedTuple):
+    """Facts of a trace: the version of its format, and where and how it was written."""
+
+    version: int
+    nanwatch: str
+    torch: str
+    rank: int
+    every: int
+    lost_frames: int
+
+
+def schema(facts: dict[str, Any] | None = None) -> Any:
+    """Return the pyarrow schema of a trace, with `facts` among its metadata."""
+    pa = import_module("pyarrow")
+    metadata = None if facts is None else {METADATA_KEY: json.dumps(facts).encode()}
+    fields = [pa.field(name, pa.type_for_alias(kind), nullable) for name, kind, nullable in COLUMNS]
+    return pa.schema(fields, metadata=metadata)
+
+
+def facts_of(file_schema: Any, where: str) -> Facts:
+    """Return the facts in the metadata of a schema. Raise TraceError unless it is a trace of a version read here."""
+    text = (file_schema.metadata or {}).get(METADATA_KEY)
+    if text is None:
+        raise unreadable(f"{where} is no trace of nanwatch: its metadata lacks {METADATA_KEY.decode()!r}")
+    try:
+        facts = json.loads(text)
+        if isinstance(facts, dict) and facts.get("version") != VERSION:
+            raise ValueError(
+                f"its version is {facts.get('version')!r}, this nanwatch reads version {VERSION}"
+            )
+        checked: Facts = read(Facts, facts, "metadata")
+    except (ValueError, RecursionError) as error:
+        raise unreadable(f"{where} is no trace that can be read: {error}") from error
+    expected = schema()
+    for field in expected:
+        kinds = [file_schema.field(i).type for i in file_schema.get_all_field_indices(field.name)]
+        if kinds != [field.type]:
+            got = ", ".join(map(str, kinds)) or "none"
+            raise unreadable(f"{where}: column {field.name!r} should be one of {field.type}, got {got}")
+    return checked
+
+
+def errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions that reading a damaged or foreign file may raise."""
+    kind: type[Exception] = import_module("pyarrow").ArrowException
+    return OSError, ValueError, IndexError, MemoryError, kind
+
+
+# Rows as frames.
+
+
+def frames_of(table: Any, tell: Tell = silent) -> tuple[Frame, ...]:
+    """Return the frames of a table with the columns of a trace. Raise TraceError for values that no trace has."""
+    try:
+        return tuple(_frames(table.to_pylist(), tell))
+    except (ValueError, RecursionError) as error:
+        raise unreadable(f"not a row of a trace: {error}") from error
+
+
+def _frames(rows: list[dict[str, Any]], tell: Tell) -> Iterator[Frame]:
+    start = 0
+    for end in range(1, len(rows) + 1):
+        first = rows[start]
+        if end < len(rows) and all(rows[end][name] == first[name] for name in ("batch", "call", "rank")):
+            continue
+        tell("making frames", end, len(rows), "rows")
+        yield from_row(Frame, first, records=tuple(from_row(Record, row) for row in rows[start:end]))
+        start = end
+
+
+# Columns as arrays.
+
+
+@dataclass(frozen=True)
+class Strings:
+    """A column of strings: for each row its place in `values`, -1 where it has none."""
+
+    codes: np.ndarray[Any, np.dtype[np.int32]]
+    values: tuple[str, ...]
+
+    def text(self, row: int) -> str:
+        """Return the string of a row, "" for none."""
+        code = self.codes[row]
+        return "" if code < 0 else self.values[code]
+
+    def each(self, is_meant: Callable[[str], bool]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return for each row whether its string is meant, which is asked once for each string."""
+        flags: np.ndarray[Any, np.dtype[np.bool_]] = np.array([*map(is_meant, self.values), False])[
+            self.codes
+        ]
+        return flags
 
 
 def strings(column: Any) -> Strings:

@@ -1,9 +1,9 @@
-"""Thread that writes a trace to disk, part by part, so that a process may be killed at any moment.
+"""Writer of traces: the Tracer takes frames out of a recorder, and a thread writes them to disk, part by part.
 
-A Parquet file has its index at its end. One that is not closed cannot be read. So while a run lasts, its trace is a
-folder of whole files: the writer writes the latest part anew, with what has come since, to a file beside the folder,
-and renames it over the part before. A part with PART_ROWS rows is final, and the next begins. pandas, polars and
-pyarrow read such a folder as they read one file. At the end it becomes one file.
+A process may be killed at any moment, and a Parquet file has its index at its end: one that is not closed cannot be
+read. So while a run lasts, its trace is a folder of whole files: the writer writes the latest part anew, with what has
+come since, to a file beside the folder, and renames it over the part before. A part with PART_ROWS rows is final, and
+the next begins. pandas, polars and pyarrow read such a folder as they read one file. At the end it becomes one file.
 """
 
 from __future__ import annotations
@@ -13,20 +13,38 @@ import contextlib
 import os
 import shutil
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from errno import EDQUOT, ENOSPC
+from functools import partial
+from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
+from torch import nn
+
+from .._version import __version__
+from ..recording.events import Recorder
 from ..recording.observe import take_sketch
-from ..util.messages import spell, warn_user
-from . import columns
-from .columns import SUFFIX
+from ..records.fields import columns_of
+from ..records.record import Frame, Record
+from ..util.job import rank_and_world_size
+from ..util.messages import spell, warn_user, with_utf8
+from ..util.program import each_module
+from .trace_file import SUFFIX, VERSION, arrow, schema
 
-if TYPE_CHECKING:
-    from ..records.record import Frame
-
+# A frame takes 3.4 µs to fetch, while nobody else runs Python. So the recorder holds several batches, and is asked when
+# it is nearly full, or once a second.
+_LEAST_RING = 1024
+_RING_PER_MODULE = 3
+_GATHER_SECONDS = 1.0
+# Batches that are larger than was thought, as the loops of a model may make them, are watched more closely.
+_HURRIED_SECONDS = 0.02
 # Written anew with every flush: 32 Ki rows took 0.04 s.
 PART_ROWS = 32_768
 # A kill loses at most this many seconds. Where all cores compute, a step waits for whatever runs beside it: writing
@@ -41,6 +59,133 @@ _ROW_BYTES = 440
 PART_BYTES = 32 << 20
 CLOSE_SECONDS = 10.0
 _MAX_NUMBERED = 10_000
+
+
+def ring_size(model: nn.Module) -> int:
+    """Return how many frames the recorder should hold while every batch of this model is traced."""
+    return max(_LEAST_RING, _RING_PER_MODULE * sum(1 for _ in each_module(model)))
+
+
+def start_tracer(path: Path, recorder: Recorder, ring: int, every: int) -> Tracer | None:
+    """Make a Tracer; None, with a warning, where the disk is full. Any other obstacle to a file is raised."""
+    rank, world_size = rank_and_world_size()
+    if world_size > 1:
+        path = path.with_name(f"{path.name.removesuffix(SUFFIX)}-rank{rank}{SUFFIX}")
+    try:
+        return Tracer(path.absolute(), recorder, ring, rank, every)  # the run may change its folder
+    except OSError as error:
+        if error.errno not in (ENOSPC, EDQUOT):
+            raise
+        warn_user(f"nanwatch: there is no trace, as {error}; the run goes on")
+        return None
+
+
+class Tracer:
+    """The training's side of a trace, which hands frames over and does not wait.
+
+    `ring` is how many frames the recorder holds. With 0 the frames are not fetched but given, one by one, to `add`.
+    """
+
+    def __init__(self, path: Path, recorder: Recorder, ring: int, rank: int, every: int) -> None:
+        self._recorder = recorder
+        self._ring = ring
+        self._given: list[Frame] = []
+        self._taken = 0  # how many frames there had been when they were last fetched
+        self._ended = 0  # and when the latest batch had ended
+        self._largest = 0  # batch, in frames
+        self._fetched = monotonic()
+        # Not a plain lock: the garbage collector may run anybody's code within, and that may call the model.
+        self._lock = threading.RLock()
+        self._gathers = False
+        arrow("pyarrow.parquet", "trace=")
+        facts = {
+            "version": VERSION,
+            "nanwatch": __version__,
+            "torch": str(torch.__version__),
+            "rank": rank,
+            "every": every,
+            "lost_frames": 0,
+        }
+        # Weakly: the thread must not keep the watch.
+        tick = partial(_tick, weakref.ref(self))
+        self.writer = TraceWriter(claim(path), facts, tick)
+        self._at_exit = partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    def add(self, frame: Frame) -> None:
+        """Take a frame, where frames are given."""
+        self._given.append(frame)
+
+    def note(self, frame: Frame) -> None:
+        """Take a frame that no call made, behind those that there are."""
+        self.gather()
+        self.writer.put([frame])
+
+    def batch_ended(self) -> None:
+        """Take the frames of the batch if the recorder has no room for those of another one."""
+        if self._ring == 0 or not self.writer.is_open:
+            self.gather()
+            return
+        num_kept = self._recorder.frames_kept
+        self._largest = max(self._largest, num_kept - self._ended)
+        self._ended = num_kept
+        if num_kept - self._taken + self._largest > self._ring:
+            self.gather()
+
+    def tick(self) -> float:
+        """Take the frames if it is time. Return in how many seconds to call again. The writing thread calls this."""
+        hurries = self._ring > 0 and (self._largest == 0 or 2 * self._largest > self._ring)
+        waiting = self._recorder.frames_kept - self._taken if self._ring else len(self._given)
+        is_late = monotonic() - self._fetched >= _GATHER_SECONDS
+        if waiting and (is_late or (hurries and 2 * waiting > self._ring)):
+            self.gather()
+        return _HURRIED_SECONDS if hurries else _GATHER_SECONDS
+
+    def gather(self) -> None:
+        """Hand over all frames that there are."""
+        if not self.writer.is_open:
+            self._given.clear()
+            return
+        with self._lock:
+            if self._gathers:  # called within: what is new is for the next time
+                return
+            self._gathers, self._fetched = True, monotonic()
+            try:
+                if self._ring == 0:
+                    frames, self._given = self._given, []
+                else:
+                    num_made, frames = self._recorder.frames_since(self._taken)
+                    self.writer.lose(num_made - self._taken - len(frames))
+                    self._taken = num_made
+                self.writer.put(frames)
+            finally:
+                self._gathers = False
+
+    def close(self) -> None:
+        """Hand over the last frames and wait, not for long, until they are on disk. A second time does nothing."""
+        atexit.unregister(self._at_exit)
+        self.gather()
+        self.writer.close()
+
+    def __del__(self) -> None:
+        # The watch went away with its model, without stop(). The thread goes on until all is written.
+        if hasattr(self, "_at_exit"):
+            atexit.unregister(self._at_exit)
+            self.gather()
+            self.writer.close(waits=False)
+
+
+def _tick(reference: weakref.ref[Tracer]) -> float:
+    tracer = reference()
+    return _GATHER_SECONDS if tracer is None else tracer.tick()
+
+
+def _close(reference: weakref.ref[Tracer]) -> None:
+    if (tracer := reference()) is not None:
+        tracer.close()
+
+
+# To the disk.
 
 
 def claim(path: Path) -> Path:
@@ -69,7 +214,7 @@ class TraceWriter:
         self._facts = facts
         self._tick = tick
         self._temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-        self._tabulator = columns.Tabulator(facts["rank"])
+        self._tabulator = Tabulator(facts["rank"])
         self._waiting: deque[list[Frame]] = deque()
         self._waiting_rows = 0
         self._tables: list[Any] = []  # of the latest part
@@ -138,7 +283,7 @@ class TraceWriter:
         try:
             self._serve()
             if self._part == 0 and not self._tables:
-                self._tables.append(columns.schema().empty_table())
+                self._tables.append(schema().empty_table())
             self._flush()
             self._become_file()
         except BaseException as error:  # not one line of it may reach the run
@@ -200,10 +345,10 @@ class TraceWriter:
         """Put the latest part in its place, whole."""
         if not self._tables:
             return
-        pa = columns.arrow("pyarrow", "trace=")
+        pa = arrow("pyarrow", "trace=")
         table = pa.concat_tables(self._tables)
         self._tables = [table]
-        write_table(table.replace_schema_metadata(columns.schema(self._facts).metadata), self._temporary)
+        write_table(table.replace_schema_metadata(schema(self._facts).metadata), self._temporary)
         self._temporary.replace(self.path / f"part-{self._part:05}{SUFFIX}")
         if self._is_full:
             self._part, self._rows, self._bytes = self._part + 1, 0, 0
@@ -211,9 +356,9 @@ class TraceWriter:
 
     def _become_file(self) -> None:
         """Make one file in place of the folder, if time is left."""
-        parquet = columns.arrow("pyarrow.parquet", "trace=")
+        parquet = arrow("pyarrow.parquet", "trace=")
         parts = sorted(self.path.glob(f"part-*{SUFFIX}"))
-        with parquet.ParquetWriter(self._temporary, columns.schema(self._facts), **_HOW) as file:
+        with parquet.ParquetWriter(self._temporary, schema(self._facts), **_HOW) as file:
             for part in parts:
                 if self._deadline is not None and monotonic() > self._deadline:
                     break
@@ -234,4 +379,57 @@ _HOW: dict[str, Any] = {"compression": "zstd", "store_schema": True}
 
 def write_table(table: Any, path: Path) -> None:
     """Write one file. Raise OSError where that fails."""
-    columns.arrow("pyarrow.parquet", "trace=").write_table(table, path, **_HOW)
+    arrow("pyarrow.parquet", "trace=").write_table(table, path, **_HOW)
+
+
+# Frames as rows.
+
+
+class Tabulator:
+    """Maker of tables from the frames of one process, which counts the calls of each batch."""
+
+    # Frames of a batch may come late, recomputed in the backward or of a thread that others held up while they ran
+    # hundreds of small batches; but not while so many others have frames.
+    _BATCHES_REMEMBERED = 4096
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._calls: dict[int, int] = {}
+
+    def table(self, frames: Sequence[Frame]) -> Any:
+        """Return one row a record, in the order of the frames; `frames` hold a record at least."""
+        pa = import_module("pyarrow")
+        rows = list(chain.from_iterable(frame.records for frame in frames))
+        # The place in `frames` of the frame of each row.
+        place = pa.array(np.repeat(np.arange(len(frames)), [len(frame.records) for frame in frames]))
+        columns = {
+            "call": pa.array([self._call(frame.batch) for frame in frames], pa.int64()).take(place),
+            "rank": pa.array(np.full(len(rows), self._rank, np.int32)),
+            "sketch": pa.array(map(take_sketch, rows), pa.binary()),
+        }
+        values = dict(zip(Frame._fields, zip(*frames, strict=True), strict=True))
+        for column in columns_of(Frame):
+            columns[column.name] = _column(column.kind, column.cells(values[column.field])).take(place)
+        values = dict(zip(Record._fields, zip(*rows, strict=True), strict=True))
+        for column in columns_of(Record):
+            if column.owner is not None and not any(values[column.field]):
+                columns[column.name] = pa.nulls(len(rows), pa.type_for_alias(column.kind))
+            else:
+                columns[column.name] = _column(column.kind, column.cells(values[column.field]))
+        return pa.table(columns, schema=schema())
+
+    def _call(self, batch: int) -> int:
+        call = self._calls.pop(batch, 0)
+        self._calls[batch] = call + 1  # at the end: the first one is the longest without a frame
+        if len(self._calls) > self._BATCHES_REMEMBERED:
+            del self._calls[next(iter(self._calls))]
+        return call
+
+
+def _column(kind: str, cells: Iterable[Any]) -> Any:
+    pa = import_module("pyarrow")
+    values = list(cells)
+    try:
+        return pa.array(values, pa.type_for_alias(kind))
+    except UnicodeEncodeError:  # a lone surrogate in somebody's name has no UTF-8
+        return pa.array([None if text is None else with_utf8(text) for text in values], pa.string())

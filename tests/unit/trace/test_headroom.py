@@ -1,4 +1,4 @@
-"""The picture of a run against the records of its frames, one by one, and the words of its page."""
+"""The picture of a run against the records of its frames, one by one, its page, and the formats that would hold it."""
 
 import random
 from math import inf, nan
@@ -6,9 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from nanwatch import watch
 from nanwatch.records.record import headroom_bits
-from nanwatch.trace.picture import draw
+from nanwatch.trace.headroom import draw, fits
 from nanwatch.trace.trace_file import Trace
 from support.written_traces import write_rows
 
@@ -64,3 +67,27 @@ def test_headroom_is_that_of_the_records(tmp_path: Path) -> None:
         trend = 100 * np.polyfit(*zip(*points, strict=True), 1)[0] if len(points) >= 8 else nan
         assert row.trend == pytest.approx(trend, nan_ok=True)
     assert drawn.failure[:2] == failures[0]
+
+
+@pytest.mark.usefixtures("each_recorder")
+@pytest.mark.parametrize(
+    ("least", "most", "verdict", "narrowest"),
+    [
+        (1e-9, 1.0, "fits", "float8_e5m2"),
+        (1e-9, 1e-6, "becomes zero", "bfloat16"),
+        (0.5, 40000.0, "no room", "bfloat16"),
+        (0.5, 70000.0, "overflows", "bfloat16"),
+        (0.5, torch.nan, "not finite", None),
+    ],
+)
+def test_the_verdict_on_float16(
+    tmp_path: Path, least: float, most: float, verdict: str, narrowest: str | None
+) -> None:
+    """An element that becomes zero matters beside the largest of its tensor alone."""
+    net = nn.Sequential(nn.Linear(2, 1, bias=False))
+    net[0].weight.data = torch.tensor([[least, most]])
+    path = tmp_path / "run.parquet"
+    with watch(net, trace=path, on_nonfinite="record", rerun=False):
+        net(torch.ones(1, 2))
+    (weights,) = (need for need in fits(path) if need.part == "weights")
+    assert (weights.verdicts["float16"], weights.fits) == (verdict, narrowest)
