@@ -84,7 +84,7 @@ test test-all: lint
 # Quick tests of what the compiled part has a twin of: reductions, slot and recorder, and of whole programs over them.
 # Left out is what reads tensors through these alone, documents, pages, commands and other libraries.
 PURE_ROOMS := history instrumentation numerics recording session
-PURE_FILES := cli/test_doctor ranks/test_replicas
+PURE_FILES := cli/test_commands ranks/test_replicas
 PURE_TESTS := tests/integration $(PURE_ROOMS:%=tests/unit/%) $(PURE_FILES:%=tests/unit/%.py)
 NOT_PURE := $(addprefix integration/test_,docs docstrings schemas) unit/numerics/test_ranges_exhaustive
 test-pure: $(TOOLS)

@@ -22,19 +22,21 @@ from .._version import __version__
 from ..numerics import _extension
 from ..util.messages import Tell, close_names, color_console, silent, visible
 
-# Exit status that a shell gives to a program ended by SIGPIPE.
-_CUT = 128 + 13
 _CLEAR = "\x1b[H\x1b[2J"  # of a terminal
 
 
-def run_command(name: str, arguments: list[str]) -> int:
-    """Import the module of a command in COMMANDS, run the command and return the exit status."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command, or without one the doctor. Return the exit status, which is in the help of each."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] not in COMMANDS:
+        return until_cut(lambda: doctor_main(arguments, name=""))
+    name, *rest = arguments
     module, _, function = COMMANDS[name][0].partition(":")
-    main: Callable[[list[str]], int] = getattr(importlib.import_module(module, __package__), function)
+    command: Callable[[list[str]], int] = getattr(importlib.import_module(module, __package__), function)
     if name == "run":  # stdout is the script's own
-        return main(arguments)
+        return command(rest)
     # Where the user's code runs, the traceback of Ctrl-C says where it hung.
-    return until_cut(lambda: main(arguments), shows_place=name in ("compare", "replay"))
+    return until_cut(lambda: command(rest), shows_place=name in ("compare", "replay"))
 
 
 def until_cut(command: Callable[[], int], *, shows_place: bool = False) -> int:
@@ -60,7 +62,7 @@ def until_cut(command: Callable[[], int], *, shows_place: bool = False) -> int:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())
         os.close(nothing)
-        return _CUT
+        return 128 + 13  # as a shell says of a program ended by SIGPIPE
 
 
 # Each command's `module:function`, which takes the arguments and returns the exit status, and its line in `--help`.

@@ -163,7 +163,6 @@ def twice_main(arguments: list[str]) -> int:
 
 # A capsule
 
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _REPLAY = """\
 exit status: 1 when a value was not finite again, 0 when all was finite, 2 when the call could not be made
 
@@ -191,7 +190,7 @@ def replay_main(arguments: list[str]) -> int:
     parser.add_argument("--device", help="where to run; by default where the recorded call ran, or the CPU")
     parser.add_argument(
         "--dtype",
-        choices=_DTYPES,
+        choices=("float32", "bfloat16", "float16", "float64"),
         help="cast weights and inputs to it, with autocast off; by default as recorded",
     )
     return print_answer(parser, arguments, _replay)

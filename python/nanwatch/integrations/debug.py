@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from ..instrumentation.global_hooks import Changes
 from ..instrumentation.wrapped_names import is_recorded, module_names, original_module
 from ..numerics.formats import TensorHealth
 from ..numerics.ranges import abs_range, tensor_health
@@ -30,13 +31,9 @@ from ..session.api import DEFAULTS
 from ..session.kinds import MAX_BATCH, whole
 from ..session.watch import EventDispatch, Watch
 from ..util.messages import visible, warn_user, with_utf8
-from ..util.program import when_imported
 
 _MOST_FRAMES = 100_000  # the recorder reserves 0.2 kB for each
 _TRAINER, _NAME = "transformers.trainer", "DebugUnderflowOverflow"
-
-_is_patched = False
-_original: Any = None  # Trainer's own class, once the other one was put there
 
 
 class _PrintedCall(NamedTuple):
@@ -349,30 +346,23 @@ def patch_transformers() -> None:
         >>> patch_transformers()  # TrainingArguments(debug="underflow_overflow") now means nanwatch
         >>> unpatch_transformers()
     """
-    global _is_patched
-    if not _is_patched:
-        _is_patched = True
-        when_imported(_TRAINER, _swap)
+    _trainer.make()
 
 
 def unpatch_transformers() -> None:
     """Give Trainer its own class back. Hooks on a model stay there. Does nothing the second time."""
-    global _is_patched
-    _is_patched, trainer = False, sys.modules.get(_TRAINER)
-    # A third class that somebody has put there since stays.
-    if getattr(trainer, _NAME, None) is TrainerDebug:
-        setattr(trainer, _NAME, _original)
+    _trainer.undo()
 
 
 def _swap() -> None:
-    global _original
     trainer = sys.modules[_TRAINER]
-    current = getattr(trainer, _NAME, None)
-    if current is None:
-        warn_user(
-            f"nanwatch found no {_NAME} in {_TRAINER}, so --debug underflow_overflow stays as it is;"
-            " use nanwatch.integrations.transformers.NanWatchCallback"
-        )
-    elif _is_patched and current is not TrainerDebug:
-        _original = current
-        setattr(trainer, _NAME, TrainerDebug)
+    if hasattr(trainer, _NAME):
+        _trainer.replace(trainer, _NAME, TrainerDebug)
+        return
+    warn_user(
+        f"nanwatch found no {_NAME} in {_TRAINER}, so --debug underflow_overflow stays as it is;"
+        " use nanwatch.integrations.transformers.NanWatchCallback"
+    )
+
+
+_trainer = Changes(_TRAINER, _swap)
