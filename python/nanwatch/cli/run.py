@@ -29,7 +29,6 @@ from ..session.model_finder import MAX_MODELS, ModelFinder
 from ..util.messages import spell, visible
 from .commands import Parser, UseError
 
-_NAME = "nanwatch run"
 _DEFAULTS = {**GIVEN, "black_box": True}
 # Exit statuses.
 NONFINITE, BAD_USE, FAILED = 3, 2, 1
@@ -300,7 +299,7 @@ def _is_nonfinite(error: BaseException) -> bool:
 
 
 def _tell(message: str) -> None:
-    _print_error(visible(f"{_NAME}: {message}"))
+    _print_error(visible(f"nanwatch run: {message}"))
 
 
 def _print_error(text: str) -> None:
