@@ -17,7 +17,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from nanwatch.blackbox import story
+from nanwatch.blackbox import reader
 from nanwatch.report import events, report
 from nanwatch.report.finding_text import Explanation
 from nanwatch.scan import result as scans
@@ -28,7 +28,7 @@ PLACE = Path(__file__).with_name("schemas")
 DOCUMENTS: dict[str, tuple[type, str, int, dict[str, Any], dict[str, Any]]] = {
     "report": (report.Report, report.SCHEMA, report.VERSION, {"explanation": Explanation}, {}),
     "spike": (events.SpikeReport, events.SPIKE_SCHEMA, events.SPIKE_VERSION, {}, {}),
-    "blackbox": (story.BlackBoxReport, story.SCHEMA, story.VERSION, {}, {}),
+    "blackbox": (reader.BlackBoxReport, reader.SCHEMA, reader.VERSION, {}, {}),
     "comparison": (result.Comparison, result.SCHEMA, result.VERSION, {}, {}),
     "scan": (scans.Scan, scans.SCHEMA, scans.VERSION, {"is_faithful": bool}, {"is_sound": bool}),
 }

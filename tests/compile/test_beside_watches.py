@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nanwatch import run_in_fp32, watch
-from nanwatch.blackbox.story import BlackBoxReport
-from nanwatch.blackbox.story import read as read_black_box
+from nanwatch.blackbox.reader import BlackBoxReport
+from nanwatch.blackbox.reader import read as read_black_box
 from support.black_boxes import black_box, needs_box
 from support.narrow import HALF, both, surroundings
 from support.processes import environment, forked

@@ -9,7 +9,7 @@ from torch import nn
 from nanwatch.session.api import OPTIONS, Options, make_options, start_watch
 from nanwatch.session.watch import Watch
 from nanwatch.sinks.sink import Sink
-from nanwatch.sinks.trackers import sink_for
+from nanwatch.sinks.targets import sink_for
 
 _SETTINGS = {name for name in Options.__dataclass_fields__ if name not in OPTIONS}
 _RECORDER = ("verify_hits", "counts", "fingerprints", "sketches")

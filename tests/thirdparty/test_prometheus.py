@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nanwatch.sinks import sink
-from nanwatch.sinks.alerts import PrometheusSink
+from nanwatch.sinks.targets import PrometheusSink
 from support.netcheck_ranks import free_port
 from support.toys import Scale
 from support.watching import watch

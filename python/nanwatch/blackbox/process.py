@@ -29,7 +29,7 @@ from ..numerics import _extension
 from ..util.job import rank_and_world_size, started_at
 from ..util.messages import suppressing, warn_user
 from ..util.program import is_library
-from .story import SUFFIX
+from .reader import SUFFIX
 
 _LEAST_STALL = 300.0  # seconds
 _SLOWER = 10

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..blackbox.job import read_job
 from ..blackbox.process import state_folder
-from ..blackbox.story import SUFFIX
+from ..blackbox.reader import SUFFIX, read_job
 from ..capsule.capsule import FILE
 from ..ranks.merge import merge
 from ..records.fields import plain

@@ -10,7 +10,7 @@ from ..records.record import Least
 from ..report.report import NonFiniteError
 from ..session.api import DeferredWatch
 from ..session.watch import Watch
-from ..sinks.trackers import LeastHeadroom
+from ..sinks.targets import LeastHeadroom
 from ..util.messages import needed
 
 HEADROOM = "nanwatch/headroom_bits"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..session.api import DeferredWatch
 from ..session.watch import Watch
-from ..sinks.trackers import LeastHeadroom
+from ..sinks.targets import LeastHeadroom
 from ..util.messages import needed
 from .debug import patch_transformers, unpatch_transformers
 

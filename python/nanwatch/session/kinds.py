@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..report.report import Report
 from ..sinks.sink import Sink
-from ..sinks.trackers import ACCEPTED, FOLDER, factory_of, log_for
+from ..sinks.targets import ACCEPTED, FOLDER, factory_of, log_for
 from ..trace.trace_file import Trace as TraceFile
 from ..util.messages import shorten
 

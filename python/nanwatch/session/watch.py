@@ -25,7 +25,7 @@ from ..report.events import ReplicaDifference, SkippedStep, SpikeReport, UpdateF
 from ..report.report import Report
 from ..scan.guard import CheckpointGuard
 from ..sinks.sink import SinkStream, Warnings
-from ..sinks.trackers import sink_for
+from ..sinks.targets import sink_for
 from ..trace.trace_writer import ring_size, start_tracer
 from .failure_handler import FailureHandler
 from .reports import Reports

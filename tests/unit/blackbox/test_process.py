@@ -16,7 +16,7 @@ from torch import nn
 
 from nanwatch.blackbox import process
 from nanwatch.blackbox.process import process_box
-from nanwatch.blackbox.story import read as read_black_box
+from nanwatch.blackbox.reader import read as read_black_box
 from support.black_boxes import black_box, needs_box
 from support.processes import environment, forked, until
 from support.watching import watch
