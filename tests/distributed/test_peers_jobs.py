@@ -19,7 +19,7 @@ from support.processes import forking_python
 
 _SCRIPT = SCRIPTS / "rank_scenarios.py"
 _GUILTY = re.compile(
-    r"first seen in `\S+` of (the root module|\S+) \(\w+\) in batch \d+ on (?:rank (\d+)|(?:all )?(\d+) ranks)"
+    r"first seen in `\S+` of (the root module|\S+) \(\w+\) in .*?batch \d+ on (?:rank (\d+)|(?:all )?(\d+) ranks)"
 )
 _IN_STAGES = ("pipeline", "stages")
 

@@ -266,7 +266,8 @@ class RankObservation:
 
     `clock` counts alike on all ranks: the batch number where each rank makes the same calls. `sequence` is the place of
     the non-finite frame within its batch, from 0. `part` names the part of the model that the rank holds, such as a
-    pipeline stage. Sequences of different parts are not comparable. `kind` is the finding's origin on its own rank.
+    pipeline stage. Sequences of different parts are not comparable. `kind` is the finding's origin on its own rank, and
+    `phase` the finding's.
     """
 
     rank: int
@@ -279,6 +280,7 @@ class RankObservation:
     label: str
     value: Value
     kind: OriginKind
+    phase: Phase = "forward"
 
     @classmethod
     def of(
@@ -298,6 +300,7 @@ class RankObservation:
             label=finding.label[-_MOST_CHARACTERS:],
             value=finding.value,
             kind=finding.origin,
+            phase=finding.phase,
         )
 
     @property
@@ -310,10 +313,8 @@ class RankObservation:
 
     @property
     def place(self) -> str:
-        """Return a key that observations at the same time, at the same place in the same part and of the same kind
-        share.
-        """
-        return f"{'.'.join(map(str, self.clock))}/{self.sequence}/{self.kind}/{self.part}"
+        """Return a key that observations at the same time, place and phase, in the same part and of one kind share."""
+        return f"{'.'.join(map(str, self.clock))}/{self.sequence}/{self.phase}/{self.kind}/{self.part}"
 
     def to_json(self) -> str:
         """Return one line of less than a kilobyte."""
@@ -351,20 +352,18 @@ class Origin:
         return self.num_reported >= self.world_size
 
     def __str__(self) -> str:
-        first = self.first
-        where = f"`{first.label}` of {module_name(first.module)} ({first.class_name}) in batch {first.batch}"
+        first, text = self.first, first_seen(self.first)
         if self.num_alike > 1:  # no single one of them is the source
-            who = (
-                f"all {self.world_size} ranks"
-                if self.num_alike == self.world_size
-                else f"{self.num_alike} ranks"
-            )
-            text = (
-                f"{first.value} first seen in {where} on {who} at once: it came to them by a collective, or they hold"
-                f" the same (rank {first.rank} has the lowest number of them)"
+            is_all = self.num_alike == self.world_size
+            who = f"all {self.world_size} ranks" if is_all else f"{self.num_alike} ranks"
+            text += (
+                f" on {who} at once: it came to them by a collective, or they hold the same (rank {first.rank} has the"
+                " lowest number of them)"
             )
         else:
-            text = f"{first.value} first seen in {where} on rank {first.rank}, {_KINDS[first.kind]}"
+            text += f" on rank {first.rank}"
+            if first.phase == "forward" or first.kind != "received":
+                text += f", {_KINDS[first.kind]}"
         if others := self.num_failed - self.num_alike:
             text += f"; {others} other {'rank' if others == 1 else 'ranks'} saw it later"
         if not self.is_complete:
@@ -374,6 +373,18 @@ class Origin:
         return visible(text)
 
 
+def first_seen(seen: Finding | RankObservation) -> str:
+    """Return the words for what was seen first, in which tensor of which module, in which phase of which batch."""
+    where = f"`{seen.label}` of {module_name(seen.module)} ({seen.class_name})"
+    return f"{seen.value} first seen in {where} in {_PHASES[seen.phase]}batch {seen.batch}"
+
+
+_PHASES: dict[Phase, str] = {
+    "forward": "",
+    "backward": "the backward of ",
+    "step": "the optimizer's step after ",
+    "save": "a checkpoint after ",
+}
 _KINDS: dict[OriginKind, str] = {
     "produced": "which produced it",
     "received": "made between the calls of watched modules",

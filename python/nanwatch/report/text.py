@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..records.record import EVENTS, Frame, Phase, Record, has_vanished, shrinking
-from ..util.messages import first_few, module_name, visible
-from .finding import Cure, Finding
+from ..records.record import EVENTS, Frame, Record, has_vanished, shrinking
+from ..util.messages import first_few, visible
+from .finding import Cure, Finding, first_seen
 from .finding_text import explain
 
 PREFIX = " " * 17
@@ -54,21 +54,10 @@ def batch_lines(batch: int) -> list[str]:
     return [f"\n\n{PREFIX} *** Starting batch number={batch} ***", COLUMNS]
 
 
-_PHASES: dict[Phase, str] = {
-    "forward": "",
-    "backward": "the backward of ",
-    "step": "the optimizer's step after ",
-    "save": "a checkpoint after ",
-}
-
-
 def summary(finding: Finding) -> str:
     """Return one sentence: what, in which tensor of which module, in which batch."""
     rank = f" on rank {finding.rank}" if finding.rank else ""
-    return visible(
-        f"{finding.value} first seen in `{finding.label}` of {module_name(finding.module)}"
-        f" ({finding.class_name}) in {_PHASES[finding.phase]}batch {finding.batch}{rank}"
-    )
+    return visible(f"{first_seen(finding)}{rank}")
 
 
 class Fact(NamedTuple):

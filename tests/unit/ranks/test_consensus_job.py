@@ -3,6 +3,7 @@
 import gc
 import itertools
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import nanwatch
 from nanwatch.ranks import consensus
 from nanwatch.ranks.consensus import PeerNonFiniteError, own_store
 from nanwatch.report.finding import RankObservation
+from nanwatch.report.text import summary
 from support import watching
 from support.processes import until
 from support.sightings import connect, finding, serve
@@ -53,13 +55,14 @@ class Job:
         monkeypatch.setattr(consensus, "default_store", lambda: connect(server))
         monkeypatch.setattr(consensus, "_INTERVAL", 0.1)
 
-    def other_fails(self) -> None:
-        """Rank 1 has told and has had its say."""
+    def other_fails(self, **facts: Any) -> str:
+        """Rank 1 has told and has had its say. Return how its own error begins."""
         store = own_store(f"consensus/{consensus._job.num_settled}", connect(self.server))
-        seen = finding(batch=1, module="there", rank=1)
+        seen = replace(finding(batch=1, module="there", rank=1), **facts)
         consensus.publish(store, RankObservation.of(seen, 1, 3, (0, 1), ""))
         store.add(consensus.NUM_REPORTED, 1)
         store.add(consensus.NUM_LEFT, 1)
+        return summary(seen)
 
 
 @pytest.fixture
@@ -81,10 +84,12 @@ def test_the_next_batch_raises_what_another_rank_found(job, tmp_path):
     """With this rank's own frames, which are written down; and so does the batch after the next failure."""
     model = nn.Linear(4, 4)
     watch = watching.watch(model, output_dir=tmp_path, peer_timeout=10)
-    for _ in range(2):
-        job.other_fails()
-        with pytest.raises(PeerNonFiniteError, match=r"of there \(Linear\) in batch 1 on rank 1") as caught:
+    at_step = {"phase": "step", "label": "weight.grad", "origin": "received"}
+    for facts, how in ({}, ", which produced it"), (at_step, ""):
+        told = job.other_fails(**facts)
+        with pytest.raises(PeerNonFiniteError, match="of there") as caught:
             until_told(model)
+        assert str(caught.value).splitlines()[0] == f"{told}{how}"
         assert caught.value.report.finding is None
         assert caught.value.report.frames
     watch.stop()
@@ -101,10 +106,7 @@ def test_an_error_of_a_collective_inside_a_forward_is_explained(job):
         raise RuntimeError("Connection closed by peer")
 
     model = Does(wait)
-    with (
-        watching.watch(model, peer_timeout=10),
-        pytest.raises(PeerNonFiniteError, match="on rank 1") as caught,
-    ):
+    with watching.watch(model, peer_timeout=10), pytest.raises(PeerNonFiniteError, match="rank 1") as caught:
         model(torch.ones(2, 4))
     assert isinstance(caught.value.__cause__, RuntimeError)
 

@@ -195,19 +195,15 @@ def times(factor: float) -> nn.Module:
     ],
 )
 def test_an_assertion_is_told_what_it_was_given(model: nn.Module, x: float, found: tuple[Any, ...]) -> None:
-    """The call that the exception left has a frame in the report, without outputs."""
+    """The call that the exception left has a frame in the report, without outputs. A weight may be left unread."""
     with watch(model, rerun=False) as w:
         error = raised_by(model, torch.tensor([x]))
     finding = w.report().finding
     assert (finding.module, finding.label, finding.origin, finding.source_module) == found
     assert not any(record.role == "output" for record in w.report().frames[-1].records)
     assert len(notes_of(error)) == 1
-
-
-def test_a_weight_that_is_not_read_is_no_finding() -> None:
-    model = Asserting(INF)
     with watch(model, read="inputs outputs"):
-        assert notes_of(raised_by(model, torch.ones(1))) == []
+        assert len(notes_of(raised_by(model, torch.tensor([x])))) == (finding.label != "weight")
 
 
 @pytest.mark.parametrize("error", [Refused("mine"), KeyboardInterrupt()])
