@@ -93,7 +93,7 @@ test-pure: $(TOOLS)
 
 # Apart from all others, as transformers would find torchao too.
 test-torchao: $(TOOLS) $(STAMPS)/engines
-	NANWATCH_TEST_TORCHAO=1 $(PY) -m pytest tests/unit/numerics/test_block_fit_torchao.py \
+	NANWATCH_TEST_TORCHAO=1 $(PY) -m pytest tests/unit/numerics/test_fit_torchao.py \
 	  tests/unit/diagnosis/test_search.py::test_the_tensor_inside_a_quantized_weight_is_named $(ARGS)
 
 # vLLM pins a torch of its own, so it has an environment of its own, of 3.5 GB. The registry's torchvision fits another one.

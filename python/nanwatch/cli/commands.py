@@ -290,7 +290,10 @@ def facts() -> dict[str, str]:
     elif not _extension.reason.startswith("switched off"):
         lines["without it"] = "every answer is the same, each takes 10 to 100 times longer"
         lines["to get it"] = f"{_extension.REBUILD}   (in the source tree, after curing the reason)"
-    return lines | {str(device): _implementation(device) for device in _devices()}
+    devices = [torch.device("cpu")]
+    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        devices += [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
+    return lines | {str(device): _implementation(device) for device in devices}
 
 
 def _implementation(device: torch.device) -> str:
@@ -307,11 +310,3 @@ def _implementation(device: torch.device) -> str:
         if device.type == "cuda":
             reason = _extension.build.get("cuda_reason", "the compiled part has no CUDA kernels")
     return f"torch operations: {reason}{name}"
-
-
-def _devices() -> list[torch.device]:
-    """Return the CPU and every accelerator torch can use here."""
-    devices = [torch.device("cpu")]
-    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        devices += [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
-    return devices

@@ -98,7 +98,7 @@ def _show(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
         tell("reading")
         job = read_job(path)
         return job, int(job.is_bad)
-    report, heading, page = (_of_report if _is_report(file) else _of_trace)(file, options.batch, tell)
+    report, heading, page = _opened(file, options.batch, tell)
     if file.parent.parent == path:  # one of several
         heading = [f"{file}:", "", *heading]
     wrote = write_page(options.html, page, tell)
@@ -108,22 +108,19 @@ def _show(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
     return "\n".join([*map(visible, heading), wrote or form.render(report)]), 0
 
 
-# A report, the lines above it, and what makes its page.
-_Shown = tuple[Report | SpikeReport, list[str], Callable[[], str]]
-
-
-def _of_report(file: Path, batch: int | None, tell: Tell) -> _Shown:
-    if batch is not None:
-        raise ValueError(f"--batch is for a trace, and {file} is a report; leave it out")
-    tell(f"reading {file.name}")
-    try:
-        report = read_saved(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no report, or is damaged: {error}") from None
-    return report, [], report.to_html
-
-
-def _of_trace(file: Path, batch: int | None, tell: Tell) -> _Shown:
+def _opened(
+    file: Path, batch: int | None, tell: Tell
+) -> tuple[Report | SpikeReport, list[str], Callable[[], str]]:
+    """Return the report in a file, or of a batch of a trace, the lines above it, and what makes its page."""
+    if _is_report(file):
+        if batch is not None:
+            raise ValueError(f"--batch is for a trace, and {file} is a report; leave it out")
+        tell(f"reading {file.name}")
+        try:
+            saved = read_saved(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} is no report, or is damaged: {error}") from None
+        return saved, [], saved.to_html
     trace = Trace.open(file, tell)
     report = trace.report(latest_batches(trace, 1)[0] if batch is None else batch)
     page = (lambda: draw(trace).to_html()) if batch is None else report.to_html

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..numerics.readable import dtype_name
-from ..trace.result import Comparison, Place, plural
-from ..util.messages import module_name
+from ..trace.result import Comparison, Place
+from ..util.messages import module_name, plural
 from .calls import MOST_VALUES, SUM, CallPair, Errors, ModuleCall, Run, coarsest, errors_between, rows_of_both
 
 # A difference that is this many times larger than what is left of it after the module is one of convention.

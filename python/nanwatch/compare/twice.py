@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ..trace.result import Comparison, Place, plural
-from ..util.messages import Tell, first_few, silent, spell
+from ..trace.result import Comparison, Place
+from ..util.messages import Tell, first_few, plural, silent, spell
 from .recording import TRIALS, Recording, TensorPrint
 
 # Has the request in a process that makes one of the runs.

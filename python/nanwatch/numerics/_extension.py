@@ -24,6 +24,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -40,14 +41,6 @@ _T = TypeVar("_T")
 REBUILD = "`pip install --no-build-isolation --force-reinstall --no-deps -v .`"
 _OFF = "switched off by NANWATCH_EXT=0"
 _PACKAGE = Path(__file__).parents[1]
-
-
-def _read_build() -> dict[str, str]:
-    try:
-        facts: dict[str, str] = json.loads(_PACKAGE.joinpath("_build.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return facts
 
 
 def _minor(version: str) -> str:
@@ -107,8 +100,11 @@ def _load() -> tuple[ModuleType | None, str]:
     return module, ""
 
 
-build: dict[str, str] = _read_build()
+build: dict[str, str] = {}
 """Facts that the build wrote: python, stub, torch, compiler, cuda, cuda_archs, cuda_reason, failure (each if known)."""
+
+with suppress(OSError, ValueError):
+    build |= json.loads(_PACKAGE.joinpath("_build.json").read_text(encoding="utf-8"))
 
 C, reason = _load()
 

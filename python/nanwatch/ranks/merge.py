@@ -18,7 +18,7 @@ from ..report.finding import Finding
 from ..report.page import TEXT, Table, page
 from ..report.report import Report, read_saved
 from ..util.job import Attempt, spell_runs
-from ..util.messages import Tell, module_name, silent, visible
+from ..util.messages import Tell, module_name, plural, silent, visible
 
 _FILE = "report.json"
 _SCHEMA, _VERSION = "nanwatch.merged", 2
@@ -90,17 +90,17 @@ class Merged:
         """Where the first non-finite value was, in one line."""
         first, more = next(iter(self.origins), None), len(self.origins) - 1
         if first is None or first.finding is None:
-            return f"All finite on {_count(len(self.digests))}"
+            return f"All finite on {plural(len(self.digests), 'rank')}"
         summary = f"First: {text.summary(replace(first.finding, rank=0))}, rank {first.rank}"
-        return f"{summary} and {_count(more)} more at the same place" if more else summary
+        return f"{summary} and {plural(more, 'rank')} more at the same place" if more else summary
 
     def _amount(self) -> str:
-        return f"{_count(len(self.digests))}: {spell_runs([digest.rank for digest in self.digests])}"
+        return f"{plural(len(self.digests), 'rank')}: {spell_runs([digest.rank for digest in self.digests])}"
 
     def _facts(self) -> list[tuple[str, str]]:
         facts = [("Of", str(self.attempt))] if self.attempt is not None else []
         for merged in self.others[-_MOST_SHOWN:]:
-            who = f"{merged.attempt or 'reports that name no attempt'}, {_count(len(merged.digests))}"
+            who = f"{merged.attempt or 'reports that name no attempt'}, {plural(len(merged.digests), 'rank')}"
             facts.append(("Not merged", f"{who}: {merged.headline}"))
         return facts + [("Left out", reason) for reason in self.left_out[:_MOST_SHOWN]]
 
@@ -116,7 +116,7 @@ class Merged:
                 batch = str(finding.batch)
             rows.append([str(digest.rank), seen, batch, room, module_name(digest.module)])
         num_left = len(self.digests) - len(rows)
-        more = f"and {_count(num_left)} more" if num_left else ""
+        more = f"and {plural(num_left, 'rank')} more" if num_left else ""
         return Table("ranks", "Ranks, the earliest first", dict.fromkeys(columns, TEXT), rows, after=more)
 
     def to_text(self) -> str:
@@ -149,10 +149,6 @@ class Merged:
     def to_json(self) -> str:
         """Return the document as JSON."""
         return json.dumps(self.document(), indent=2, allow_nan=False)
-
-
-def _count(number: int) -> str:
-    return f"{number} rank" if number == 1 else f"{number} ranks"
 
 
 def merge(*paths: Path, tell: Tell = silent) -> Merged:

@@ -15,7 +15,7 @@ from math import ceil, inf, isfinite, log10
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeGuard
 
 from ..records.record import NEAR_FACTOR, Frame, Record, by_module, headroom_bits
-from ..util.messages import module_name, needed, visible
+from ..util.messages import module_name, needed, plural, visible
 from . import text
 from .finding import Finding
 
@@ -262,7 +262,7 @@ def report_html(
     `where` is its batch and rank in words.
     """
     records = [(frame, record) for frame in frames for record in frame.records]
-    amounts = (*where, _plural(len(frames), "frame"), _plural(len(records), "record"))
+    amounts = (*where, plural(len(frames), "frame"), plural(len(records), "record"))
     facts: list[text.Fact] = []
     cures = []
     if finding is not None:
@@ -280,10 +280,6 @@ def report_html(
         is_bad=finding is not None,
         cures=cures,
     )
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _sections(

@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from ..util.messages import Tell, module_name, without_wrappers
-from .result import Comparison, Place, plural
+from ..util.messages import Tell, module_name, plural, without_wrappers
+from .result import Comparison, Place
 from .trace_file import Trace, arrow, batch_words, ends_of, in_order, strings
 
 _Number = TypeVar("_Number", bound=np.generic)

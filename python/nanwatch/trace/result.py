@@ -129,8 +129,3 @@ def _wrapped(head: str, words: str) -> list[str]:
     line = f"{head + ':' if head else '':<{_INDENT - 1}} {words}"
     indent = " " * _INDENT
     return textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_long_words=False)
-
-
-def plural(count: int, singular: str, more: str = "") -> str:
-    """Return a count with its noun."""
-    return f"{count:,} {singular if count == 1 else more or f'{singular}s'}"

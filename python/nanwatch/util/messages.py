@@ -78,6 +78,11 @@ def module_name(name: str) -> str:
     return visible(name) or "the root module"
 
 
+def plural(count: int, singular: str, more: str = "") -> str:
+    """Return a count with its noun."""
+    return f"{count:,} {singular if count == 1 else more or f'{singular}s'}"
+
+
 def first_few(names: Sequence[str], most: int = 4) -> str:
     """Return the first `most` names, and how many more there are."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
