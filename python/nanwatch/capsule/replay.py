@@ -79,29 +79,23 @@ def _module(capsule: Capsule, model: Model) -> nn.Module:
     if not isinstance(made, nn.Module):
         kind = type(made).__name__
         raise TypeError(f"replay needs a torch.nn.Module or a callable that makes one, got one of {kind}")
-    module = _find(capsule, made)
+    modules = dict(made.named_modules(remove_duplicate=False))
+    plain = {without_wrappers(name): module for name, module in modules.items()}
+    named = modules.get(capsule.module) or plain.get(without_wrappers(capsule.module))
+    fitting = [x for x in (named, made) if x is not None and type(x).__name__ == capsule.class_name]
+    if not fitting:
+        fault = f"has no such module and is none; {close_names(capsule.module, modules)}"
+        if named is not None:
+            fault = f"has a {type(named).__name__} of that name"
+        name, kind = capsule.module or "the root module", visible(capsule.class_name)
+        raise ValueError(f"the capsule is of {name!r}, a {kind}; this model ({type(made).__name__}) {fault}")
     try:
-        return copy.deepcopy(module) if made is model else module
+        return copy.deepcopy(fitting[0]) if made is model else fitting[0]
     except Exception as error:
         raise ValueError(
             f"the module {capsule.module!r} cannot be copied ({spell(error)}); pass a callable that makes the"
             " model, and that one is used"
         ) from error
-
-
-def _find(capsule: Capsule, model: nn.Module) -> nn.Module:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    plain = {without_wrappers(name): module for name, module in modules.items()}
-    named = modules.get(capsule.module) or plain.get(without_wrappers(capsule.module))
-    for candidate in (named, model):
-        if candidate is not None and type(candidate).__name__ == capsule.class_name:
-            return candidate
-    if named is None:
-        fault = f"has no such module and is none; {close_names(capsule.module, modules)}"
-    else:
-        fault = f"has a {type(named).__name__} of that name"
-    name, kind = capsule.module or "the root module", visible(capsule.class_name)
-    raise ValueError(f"the capsule is of {name!r}, a {kind}; this model ({type(model).__name__}) {fault}")
 
 
 def _whole(module: nn.Module, name: str) -> nn.Module:

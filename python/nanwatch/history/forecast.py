@@ -88,7 +88,7 @@ def _usual_pause(batch: int) -> int:
 
 
 class Forecaster:
-    """Forecaster of overflows from the largest magnitudes of the batches for which `is_due(batch)`."""
+    """Forecaster of overflows from the largest magnitudes of batches: from `next` on one is wanted."""
 
     def __init__(self) -> None:
         self.history = PeakHistory()
@@ -101,10 +101,6 @@ class Forecaster:
         self._num_further = 0  # looks
         self._expected: tuple[float, float] | None = None  # the interval of the latest look, announced or not
         self._announced: list[tuple[int, Forecast]] = []  # with the batches that they were made in
-
-    def is_due(self, batch: int) -> bool:
-        """Return whether this batch is wanted."""
-        return batch >= self.next
 
     @property
     def next(self) -> int:

@@ -233,10 +233,8 @@ def value_of(record: Record) -> Value:
 def _origin(
     record: Record, batch_inputs: Sequence[Record], caller: str | None
 ) -> tuple[OriginKind, str | None]:
-    if record.role == "weight":
-        return "weight", None
-    if record.role == "buffer":
-        return "buffer", None
+    if record.role == "weight" or record.role == "buffer":
+        return record.role, None
     if record.role != "input":
         return "produced", None
     if any(argument.is_fault for argument in batch_inputs):
@@ -289,19 +287,11 @@ class RankObservation:
         """Return the observation of a finding; without a `clock` its batch is the clock. Long names lose their
         beginning.
         """
-        return cls(
-            rank=rank,
-            clock=tuple(map(int, clock)) if clock is not None else (finding.batch,),
-            sequence=sequence,
-            part=part[-_MOST_CHARACTERS:],
-            batch=finding.batch,
-            module=finding.module[-_MOST_CHARACTERS:],
-            class_name=finding.class_name[-_MOST_CHARACTERS:],
-            label=finding.label[-_MOST_CHARACTERS:],
-            value=finding.value,
-            kind=finding.origin,
-            phase=finding.phase,
-        )
+        texts = (part, finding.module, finding.class_name, finding.label)
+        part, module, class_name, label = (text[-_MOST_CHARACTERS:] for text in texts)
+        when = (finding.batch,) if clock is None else tuple(map(int, clock))
+        facts = finding.value, finding.origin, finding.phase
+        return cls(rank, when, sequence, part, finding.batch, module, class_name, label, *facts)
 
     @property
     def order(self) -> tuple[tuple[int, ...], int, bool, int]:

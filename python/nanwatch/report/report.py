@@ -193,12 +193,8 @@ def add_note(error: BaseException, report: Report) -> None:
 def _message(report: Report, origin: Origin | None = None) -> str:
     head = "a non-finite value" if report.finding is None else text.summary(report.finding)
     if origin is not None and report.origin is None:
-        head += f"\n{_among_ranks(origin)}"
+        head += f"\nAmong the ranks: {origin}"
     return f"{head}\n\n{report.to_text()}"
-
-
-def _among_ranks(origin: Origin) -> str:
-    return f"Among the ranks: {origin}"
 
 
 class BatchLimitError(ValueError):
@@ -374,24 +370,18 @@ def _styled_lines(report: Report, *, whole: bool = False) -> Iterator[tuple[Styl
     if finding is not None:
         yield "head", f"Detected {finding.value} in batch {finding.batch}"
         if report.origin is not None:
-            yield "plain", _among_ranks(report.origin)
+            yield "plain", f"Among the ranks: {report.origin}"
     elif not frames:
         yield "head", f"Nothing was looked at{until}: no watched call has run."
         return
     elif not any(record.isfinite is not None for frame in frames for record in frame.records):
         yield "head", f"Nothing could be read{until}: no record of the frames below has a range."
     else:
-        skipped = {
-            (frame.batch, record.note): None
-            for frame in frames
-            for record in frame.records
-            if record.note is not None and record.note.kind == "skipped_step"
-        }
-        is_partial = any(
-            record.role == "output" and record.note is not None and record.note.kind == "not_checked"
-            for frame in frames
-            for record in frame.records
-        )
+        notes = [
+            (frame.batch, x.role, x.note) for frame in frames for x in frame.records if x.note is not None
+        ]
+        skipped = dict.fromkeys((batch, note) for batch, _, note in notes if note.kind == "skipped_step")
+        is_partial = any(role == "output" and note.kind == "not_checked" for _, role, note in notes)
         head = "All that was read is finite" if is_partial else "All finite"
         yield "head", f"{head}{until}" + (" but for gradients that no step took" if skipped else "")
         for number, note in skipped:
@@ -404,11 +394,8 @@ def _styled_lines(report: Report, *, whole: bool = False) -> Iterator[tuple[Styl
     ending = [""] * bool(ending) + ending
     count = len(frames)
     if finding is not None and not whole:
-        frames = _closest(
-            frames,
-            source,
-            _MOST_LINES - _HEADER - bool(report.parameter_mesh) - (report.origin is not None) - len(ending),
-        )
+        room = _MOST_LINES - _HEADER - bool(report.parameter_mesh) - (report.origin is not None)
+        frames = _closest(frames, source, room - len(ending))
     which = f"Last {count} frames" if len(frames) == count else f"{len(frames)} of the last {count} frames"
     yield "plain", "Last frame:" if count == 1 else f"{which}, the oldest first:"
     yield "quiet", text.COLUMNS
@@ -417,9 +404,10 @@ def _styled_lines(report: Report, *, whole: bool = False) -> Iterator[tuple[Styl
         if frame.batch != previous:
             yield "quiet", f"{text.PREFIX} *** Starting batch number={frame.batch} ***"
             previous = frame.batch
-        title, *lines = text.frame_lines(frame)
-        yield "module", title
-        for record, line in zip(frame.records, lines, strict=True):
+        words = ", ".join(text.frame_words(frame))
+        yield "module", text.frame_line(frame.name, frame.class_name) + (f" ({words})" if words else "")
+        for record in frame.records:
+            line = text.record_line(record)
             if finding is not None and record is culprit:
                 yield "nonfinite", f"{line}  <-- {finding.value}, first"
             else:

@@ -37,13 +37,6 @@ def frame_line(name: str, class_name: str) -> str:
     return visible(f"{PREFIX} {name} {class_name}")
 
 
-def frame_lines(frame: Frame) -> list[str]:
-    """Return the frame's name and a line for each record."""
-    words = ", ".join(frame_words(frame))
-    title = frame_line(frame.name, frame.class_name) + (f" ({words})" if words else "")
-    return [title, *map(record_line, frame.records)]
-
-
 def frame_words(frame: Frame) -> list[str]:
     """Return the words that follow the name of a frame: its phase, unless it is a forward, and `recomputed`."""
     return [frame.phase] * (frame.phase != "forward") + ["recomputed"] * frame.recomputed

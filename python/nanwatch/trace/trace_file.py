@@ -89,7 +89,7 @@ class Trace:
             how = datasets.ParquetFileFormat(read_options=options)
             # The latest part knows best what was lost.
             schema = datasets.dataset(str(parts[-1]), format=how).schema
-            facts = facts_of(_plain(schema), str(place))
+            facts = facts_of(schema, str(place))
             dataset = datasets.dataset([str(part) for part in parts], format=how, schema=schema)
         except errors() as error:
             if isinstance(error, TraceError):
@@ -109,10 +109,7 @@ class Trace:
     def sketched_batches(self) -> tuple[int, ...]:
         """Return the numbers of the batches with sketches, in order."""
         compute = arrow("pyarrow.compute", "reading a trace")
-        try:
-            rows = self._read(["batch"], compute.field("sketch").is_valid())
-        except errors() as error:
-            raise unreadable(f"{self.path} cannot be read: {spell(error)}") from error
+        rows = self._read(["batch"], compute.field("sketch").is_valid())
         return tuple(np.unique(rows["batch"].to_numpy()).tolist())
 
     def table(self, columns: Sequence[str] | None = None, batches: Sequence[int] | None = None) -> Any:
@@ -124,13 +121,7 @@ class Trace:
         compute = arrow("pyarrow.compute", "reading a trace")
         wanted = None if batches is None else compute.field("batch").isin(pa.array(batches, pa.int64()))
         names = [name for name, _, _ in COLUMNS] if columns is None else list(columns)
-        try:
-            table = self._read(names, wanted)
-            self.tell(f"checking {self.path.name}")
-            # A file is anybody's, and pyarrow itself would read beyond the end of a list of strings.
-            table.validate(full=True)
-        except errors() as error:
-            raise unreadable(f"{self.path} cannot be read: {spell(error)}") from error
+        table = self._read(names, wanted)
         for name, _, may_be_null in COLUMNS:
             if name in names and not may_be_null and table[name].null_count:
                 raise unreadable(f"{self.path}: column {name!r} has a row without a value")
@@ -138,16 +129,23 @@ class Trace:
 
     def _read(self, names: list[str], wanted: Any) -> Any:
         pa = arrow("pyarrow", "reading a trace")
-        # How many rows a filter lets through only the end of the read can say.
-        total = self._dataset.count_rows() if wanted is None else None
-        scanner = self._dataset.scanner(columns=names, filter=wanted)
-        what, rows, pieces = f"reading {self.path.name}", 0, []
-        self.tell(what, rows, total, "rows")
-        for piece in scanner.to_batches():
-            pieces.append(piece)
-            rows += piece.num_rows
+        try:
+            # How many rows a filter lets through only the end of the read can say.
+            total = self._dataset.count_rows() if wanted is None else None
+            scanner = self._dataset.scanner(columns=names, filter=wanted)
+            what, rows, pieces = f"reading {self.path.name}", 0, []
             self.tell(what, rows, total, "rows")
-        return pa.Table.from_batches(pieces, scanner.projected_schema)
+            for piece in scanner.to_batches():
+                pieces.append(piece)
+                rows += piece.num_rows
+                self.tell(what, rows, total, "rows")
+            table = pa.Table.from_batches(pieces, scanner.projected_schema)
+            self.tell(f"checking {self.path.name}")
+            # A file is anybody's, and pyarrow itself would read beyond the end of a list of strings.
+            table.validate(full=True)
+        except errors() as error:
+            raise unreadable(f"{self.path} cannot be read: {spell(error)}") from error
+        return table
 
     def frames(self, batch: int) -> tuple[Frame, ...]:
         """Return the frames of a batch in the order of their calls. Raise ValueError for a batch that is not there."""
@@ -220,9 +218,10 @@ def facts_of(file_schema: Any, where: str) -> Facts:
         checked: Facts = read(Facts, facts, "metadata")
     except (ValueError, RecursionError) as error:
         raise unreadable(f"{where} is no trace that can be read: {error}") from error
-    expected = schema()
-    for field in expected:
+    types = import_module("pyarrow").types
+    for field in schema():
         kinds = [file_schema.field(i).type for i in file_schema.get_all_field_indices(field.name)]
+        kinds = [kind.value_type if types.is_dictionary(kind) else kind for kind in kinds]
         if kinds != [field.type]:
             got = ", ".join(map(str, kinds)) or "none"
             raise unreadable(f"{where}: column {field.name!r} should be one of {field.type}, got {got}")
@@ -327,13 +326,3 @@ def batch_words(batches: Sequence[int]) -> str:
     if len(batches) == 1:
         return f"batch {batches[0]}"
     return f"batches {batches[0]} to {batches[-1]} ({len(batches):,} of them)"
-
-
-def _plain(schema: Any) -> Any:
-    """Return the schema with strings for dictionaries of strings."""
-    pa = arrow("pyarrow", "reading a trace")
-    fields = [
-        field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
-        for field in schema
-    ]
-    return pa.schema(fields, metadata=schema.metadata)

@@ -13,11 +13,9 @@ import contextlib
 import os
 import shutil
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from errno import EDQUOT, ENOSPC
-from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -29,6 +27,7 @@ import torch
 from torch import nn
 
 from .._version import __version__
+from ..instrumentation.global_hooks import weakly
 from ..recording.events import Recorder
 from ..recording.observe import take_sketch
 from ..records.fields import columns_of
@@ -106,10 +105,9 @@ class Tracer:
             "every": every,
             "lost_frames": 0,
         }
-        # Weakly: the thread must not keep the watch.
-        tick = partial(_tick, weakref.ref(self))
-        self.writer = TraceWriter(claim(path), facts, tick)
-        self._at_exit = partial(_close, weakref.ref(self))
+        # The thread must not keep the watch.
+        self.writer = TraceWriter(claim(path), facts, weakly(self.tick))
+        self._at_exit = weakly(self.close)
         atexit.register(self._at_exit)
 
     def add(self, frame: Frame) -> None:
@@ -175,16 +173,6 @@ class Tracer:
             self.writer.close(waits=False)
 
 
-def _tick(reference: weakref.ref[Tracer]) -> float:
-    tracer = reference()
-    return _GATHER_SECONDS if tracer is None else tracer.tick()
-
-
-def _close(reference: weakref.ref[Tracer]) -> None:
-    if (tracer := reference()) is not None:
-        tracer.close()
-
-
 # To the disk.
 
 
@@ -205,11 +193,11 @@ class TraceWriter:
     """Takes frames and writes them, in a thread of its own. `put` and `close` never raise and never wait for long.
 
     `folder` is as `claim` left it, and one file after `close`. `facts` are those of the format. The thread calls
-    `tick` to be handed what is not handed over yet; it returns in how many seconds to call it again.
+    `tick` to be handed what is not handed over yet; it returns in how many seconds to call it again, None at the end.
     What goes wrong is one warning, and the end of the trace; what is on disk by then stays.
     """
 
-    def __init__(self, folder: Path, facts: dict[str, Any], tick: Callable[[], float]) -> None:
+    def __init__(self, folder: Path, facts: dict[str, Any], tick: Callable[[], float | None]) -> None:
         self.path = folder
         self._facts = facts
         self._tick = tick
@@ -335,7 +323,7 @@ class TraceWriter:
                 flushed = monotonic()
                 interval = min(max(_LEAST_SECONDS, _SHARE * (flushed - now)), FLUSH_SECONDS)
             if not ends:
-                until_tick = self._tick()
+                until_tick = self._tick() or _GATHER_SECONDS
 
     @property
     def _is_full(self) -> bool:

@@ -25,7 +25,7 @@ def run(bits: Callable[[int], float], batches: int) -> tuple[list[Forecast], int
         now = bits(batch)
         if now <= 0:
             return forecasts, batch
-        if forecaster.is_due(batch):
+        if batch >= forecaster.next:
             forecast = forecaster.end(batch, np.array([END * 2.0**-now]).tobytes())
             forecasts += [] if forecast is None else [forecast]
     return forecasts, None
