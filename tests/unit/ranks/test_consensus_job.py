@@ -20,7 +20,7 @@ from nanwatch.report.text import summary
 from support import watching
 from support.processes import until
 from support.sightings import connect, finding, serve
-from support.toys import Does
+from support.toys import Does, Scale
 
 _before: set[threading.Thread] = set()
 
@@ -111,19 +111,29 @@ def test_an_error_of_a_collective_inside_a_forward_is_explained(job):
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_an_exception_of_the_users_waits_for_no_rank(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It leaves the batch as it is, with a note on what this rank has found, though the other rank never answers."""
+def refuse(x: torch.Tensor) -> torch.Tensor:
+    raise LookupError
 
-    class Refuses(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise LookupError(str(super().forward(x)))
 
-    model = nn.Sequential(nn.Linear(4, 4), Refuses(4, 4))
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_exception_of_the_users_waits_for_no_rank(
+    job: Job, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    """It leaves the batch as it is, with a note on what this rank has found, though the other rank never answers.
+
+    What only the call that raised holds is not told, as the program may catch the exception and go on.
+    """
+    divide = Scale(float("inf")) if is_told else lambda x: x / 0
+    model = Does(lambda part, x: part(divide(x)), Does(refuse))
+    model.divide = divide
     monkeypatch.setattr("nanwatch.session.failure_handler._PATIENCE", 0.1)
     with watching.watch(model, act_at="batch", rerun=False, peer_timeout=600):
+        store = own_store(f"consensus/{consensus._job.num_settled}", connect(job.server))
         with pytest.raises(LookupError) as caught:
-            model(torch.full((2, 4), float("inf")))
-        assert "inf first seen in `input[0]` of the root module" in caught.value.__notes__[0]
+            model(torch.ones(2, 4))
+        place = "`output` of divide" if is_told else "`input[0]` of parts.0"
+        assert f"inf first seen in {place}" in caught.value.__notes__[0]
+        assert store.check([consensus.FIRST]) is is_told
 
 
 @pytest.mark.parametrize(

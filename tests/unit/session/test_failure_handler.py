@@ -5,6 +5,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from nanwatch import Report
 from support.gradient_models import Sick
@@ -300,3 +302,31 @@ def test_bad_backwards_in_a_row_are_one_run() -> None:
     begins, total = (str(warning.message) for warning in caught)
     assert " in the backward of batch 0; " in begins
     assert total == "non-finite batches: 3 of 3, first in '0' 3x"
+
+
+def test_a_recomputed_forward_that_fails_first_is_one_failure() -> None:
+    """It is no batch of its own, and its second bad call is a consequence."""
+    reports: list[Report] = []
+    factors = iter((1.0, INF))
+
+    def scaled(part: nn.Module, x: Tensor) -> Tensor:
+        part[0].factor = next(factors)
+        return part(x).square()  # whose backward asks for its input
+
+    model = Does(partial(checkpoint, scaled, use_reentrant=False), nn.Sequential(Scale(), Scale()))
+    with watch(model, on_nonfinite=reports.append):
+        model(torch.ones(1, requires_grad=True)).sum().backward()
+    assert [(report.finding.module, report.batch) for report in reports] == [("parts.0.0", 0)]
+
+
+def test_each_raised_failure_is_written_until_there_are_many(tmp_path: Path) -> None:
+    """The 21st to the 39th are not written, and one warning says so."""
+    model = nn.Sequential(Scale(INF))
+    with (
+        pytest.warns(RuntimeWarning, match="after 20") as caught,
+        watch(model, rerun=False, output_dir=tmp_path),
+    ):
+        remarks = [" ".join(fault_of(model, torch.ones(1)).finding.remarks) for _ in range(40)]
+    assert {path.name for path in tmp_path.glob("batch*")} == {f"batch-{n}" for n in [*range(20), 39]}
+    assert [n for n in range(40) if "no re-run was made" in remarks[n]] == [*range(20, 39)]
+    assert len(caught) == 1
