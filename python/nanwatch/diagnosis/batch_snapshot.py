@@ -151,6 +151,8 @@ class BatchSnapshot:
             after.callback(_put_back_others(self.module))
             after.callback(RngState.capture(others=True).restore)
             after.enter_context(unwatched(self.module))
+            if isolation.is_child():
+                after.enter_context(isolation.without_files())
             # The graphs of the user's cache are no part of a re-run.
             after.callback(swap_parametrizations, swap_parametrizations({}))
             after.enter_context(torch.inference_mode() if self.inference else torch.no_grad())

@@ -1,16 +1,17 @@
 """Isolation of re-runs: a forked child process where one can be had, else this process, in both under a clock.
 
 The child is a copy of the process at the moment of the failure, so what it runs changes neither the program's Python
-state nor its tensors. Files, pipes and sockets that are open lead nowhere there. The child sends its result back over a
-pipe. A parent that waits too long ends the child and goes on. CUDA does not survive a fork, and neither do macOS's
-frameworks.
+state nor its tensors. Files, pipes and sockets lead nowhere there. The child sends its result back over a pipe. A
+parent that waits too long ends the child and goes on. CUDA does not survive a fork, and neither do macOS's frameworks.
 
 The clock ends a run that waits or loops, and notes at which line.
 """
 
 from __future__ import annotations
 
+import builtins
 import ctypes
+import io
 import multiprocessing
 import os
 import random
@@ -19,7 +20,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from traceback import walk_stack
 from typing import Any, NoReturn
@@ -212,3 +214,26 @@ def in_place_of(owner: Any, name: str, stand_in: Callable[..., Any]) -> Iterator
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+
+
+@contextmanager
+def without_files() -> Iterator[None]:
+    """Let what code of the program opens to write in the block be /dev/null, and let it remove and rename nothing.
+
+    A loss that logs to a file of its own can so run many times. Files that were open lead nowhere in a child anyway.
+    """
+
+    def opened(before: Callable[..., Any], file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(mode, int) and mode & (os.O_WRONLY | os.O_RDWR):
+            file, mode = os.devnull, os.O_RDWR
+        elif isinstance(mode, str) and not isinstance(file, int) and not {*"wax+"}.isdisjoint(mode):
+            file, mode = os.devnull, mode.replace("x", "w")
+        return before(file, mode, *args, **kwargs)
+
+    nothing = ((os, x) for x in ("remove", "unlink", "rmdir", "rename", "replace", "truncate"))
+    with ExitStack() as stack:
+        for owner in (builtins, io, os):
+            stack.enter_context(in_place_of(owner, "open", partial(opened, owner.open)))
+        for owner, name in ((torch, "save"), *nothing):
+            stack.enter_context(in_place_of(owner, name, lambda *_, **__: None))
+        yield

@@ -6,6 +6,7 @@ The line that has to be found has the name of the operation as its comment.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -13,11 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from nanwatch import NonFiniteError, watch
+from nanwatch.diagnosis.isolation import can_fork
 from support.examined import comment_of
 from support.toys import Does, fault_of, finding_of
 
@@ -408,6 +411,41 @@ def test_a_cure_of_a_forward_is_judged_at_the_loss_behind_it(way: str, tmp_path:
     is_tried, effect = way in ("function", "loop"), cure.effect
     assert ("scale.clamp(max=20).exp()" in cure.patch, "was not tried" in effect) == (is_tried, not is_tried)
     assert ("as it raised IndexError" in effect) == (way == "raises")
+
+
+@pytest.mark.skipif(not can_fork(), reason="in this process all is written again")
+def test_a_loss_that_writes_files_leaves_those_of_one_run(tmp_path: Path) -> None:
+    """Though it runs whole in each trial: a log, an atomic one, tensors. Buffers of the program are written once."""
+    model, log, state = Net(), tmp_path / "log", tmp_path / "state"
+    kept = (tmp_path / "kept").open("w")
+
+    def logged(logits: Tensor) -> Tensor:
+        number = len(log.read_text().split()) if log.exists() else 0
+        for mode in ("a", "r+"):
+            with log.open(mode) as file:
+                file.write(f"{number}\n")
+        (tmp_path / "new").write_text("new")
+        (tmp_path / "new").replace(state)
+        (tmp_path / f"touched{os.getpid()}").touch()
+        (tmp_path / "gone").unlink(missing_ok=True)
+        np.save(tmp_path / "array.npy", np.array([os.getpid()]))
+        torch.save(logits, tmp_path / "saved")
+        kept.write("kept")
+        return focal(logits, LABELS)
+
+    def files() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    with failing(model) as (failure, optimizer):
+        loss = logged(model(BATCH))
+        (tmp_path / "gone").touch()
+        before = files()
+        loss.backward()
+        optimizer.step()
+    assert files() == before
+    kept.close()
+    assert (files()["kept"], before["log"]) == (b"kept", b"0\n")
+    assert failure.finding.cures[0].works
 
 
 def test_what_is_read_without_its_graph_is_not_made_again() -> None:
