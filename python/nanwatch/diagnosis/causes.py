@@ -25,7 +25,7 @@ from ..numerics.ranges import tensor_health
 from ..numerics.readable import is_plain, local_shard, only_our_dispatch
 from ..recording.events import Settings
 from ..recording.observe import observe
-from ..recording.walk import call_leaves, leaves
+from ..recording.walk import leaves
 from ..records.record import Record
 from ..report.finding import Cure, Finding
 from ..util.messages import suppressed
@@ -138,21 +138,14 @@ def tensors_in(value: Any) -> list[Tensor]:
 # The operands of an operation, in words
 
 
-def named_arguments(call: BatchSnapshot) -> dict[str, tuple[str, Tensor]]:
-    """Return the tensors of a call with the names that they have in its forward, by label.
-
-    The tensor of the label `input[1]` may have the name `labels`.
-    """
-    names: list[str] = []
+def named_arguments(call: BatchSnapshot) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a call with their names in its forward: that of the label `input[1]` may be `labels`."""
+    names: dict[str, str] = {}
     with suppress(Exception):  # a scripted forward cannot be inspected
-        names = list(inspect.signature(call.module.forward).parameters)
-    arguments = {}
-    for label, x in call_leaves(call.args, call.kwargs):
-        if isinstance(x, Tensor):
-            first, _, rest = label.removeprefix("input[").partition("]")
-            is_position = first.isdecimal() and int(first) < min(len(call.args), len(names))
-            arguments[label] = (names[int(first)] if is_position else first) + rest, x
-    return arguments
+        parameters = zip(inspect.signature(call.module.forward).parameters, call.args, strict=False)
+        names = {str(i): name for i, (name, _) in enumerate(parameters)}
+    parts = ((label.removeprefix("input[").partition("]"), x) for label, x in call.tensors().items())
+    return [(names.get(first, first) + rest, x) for (first, _, rest), x in parts]
 
 
 def came_in(name: str, x: Tensor) -> str:
@@ -168,7 +161,7 @@ def causes(given: Operands, strangers: Sequence[int], calls: Sequence[BatchSnaps
     `strangers` are the numbers of the operands that were non-finite before.
     """
     base, named, operands = given.operation.base, given.named, given.tensors
-    arguments = [named_arguments(call).values() for call in calls]
+    arguments = [named_arguments(call) for call in calls]
     # The program has written to these tensors, so they no longer hold what it was given.
     written = {id(x) for call in calls for x in call.written().values()}
     for i in strangers:
@@ -177,8 +170,8 @@ def causes(given: Operands, strangers: Sequence[int], calls: Sequence[BatchSnaps
         # The arguments of the innermost call first, then the weights inside it.
         tensors = [pair for pairs in reversed(arguments) for pair in pairs]
         tensors += calls[-1].module.named_parameters() if calls else ()
-        memory = _memory(operands[i])
-        names = (name for name, x in tensors if _memory(x) == memory and not bool(torch.isfinite(x).all()))
+        memory = memory_of(operands[i])
+        names = (name for name, x in tensors if memory_of(x) == memory and not bool(torch.isfinite(x).all()))
         unknown = f"operand[{i}] was not finite before, and no operation that was seen wrote it"
         yield next((came_in(name, operands[i]) for name in names), unknown)
     for i, x in [(i, x) for i, x in enumerate(operands) if not x.numel()][:1]:
@@ -204,7 +197,8 @@ def addressable(x: Tensor) -> Tensor:
     return x if shard is None else shard
 
 
-def _memory(x: Tensor) -> int:
+def memory_of(x: Tensor) -> int:
+    """Return what two tensors have in common that share memory."""
     return int(x.untyped_storage()._cdata) if is_plain(x) else id(x)
 
 

@@ -22,18 +22,16 @@ from torch import Tensor, nn
 
 from ..instrumentation.functions import find_called
 from ..instrumentation.wrapped_names import module_names
-from ..numerics import _reference
 from ..numerics.readable import inner_tensors, is_plain, only_our_dispatch, unreadable
 from ..precision.precision import replaced
 from ..recording.observe import observe, state_of
-from ..recording.walk import call_leaves
 from ..records.record import Frame, Phase
 from ..report.finding import Finding, finding_of, with_earlier, working_first
 from ..util.messages import spell
 from ..util.program import is_in
 from . import isolation
 from .batch_snapshot import BatchSnapshot, no_second_run
-from .causes import addressable, came_in, named_arguments
+from .causes import addressable, came_in, memory_of, named_arguments, nonfinite
 from .cures import try_formats, try_patches
 from .experiment import Allows, Experiment, Trials, nothing_allowed, run
 from .incident import Incident, attempt, write_failure
@@ -107,11 +105,11 @@ class _Rerun:
         if holder is not None:
             frames = with_earlier(incident.report.frames, holder)
             incident.report = replace(incident.report, frames=tuple(frames))
-        if incident.finding.transient is False or (was_there and step is not None):
-            if doubts := snapshot.doubts():
-                incident.remark(f"no cure was tried, as {doubts[0]}")
-            else:
-                self._cure(with_loss(snapshot, self._model), step, "forward")
+        may_cure = incident.finding.transient is False or (was_there and step is not None)
+        if may_cure and (doubts := snapshot.doubts()):
+            incident.remark(f"no cure was tried, as {doubts[0]}")
+        elif may_cure:
+            self._cure(with_loss(snapshot, self._model), step, "forward")
         if step is not None or incident.finding.origin == "data":
             self._find_samples(snapshot, batch_size(snapshot))
 
@@ -122,13 +120,13 @@ class _Rerun:
         best: tuple[Diagnosis, BatchSnapshot] | None = None
         for start in self._starts(snapshot, call, remarks):
             diagnosis = self._find(start, replace(finding, remarks=()))
-            if diagnosis.step is not None:
-                best = diagnosis, start
-                # Else the loss reads a bad value with a graph that these statements did not make.
-                if all(x.grad_fn is None for x in diagnosis.step.strangers):
-                    break
-            else:
+            if diagnosis.step is None:
                 remarks.append("; ".join(diagnosis.finding.remarks))
+                continue
+            best = diagnosis, start
+            # Else the loss reads a bad value with a graph that these statements did not make.
+            if all(x.grad_fn is None for x in diagnosis.step.strangers):
+                break
         if best is None:
             advice = "" if finding.phase == "step" else f"; {_ADVICE}"
             incident.remark(*dict.fromkeys(f"{remark}{advice}" for remark in remarks))
@@ -241,8 +239,8 @@ def find_samples(trials: Trials, size: int) -> tuple[int, ...]:
 
 def batch_size(snapshot: BatchSnapshot) -> int:
     """Return the number of samples; 0 where the tensors of the call do not agree on it."""
-    tensors = [x for _, x in call_leaves(snapshot.args, snapshot.kwargs) if isinstance(x, Tensor)]
-    sizes = {x.shape[0] if x.layout is torch.strided and not x.is_nested else 0 for x in tensors if x.ndim}
+    tensors = [x for x in snapshot.tensors().values() if x.ndim]
+    sizes = {x.shape[0] if x.layout is torch.strided and not x.is_nested else 0 for x in tensors}
     return sizes.pop() if len(sizes) == 1 else 0
 
 
@@ -304,32 +302,28 @@ def _completed(
     transient: bool | None = None,
 ) -> Finding:
     """Return the finding with where in `x` its values are, the operation of the step, and more remarks."""
+    facts: dict[str, Any] = {"transient": transient, "remarks": (*finding.remarks, *remarks)}
     if x is not None:
-        health = observe(x, "", "output").health
-        index = None if health is None else health.first_nonfinite
-        finding = replace(
-            finding, extent=describe(x), index=index if finding.index is None else finding.index
-        )
+        facts["extent"], health = describe(x), observe(x, "", "output").health
+        if finding.index is None and health is not None:
+            facts["index"] = health.first_nonfinite
     if step is not None:
-        place = finding.place if step.place is None else step.place.at
-        operation, operands = step.operation, step.operands
-        finding = replace(finding, operation=operation, place=place, operands=operands, made=step.made)
-    return replace(finding, transient=transient, remarks=(*finding.remarks, *remarks))
+        facts |= {"operation": step.operation, "operands": step.operands, "made": step.made}
+        facts["place"] = finding.place if step.place is None else step.place.at
+    return replace(finding, **facts)
 
 
 def _made_in(finding: Finding, module: str) -> Finding:
     """Return the finding of a value that the code of another module than its origin made, or its own."""
-    is_own = module == finding.module
-    return replace(
-        finding, origin="produced" if is_own else "received", source_module=None if is_own else module
-    )
+    source, origin = (None, "produced") if module == finding.module else (module, "received")
+    return replace(finding, origin=origin, source_module=source)  # type: ignore[arg-type]
 
 
 # A value that was there before
 
 
-def _came_in(arguments: Mapping[str, tuple[str, Tensor]]) -> list[str]:
-    bad = [pair for label, pair in arguments.items() if observe(pair[1], label, "input").is_fault]
+def _came_in(call: BatchSnapshot) -> list[str]:
+    bad = [(name, x) for name, x in named_arguments(call) if observe(x, name, "input").is_fault]
     return [": ".join(filter(None, (came_in(name, x), describe(x)))) for name, x in bad]
 
 
@@ -341,14 +335,13 @@ def _of_present(
     It is the first to turn inf into nan, else the first product, which should have masked it, else the first operation
     that passed it on.
     """
-    tensors = {} if module is None else {label: x for _, label, x in _tensors_of(module)}
-    remarks = list[str]()
+    tensors, remarks = dict[str, Tensor](), list[str]()
     if finding.origin == "data":
-        arguments = named_arguments(snapshot)
-        tensors = {label: x for label, (_, x) in arguments.items()}
-        remarks = _came_in(arguments)
+        tensors, remarks = snapshot.tensors(), _came_in(snapshot)
+    elif module is not None:
+        tensors = {label: x for _, label, x in _tensors_of(module)}
     provenance = run(replace(snapshot, grad=False), {}, follows=True).provenance if may_run else None
-    steps = [] if provenance is None else [step for step in provenance.steps if step.place is not None]
+    steps = [] if provenance is None else [x for x in provenance.steps if x.place is not None]
     turned = [x for x in steps if "nan" in x.values and all("nan" not in values_of(y) for y in x.operands)]
     products = [step for step in steps if step.operation.startswith("aten.mul.")]
     step = next(iter([*turned, *products, *steps]), None)
@@ -372,14 +365,13 @@ def _of_forward(
             return _of_fault(finding, names, experiment)
         if experiment.error is None:
             break
-    remarks, doubts = list[str](), snapshot.doubts()
-    if (error := experiment.error) is not None:
+    remarks, doubts, error = list[str](), snapshot.doubts(), experiment.error
+    if error is not None:
         remarks.append(f"the re-run of the batch ended: it raised {spell(error)}")
-    else:
-        if all(call.name != finding.module for call in experiment.calls):
-            remarks.append(f"the re-run did not call {finding.module or 'the root module'}")
-        if doubts:
-            remarks.append("the re-run of the batch did not make the value again, which says little here")
+    elif all(call.name != finding.module for call in experiment.calls):
+        remarks.append(f"the re-run did not call {finding.module or 'the root module'}")
+    if doubts and error is None:
+        remarks.append("the re-run of the batch did not make the value again, which says little here")
     remarks += doubts
     return Diagnosis(_completed(finding, remarks=remarks, transient=None if remarks else True))
 
@@ -410,11 +402,10 @@ def _of_fault(finding: Finding, names: Mapping[nn.Module, str], experiment: Expe
         if label != finding.label
     )
     strangers = () if step is None else step.strangers
-    memory = {y.untyped_storage()._cdata for y in strangers if is_plain(y)}
+    memory = {memory_of(y) for y in strangers}
     for module, name in names.items() if memory else ():
         for role, label, y in _tensors_of(module):
-            is_held = is_plain(y) and y.untyped_storage()._cdata in memory
-            if is_held and (record := observe(y, label, role)).is_fault:
+            if memory_of(y) in memory and (record := observe(y, label, role)).is_fault:
                 holder = Frame(finding.batch, name, type(module).__name__, (record,))
                 state = finding_of(holder, record, role, None, finding.rank, finding.sequence)
                 state = replace(state, remarks=finding.remarks)
@@ -452,7 +443,7 @@ def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, al
     is_given = step.strangers and all(x.grad_fn is None for x in step.strangers)
     if finding.is_of_loss and data and is_given:
         finding = replace(finding, origin="data")
-        remarks = _came_in(named_arguments(replace(snapshot, args=(), kwargs=data)))
+        remarks = _came_in(replace(snapshot, args=(), kwargs=data))
     elif guilty is None and step.module is not None and not step.in_backward:
         # The loss read this auxiliary loss from an attribute, and the module has no bad gradient yet.
         remarks.append(f"it was made in the forward of {f'`{step.module}`' if step.module else 'the model'}")
@@ -476,7 +467,7 @@ def describe(x: Tensor) -> str:
         x = addressable(x)
         if unreadable(x) or not is_plain(x) or x.numel() > _MAX_ELEMENTS:
             return ""
-        bad = ~torch.isfinite(_reference._to_arithmetic(x.detach()))
+        bad = nonfinite(x)
         count = int(bad.sum())
         if count in (0, bad.numel()):
             return "all" if count else "none"

@@ -71,12 +71,12 @@ class Caller(NamedTuple):
 
 def part_of(caller: Caller, file: source.SourceFile, kept: nn.Module | None = None) -> Part | None:
     """Return the statements that led to the call under way, or are behind it; None where they make nothing."""
-    top = source.node_of(file, caller.code)
-    paths = [] if top is None else [*source.paths_to(top, caller.line)]
-    if top is not None and caller.behind is not None:
+    top = source.node_of(file, caller.code) or ast.Module([], [])
+    paths = [*source.paths_to(top, caller.line)]
+    if caller.behind is not None:
         calls = [call for text, number, call in calls_in(top) if (text, number) == caller.behind]
         parts = (Part(caller).behind(path, x) for x in calls for path in source.paths_to(top, x.lineno))
-    elif top is None or not caller.since:
+    elif not caller.since:
         parts = (Part(caller).led_to(path, kept) for path in paths)
     elif isolation.is_child():
         pairs = ((x, _between(x, path)) for x in source.paths_to(top, caller.since) for path in paths)
@@ -139,17 +139,15 @@ class Part:
         if isinstance(made, ast.expr):
             self._refuse_twice(made)
             last = _raising(made, statement)
-        needed, body = self._read(made), [last]
-        for block, inner in reversed(path):
-            before, needed = self._block(block[: block.index(inner)], needed)
-            body = [*before, *body]
-        is_computed = len(body) > 1 or any(isinstance(x, ast.Call | ast.BinOp) for x in ast.walk(made))
-        body += [self._once(statements) for statements in following if statements]
+        needed, earlier = self._read(made), [x for block, inner in path for x in block[: block.index(inner)]]
+        before, needed = self._block(earlier, needed)
+        is_computed = before or any(isinstance(x, ast.Call | ast.BinOp) for x in ast.walk(made))
         if is_computed and not needed - self._values.keys():
             # A bad parameter, one with a graph, and a list or dict of others that these statements fill.
             known = {name: self._values[name] for name in needed}
             self.is_whole = not any(_has_graph(x) for x in known.values() if not isinstance(x, list | dict))
-            self.body, self.reads = body, self.reads | known
+            self.body = [*before, last, *map(self._once, filter(None, following))]
+            self.reads |= known
         return self
 
     def behind(self, path: _Path, call: ast.Call) -> Part:
@@ -173,13 +171,13 @@ class Part:
         returns: _Ends = {x: x.value for x in inner if isinstance(x, ast.Return) and x.value}
         for number, ends in enumerate([*map(self._losses_of, following), returns], 1):
             self._ends, self._needs_graph = ends, True  # `fake.detach()` leads to another's loss
-            if ends and VALUE in self._block(following[:number], set())[1]:
-                self._needs_graph, self.reads = False, {}
+            is_made = ends and VALUE in self._block(following[:number], set())[1]
+            self._needs_graph, self.reads = False, {}
+            if is_made:
                 self.body, needed = self._block(following[:number], set())
                 self.has_backward = ends is not returns
                 self.reads |= {name: self._values[name] for name in needed & self._values.keys()}
                 break
-            self._needs_graph = False
         return self
 
     def _losses_of(self, top: ast.stmt) -> _Ends:
@@ -193,10 +191,10 @@ class Part:
 
     def _once(self, statements: Sequence[ast.stmt]) -> ast.stmt:
         """Return the statements as a loop of one turn, which they may leave. Counters have counted already."""
-        counters = [x for x in statements if isinstance(x, ast.AugAssign)]
-        counted = [x for x in counters if isinstance(self._value_of(x.target), int | float)]
-        body = [x for x in statements if x not in counted] or [ast.Pass()]
-        loop = ast.For(ast.Name(_TURN, ast.Store()), ast.Tuple([ast.Constant(0)], ast.Load()), body, [])
+        values = [self._value_of(x.target) if isinstance(x, ast.AugAssign) else None for x in statements]
+        body = [x for x, value in zip(statements, values, strict=True) if not isinstance(value, int | float)]
+        turns = ast.Tuple([ast.Constant(0)], ast.Load())
+        loop = ast.For(ast.Name(_TURN, ast.Store()), turns, body or [ast.Pass()], [])
         return ast.copy_location(loop, statements[-1])
 
     def _loss_in(self, statement: ast.stmt) -> ast.expr | None:
@@ -219,8 +217,8 @@ class Part:
         """Return the names in the node that earlier statements have to make. Keep the values of the others."""
         needed, is_behind = set(), self._caller.behind is not None
         detached = [x for x in ast.walk(node) if isinstance(x, ast.Attribute) and x.attr in _DETACHES]
-        inner = {x for top in detached for x in ast.walk(top)}
-        with_graph = {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and x not in inner}
+        nodes = {*ast.walk(node)}.difference(*map(ast.walk, detached))
+        with_graph = {x.id for x in nodes if isinstance(x, ast.Name)}
         for name in source.names_in(node, ast.Load):
             value, is_free = self._values.get(name), name not in with_graph
             if is_free and self._needs_graph:
@@ -266,12 +264,11 @@ class Part:
             except Refused as reason:
                 values = {name: self._values[name] for name in wanted & self._values.keys()}
                 is_graph = not is_kept and any(map(_has_graph, values.values()))
-                is_lost = self._ends or wanted & later or wanted - values.keys() or is_graph
                 # Bad data stays as it was handed out. A branch that is not taken may have what is lost.
-                if not is_lost:
-                    self.reads |= values
-                stand_in = f"raise RuntimeError({str(reason)!r})" if is_lost else "pass"
-                kept, needed = ast.copy_location(ast.parse(stand_in).body[0], statement), needed - wanted
+                stand_in, needed = f"raise RuntimeError({str(reason)!r})", needed - wanted
+                if not (self._ends or wanted & later or wanted - values.keys() or is_graph):
+                    self.reads, stand_in = self.reads | values, "pass"
+                kept = ast.copy_location(ast.parse(stand_in).body[0], statement)
             self._bound |= bound | filled
             body = [kept, *body]
         return body, needed
@@ -291,16 +288,14 @@ class Part:
         """Return the statement as it runs again, and the names that have to be made before it."""
         made: Any = copy.copy(statement)
         header: list[ast.AST] = [statement]
-        if isinstance(statement, ast.With):
-            body, needed = self._block(statement.body, needed)
-            modes = [x for x in statement.items if source.called_name(x.context_expr) in _MODES]
-            items = modes if self._ends else statement.items
+        if isinstance(statement, ast.With | ast.Try):
+            # The body of a `try` raised nothing.
+            body, needed = self._block([*statement.body, *getattr(statement, "orelse", ())], needed)
+            items = getattr(statement, "items", [])
+            if self._ends:
+                items = [x for x in items if source.called_name(x.context_expr) in _MODES]
             block = ast.With(items, body) if items else ast.If(ast.Constant(True), body, [])
-            made = ast.copy_location(block, statement)
-            header = [item.context_expr for item in items]
-        elif isinstance(statement, ast.Try):  # whose body raised nothing
-            body, needed = self._block([*statement.body, *statement.orelse], needed)
-            made, header = ast.copy_location(ast.If(ast.Constant(True), body, []), statement), []
+            made, header = ast.copy_location(block, statement), [x.context_expr for x in items]
         elif isinstance(statement, ast.If):
             body, first = self._block(statement.body, needed)
             made.orelse, second = self._block(statement.orelse, needed)
@@ -330,9 +325,10 @@ class Part:
 
     def _calls_kept(self, statement: ast.stmt) -> bool:
         """Return whether the statement assigns what a call of the kept model, or of a part of it, returned."""
-        modules = [] if self.kept is None or not isinstance(statement, ast.Assign) else self.kept.modules()
-        callees = [self._value_of(x.func) for x in ast.walk(statement) if isinstance(x, ast.Call)]
-        return any(module is callee for module in modules for callee in callees[:1])  # the outermost
+        calls = (x for x in ast.walk(statement) if isinstance(x, ast.Call))
+        outermost = next(calls, None) if self.kept is not None and isinstance(statement, ast.Assign) else None
+        callee = None if outermost is None else self._value_of(outermost.func)
+        return self.kept is not None and any(x is callee for x in self.kept.modules())
 
     def _value_of(self, node: ast.AST) -> Any:
         """Return the value of `name` or `name.attribute`, None where it is not known."""
@@ -374,17 +370,18 @@ def filled_by(statement: ast.stmt, *, plainly: bool = False, directly: bool = Fa
     `plainly` leaves those that an assignment with an operator, or a method, changes; `directly` those of which a method
     changes a part, as `self.board.update()` may write a file.
     """
-    filled = set[str]()
-    steps = {id(x.target) for x in ast.walk(statement) if isinstance(x, ast.AugAssign)} if plainly else set()
-    for node in ast.walk(statement):
-        if plainly and (id(node) in steps or isinstance(node, ast.Call)):
-            continue
-        name, owner = source.called_name(node), node.func if isinstance(node, ast.Call) else node
-        is_method = isinstance(owner, ast.Attribute) and owner is not node
-        is_method &= not directly or not isinstance(getattr(owner, "value", None), ast.Attribute)
-        is_change = is_method and (name in _CHANGES or (name.endswith("_") and not name.endswith("__")))
-        if is_change or isinstance(getattr(node, "ctx", None), ast.Store):
-            while isinstance(owner, ast.Attribute | ast.Subscript):
-                owner = owner.value
-            filled |= {owner.id} if isinstance(owner, ast.Name) and not isinstance(node, ast.Name) else set()
+    filled, nodes = set[str](), [*ast.walk(statement)]
+    steps = [x.target for x in nodes if plainly and isinstance(x, ast.AugAssign)]
+    for node in nodes:
+        changed: Any = (
+            node if isinstance(getattr(node, "ctx", None), ast.Store) and node not in steps else None
+        )
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not plainly:
+            name, is_part = node.func.attr, isinstance(node.func.value, ast.Attribute)
+            is_change = name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
+            changed = node.func if is_change and not (directly and is_part) else None
+        owner = changed
+        while isinstance(owner, ast.Attribute | ast.Subscript):
+            owner = owner.value
+        filled |= {owner.id} if isinstance(owner, ast.Name) and owner is not changed else set()
     return filled
