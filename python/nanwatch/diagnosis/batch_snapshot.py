@@ -11,10 +11,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from traceback import walk_stack, walk_tb
-from types import FrameType, FunctionType, MappingProxyType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,6 @@ from ..recording.walk import Unwalked, call_leaves
 from ..util.program import each_module, each_parameter, frame_values, is_library, names_of
 from . import isolation
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 # A call changes no value of these. Configurations have attributes of the first.
 _CONSTANTS = int, float, complex, str, bytes, tuple, type(None)
 # A model that a watched loss is given is trusted as the watched model itself is.
@@ -112,7 +111,7 @@ class BatchSnapshot:
 
     module: nn.Module
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     rng: RngState = field(default_factory=RngState.capture)
     autocast: tuple[Autocast, ...] = field(default_factory=Autocast.capture)
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
@@ -133,9 +132,9 @@ class BatchSnapshot:
         is_built = torch.backends.cuda.is_built()
         autocast = tuple(Autocast(*mode) for mode in start.autocast if mode[0] == "cpu" or is_built)
         modes = autocast, start.inference, start.grad
-        called_with = start.module, start.args, start.kwargs or _NOTHING
         seconds = LEAST_SECONDS + max(TIMES_BATCH, TIMES_THREADS * torch.get_num_threads()) * start.elapsed
-        return cls(*called_with, rng, *modes, tuple(start.versions), buffers, seconds)
+        call = start.module, start.args, start.kwargs or {}
+        return cls(*call, rng, *modes, tuple(start.versions), buffers, seconds)
 
     @contextmanager
     def again(self) -> Iterator[Callable[[], Any]]:
@@ -202,11 +201,10 @@ class BatchSnapshot:
 
 def _is_constant(value: object) -> bool:
     """Return whether an object has attributes, and constants alone, as a configuration has."""
-    try:
+    with suppress(AttributeError, TypeError):
         attributes = object.__getattribute__(value, "__dict__")  # the object itself may define another
-    except (AttributeError, TypeError):
-        return False
-    return bool(attributes) and all(isinstance(value, _CONSTANTS) for value in attributes.values())
+        return bool(attributes) and all(isinstance(x, _CONSTANTS) for x in attributes.values())
+    return False
 
 
 def begin_again(root: nn.Module, given: Iterable[Tensor], before: BufferValues) -> Callable[[], None]:
@@ -346,28 +344,28 @@ class LeftCall(NamedTuple):
     kwargs: Mapping[str, Any]
     output: Any
 
+    @classmethod
+    def of(cls, frame: FrameType) -> LeftCall:
+        """Return the call that a frame of PyTorch's makes."""
+        values = frame_values(frame)
+        output = values.get("result")
+        return cls(values["self"], values["args"], values["kwargs"], () if output is None else output)
+
 
 def open_calls(frame: FrameType | None = None) -> list[LeftCall]:
     """Return the module calls under way in this thread, the innermost first, read from its stack.
 
     The innermost may have returned to the wrapper that records it. `frame` is the innermost of another stack.
     """
-    return [_left_call(x) for x, _ in walk_stack(frame or sys._getframe(1)) if x.f_code is _WRAPPED_CALL]
+    return [LeftCall.of(x) for x, _ in walk_stack(frame or sys._getframe(1)) if x.f_code is _WRAPPED_CALL]
 
 
 def left_calls(error: BaseException) -> list[LeftCall]:
     """Return the module calls that the exception left, the innermost first."""
-    calls, outer = list[LeftCall](), None
+    frames = list[FrameType]()
     for frame, _ in walk_tb(error.__traceback__):
         if frame.f_code is _CALL:
-            if outer is not None and all(above is not outer for above, _ in walk_stack(frame)):
+            if frames and all(above is not frames[0] for above, _ in walk_stack(frame)):
                 break  # of an exception that is raised once more: these calls are of the time before
-            outer = frame
-            calls.insert(0, _left_call(frame))
-    return calls
-
-
-def _left_call(frame: FrameType) -> LeftCall:
-    values = frame_values(frame)
-    output = values.get("result")
-    return LeftCall(values["self"], values["args"], values["kwargs"], () if output is None else output)
+            frames.insert(0, frame)
+    return [*map(LeftCall.of, frames)]

@@ -227,15 +227,12 @@ def _outside_domain(base: str, named: Mapping[str, Any]) -> Iterator[str]:
     if base not in DOMAINS or not isinstance(x, Tensor) or not is_plain(x) or x.is_complex():
         return
     least, largest = DOMAINS[base]
-    ends = ("below", "least", least, x[x < least]), ("above", "largest", largest, x[x > largest])
-    for side, extreme, end, outside in ends:
-        if outside.numel():
-            value = float(outside.min() if side == "below" else outside.max())
-            yield (
-                f"{outside.numel():,} of {x.numel():,} elements of its operand are {side} {end}, the {extreme}"
-                f" {value:.7g}: a guard fits only if rounding took them there"
-            )
-            return
+    below, above = x[x < least], x[x > largest]
+    side = f"below {least}, the least {float(below.min()):.7g}" if below.numel() else ""
+    side = side or (f"above {largest}, the largest {float(above.max()):.7g}" if above.numel() else "")
+    if side:
+        count = f"{below.numel() or above.numel():,} of {x.numel():,} elements of its operand are"
+        yield f"{count} {side}: a guard fits only if rounding took them there"
 
 
 # The step of an optimizer

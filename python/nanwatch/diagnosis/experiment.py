@@ -118,23 +118,20 @@ class Experiment:
 
     def keep_gradients(self, node: Any, made: Sequence[Tensor | None], _: Any) -> None:
         """Keep the gradients that a node of the graph has made, and the operation that began the first bad one."""
-        for x in made:
-            if x is not None:
-                record = observe(x, "gradient", "gradient")
-                self.gradients.append(record)
-                if record.is_fault and self.bad_gradient is None and self.provenance is not None:
-                    self.bad_gradient = self._origin_of(x, record, node, self.provenance)
-                    if self.failure is None:
-                        self.failure, self.failed_in_backward = self.bad_gradient, True
-
-    def _origin_of(self, x: Tensor, record: Record, node: Any, provenance: ProvenanceMode) -> Step:
-        step = provenance.origin(x, record)
-        if step is None or step.meant:
-            place, module = provenance.site_of(node)
-            return Step(0, node.name(), values_of(record), place=place, module=module)
-        if not step.in_backward and not any(observe(x, "", "output").is_fault for x in self.results):
-            step.remarks += (_LEFT_OUT.format(step.operation, node.name()),)
-        return step
+        for x in filter(lambda x: x is not None, made):
+            record = observe(x, "gradient", "gradient")
+            self.gradients.append(record)
+            if not record.is_fault or self.bad_gradient is not None or self.provenance is None:
+                continue
+            step = self.provenance.origin(x, record)  # type: ignore[arg-type]
+            if step is None or step.meant:
+                place, module = self.provenance.site_of(node)
+                step = Step(0, node.name(), values_of(record), place=place, module=module)
+            elif not step.in_backward and not any(observe(y, "", "output").is_fault for y in self.results):
+                step.remarks += (_LEFT_OUT.format(step.operation, node.name()),)
+            self.bad_gradient = step
+            if self.failure is None:
+                self.failure, self.failed_in_backward = step, True
 
 
 def run(

@@ -199,8 +199,8 @@ class LossStatements(LossModule):
         with ExitStack() as stack:
             if not isolation.is_child():  # it would add to gradients that the program is about to use
                 refused = Refused("a function that the statements call makes a backward of its own")
-                refuse = partial(_raise, refused)
-                stack.enter_context(isolation.in_place_of(torch.autograd, "backward", refuse))
+                stand_in = isolation.in_place_of(torch.autograd, "backward", partial(_raise, refused))
+                stack.enter_context(stand_in)
             if self.called is not None:
                 return self._lead_on(self.called(*args, **inputs))
             hook = self.model.register_forward_hook(lambda *call: outputs.extend(tensors_in(call[-1])))

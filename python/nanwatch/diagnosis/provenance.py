@@ -68,6 +68,11 @@ class Expression:
     positions: Positions | None = None
     code: CodeType | None = None
 
+    @classmethod
+    def of(cls, frame: FrameType) -> Expression:
+        """Return the expression under way in a frame."""
+        return cls(frame.f_code.co_filename, frame.f_lineno, positions_of(frame), frame.f_code)
+
     @property
     def at(self) -> Place:
         """The place for a report, with columns where the expression lies in one line."""
@@ -312,10 +317,7 @@ class ProvenanceMode(TorchDispatchMode):
         module = self.open_calls[-1].name if self.open_calls else None
         if module is None and node is not None:  # in a backward written in Python
             module = self.site_of(node)[1]
-        if innermost is None:
-            return (None, module), ""
-        code, positions = innermost.f_code, positions_of(innermost)
-        return (Expression(code.co_filename, innermost.f_lineno, positions, code), module), ""
+        return (None if innermost is None else Expression.of(innermost), module), ""
 
 
 def _origin(steps: Sequence[Step], nan: bool) -> Step | None:

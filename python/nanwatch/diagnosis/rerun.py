@@ -194,7 +194,6 @@ class _Rerun:
             self.send()
 
     def _find_samples(self, start: BatchSnapshot, size: int) -> None:
-        """Look for the samples that carry the failure, unless a second run says little."""
         if not (self._incident.finding.transient or no_second_run(start.module) or start.doubts()):
             search = partial(find_samples, self._trials(start, self._incident.finding), size)
             if samples := attempt("the search for samples", search, self._incident.remark):
@@ -213,17 +212,16 @@ def find_samples(trials: Trials, size: int) -> tuple[int, ...]:
     """
     start = trials.snapshot
 
+    def chosen(samples: Sequence[int], x: Tensor) -> Tensor | None:
+        # Detached: the graph behind it is the user's.
+        is_batch = x.ndim > 0 and x.shape[0] == size
+        return x.detach()[list(samples)].requires_grad_(x.requires_grad) if is_batch else None
+
     def is_finite(samples: Sequence[int]) -> bool | None:
         """Run these samples alone. Return whether all is finite, None where the run raised or is one too many."""
         if trials.runs >= _MOST_RUNS:
             return None
-
-        def chosen(x: Tensor) -> Tensor | None:
-            # Detached: the graph behind it is the user's.
-            is_batch = x.ndim > 0 and x.shape[0] == size
-            return x.detach()[list(samples)].requires_grad_(x.requires_grad) if is_batch else None
-
-        args, kwargs = replaced((start.args, dict(start.kwargs)), chosen)
+        args, kwargs = replaced((start.args, dict(start.kwargs)), partial(chosen, samples))
         experiment = trials.run(snapshot=replace(start, args=args, kwargs=kwargs))
         return not experiment.bad_labels() if experiment.error is None else None
 

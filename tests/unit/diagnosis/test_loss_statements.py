@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -414,37 +413,27 @@ def test_a_cure_of_a_forward_is_judged_at_the_loss_behind_it(way: str, tmp_path:
 
 
 @pytest.mark.skipif(not can_fork(), reason="in this process all is written again")
-def test_a_loss_that_writes_files_leaves_those_of_one_run(tmp_path: Path) -> None:
-    """Though it runs whole in each trial: a log, an atomic one, tensors. Buffers of the program are written once."""
-    model, log, state = Net(), tmp_path / "log", tmp_path / "state"
-    kept = (tmp_path / "kept").open("w")
+def test_a_loss_leaves_the_files_of_one_run(tmp_path: Path) -> None:
+    """Though each trial runs it whole: it appends to a log, exchanges a file, marks, removes and saves."""
+    model, log = Net(), tmp_path / "log"
 
     def logged(logits: Tensor) -> Tensor:
-        number = len(log.read_text().split()) if log.exists() else 0
-        for mode in ("a", "r+"):
-            with log.open(mode) as file:
-                file.write(f"{number}\n")
-        (tmp_path / "new").write_text("new")
-        (tmp_path / "new").replace(state)
-        (tmp_path / f"touched{os.getpid()}").touch()
-        (tmp_path / "gone").unlink(missing_ok=True)
-        np.save(tmp_path / "array.npy", np.array([os.getpid()]))
+        with open(log, "a") as file:  # by builtins, and pathlib by io
+            file.write("a line")
+        (tmp_path / "next").write_text(log.read_text())
+        (tmp_path / "next").replace(tmp_path / "latest")
+        (tmp_path / f"mark of {os.getpid()}").touch()
+        (tmp_path / "removed").unlink(missing_ok=True)
         torch.save(logits, tmp_path / "saved")
-        kept.write("kept")
         return focal(logits, LABELS)
-
-    def files() -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     with failing(model) as (failure, optimizer):
         loss = logged(model(BATCH))
-        (tmp_path / "gone").touch()
-        before = files()
+        (tmp_path / "removed").touch()
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
         loss.backward()
         optimizer.step()
-    assert files() == before
-    kept.close()
-    assert (files()["kept"], before["log"]) == (b"kept", b"0\n")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert failure.finding.cures[0].works
 
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
 from nanwatch.diagnosis import provenance
@@ -148,6 +149,17 @@ def two_at_once(x: Tensor) -> Tensor:
 def of_an_infinite_number(x: Tensor) -> Tensor:
     """An infinity that is written is meant, the nan that it makes is not."""
     return (x - x) * INF  # culprit aten.mul.Tensor
+
+
+def through_a_sparse_matrix(x: Tensor) -> Tensor:
+    """As the inverse degrees of a graph are."""
+    inverse = 1 / (x[0] - 1)  # culprit aten.reciprocal.default
+    return torch.sparse.mm(torch.sparse_coo_tensor(torch.arange(3).expand(2, 3), inverse), x)
+
+
+def behind_a_higher_order_operator(x: Tensor) -> Tensor:
+    x = x[:1, :1].expand(1, 1, 16, 16)
+    return torch.log(flex_attention(x, x, x) - 1)  # culprit aten.log.default
 
 
 FUNCTIONS = [value for value in globals().values() if isinstance(value, FunctionType)]
