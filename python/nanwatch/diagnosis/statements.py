@@ -325,10 +325,9 @@ class Part:
 
     def _calls_kept(self, statement: ast.stmt) -> bool:
         """Return whether the statement assigns what a call of the kept model, or of a part of it, returned."""
-        calls = (x for x in ast.walk(statement) if isinstance(x, ast.Call))
-        outermost = next(calls, None) if self.kept is not None and isinstance(statement, ast.Assign) else None
-        callee = None if outermost is None else self._value_of(outermost.func)
-        return self.kept is not None and any(x is callee for x in self.kept.modules())
+        modules = [] if self.kept is None or not isinstance(statement, ast.Assign) else self.kept.modules()
+        callees = [self._value_of(x.func) for x in ast.walk(statement) if isinstance(x, ast.Call)]
+        return any(module is callee for module in modules for callee in callees[:1])  # the outermost
 
     def _value_of(self, node: ast.AST) -> Any:
         """Return the value of `name` or `name.attribute`, None where it is not known."""
