@@ -28,7 +28,7 @@ from ..recording.observe import observe
 from ..recording.walk import leaves
 from ..records.record import Record
 from ..report.finding import Cure, Finding
-from ..util.messages import suppressed
+from ..util.messages import suppressing
 from .batch_snapshot import BatchSnapshot
 
 # The least and the largest operand of each operation. A guard is right if rounding took the operand past them, and
@@ -242,30 +242,28 @@ def take_apart(finding: Finding, optimizer: Optimizer, parameter: Tensor) -> Fin
     """Return the finding of a non-finite weight with the operation of the step that wrote it, as far as it is known."""
     kinds = {kind.__name__ for kind in type(optimizer).__mro__} & {"Adam", "AdamW", "SGD"}
     groups = [group for group in optimizer.param_groups if any(x is parameter for x in group["params"])]
-    try:
-        with torch.no_grad(), only_our_dispatch():
-            items = optimizer.state.get(parameter, {}).items()
-            state = {key: addressable(x) if isinstance(x, Tensor) else x for key, x in items}
-            if not (kinds and groups and (state or parameter.grad is not None)):
-                return finding
-            group, is_adam = groups[0], "SGD" not in kinds
-            if is_adam:
-                keys = ["exp_avg", "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
-                update = f"exp_avg / ({keys[1]}.sqrt() + eps)"
-            else:
-                keys = ["momentum_buffer"] if state.get("momentum_buffer") is not None else []
-                update = f"weight - lr * {keys[0] if keys else 'gradient'}"
-            operands = [observe(state[x], f"{x}[{finding.label}]", "buffer", wanted=_COUNTED) for x in keys]
-            if parameter.grad is not None:
-                operands.append(observe(addressable(parameter.grad), f"{finding.label}.grad", "gradient"))
-            peaks = [x.abs_max * float(group["lr"]) for x in operands if x.isfinite and x.abs_max is not None]
-            if not is_adam and len(peaks) == len(operands) and max(peaks) < 1:
-                return finding  # such a step leaves a finite weight finite: other code wrote it
-            words = f"the step of {type(optimizer).__name__}, {update} with lr={float(group['lr']):g}"
-            with_step = replace(finding, operation=words, operands=tuple(operands))
-            return _with_eps(with_step, group, state, keys[1]) if is_adam else with_step
-    except Exception:  # a state of another make
-        suppressed("the step of an optimizer could not be taken apart")
+    # A state may be of another make.
+    with suppressing("an optimizer's step could not be taken apart"), torch.no_grad(), only_our_dispatch():
+        items = optimizer.state.get(parameter, {}).items()
+        state = {key: addressable(x) if isinstance(x, Tensor) else x for key, x in items}
+        if not (kinds and groups and (state or parameter.grad is not None)):
+            return finding
+        group, is_adam = groups[0], "SGD" not in kinds
+        if is_adam:
+            keys = ["exp_avg", "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+            update = f"exp_avg / ({keys[1]}.sqrt() + eps)"
+        else:
+            keys = ["momentum_buffer"] if state.get("momentum_buffer") is not None else []
+            update = f"weight - lr * {keys[0] if keys else 'gradient'}"
+        operands = [observe(state[x], f"{x}[{finding.label}]", "buffer", wanted=_COUNTED) for x in keys]
+        if parameter.grad is not None:
+            operands.append(observe(addressable(parameter.grad), f"{finding.label}.grad", "gradient"))
+        peaks = [x.abs_max * float(group["lr"]) for x in operands if x.isfinite and x.abs_max is not None]
+        if not is_adam and len(peaks) == len(operands) and max(peaks) < 1:
+            return finding  # such a step leaves a finite weight finite: other code wrote it
+        words = f"the step of {type(optimizer).__name__}, {update} with lr={float(group['lr']):g}"
+        with_step = replace(finding, operation=words, operands=tuple(operands))
+        return _with_eps(with_step, group, state, keys[1]) if is_adam else with_step
     return finding
 
 

@@ -221,19 +221,24 @@ def without_files() -> Iterator[None]:
     """Let what code of the program opens to write in the block be /dev/null, and let it remove and rename nothing.
 
     A loss that logs to a file of its own can so run many times. Files that were open lead nowhere in a child anyway.
+    New ones, as `tempfile` makes them, are written and read, and removed in the end.
     """
+    created = set[str]()
 
     def opened(before: Callable[..., Any], file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
-        if isinstance(mode, int) and mode & (os.O_WRONLY | os.O_RDWR):
-            file, mode = os.devnull, os.O_RDWR
-        elif isinstance(mode, str) and not isinstance(file, int) and not {*"wax+"}.isdisjoint(mode):
-            file, mode = os.devnull, mode.replace("x", "w")
+        is_flags = isinstance(mode, int)
+        is_written = mode & (os.O_WRONLY | os.O_RDWR) if is_flags else not {*"wax+"}.isdisjoint(mode)
+        if is_flags and mode & os.O_EXCL:
+            created.add(os.fspath(file))
+        elif is_written and not isinstance(file, int) and os.fspath(file) not in created:
+            file, mode = os.devnull, os.O_RDWR if is_flags else mode.replace("x", "w")
         return before(file, mode, *args, **kwargs)
 
-    nothing = ((os, x) for x in ("remove", "unlink", "rmdir", "rename", "replace", "truncate"))
+    changes = ((os, x) for x in ("remove", "unlink", "rmdir", "rename", "replace", "truncate"))
     with ExitStack() as stack:
+        stack.callback(lambda: [os.unlink(x) for x in created if os.path.exists(x)])
         for owner in (builtins, io, os):
             stack.enter_context(in_place_of(owner, "open", partial(opened, owner.open)))
-        for owner, name in ((torch, "save"), *nothing):
+        for owner, name in ((torch, "save"), *changes):
             stack.enter_context(in_place_of(owner, name, lambda *_, **__: None))
         yield

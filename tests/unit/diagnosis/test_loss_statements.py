@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -414,7 +415,7 @@ def test_a_cure_of_a_forward_is_judged_at_the_loss_behind_it(way: str, tmp_path:
 
 @pytest.mark.skipif(not can_fork(), reason="in this process all is written again")
 def test_a_loss_leaves_the_files_of_one_run(tmp_path: Path) -> None:
-    """Though each trial runs it whole: it appends to a log, exchanges a file, marks, removes and saves."""
+    """Though each trial runs it whole: it appends, exchanges, marks, removes, saves, and reads a scratch file."""
     model, log = Net(), tmp_path / "log"
 
     def logged(logits: Tensor) -> Tensor:
@@ -422,6 +423,10 @@ def test_a_loss_leaves_the_files_of_one_run(tmp_path: Path) -> None:
             file.write("a line")
         (tmp_path / "next").write_text(log.read_text())
         (tmp_path / "next").replace(tmp_path / "latest")
+        scratch = Path(tempfile.mkstemp(dir=tmp_path)[1])
+        scratch.write_text(f"{logits.sum():e}")
+        logits = logits + 0 * float(scratch.read_text())
+        os.replace(scratch, tmp_path / "sum")
         (tmp_path / f"mark of {os.getpid()}").touch()
         (tmp_path / "removed").unlink(missing_ok=True)
         torch.save(logits, tmp_path / "saved")
