@@ -236,7 +236,7 @@ def without_files() -> Iterator[None]:
 
     changes = ((os, x) for x in ("remove", "unlink", "rmdir", "rename", "replace", "truncate"))
     with ExitStack() as stack:
-        stack.callback(lambda: [os.unlink(x) for x in created if os.path.exists(x)])
+        stack.callback(lambda: [*map(os.remove, filter(os.path.exists, created))])
         for owner in (builtins, io, os):
             stack.enter_context(in_place_of(owner, "open", partial(opened, owner.open)))
         for owner, name in ((torch, "save"), *changes):
