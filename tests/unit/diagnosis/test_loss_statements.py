@@ -429,7 +429,7 @@ def test_a_loss_leaves_the_files_of_one_run(tmp_path: Path) -> None:
         os.replace(scratch, tmp_path / "sum")
         (tmp_path / f"mark of {os.getpid()}").touch()
         (tmp_path / "removed").unlink(missing_ok=True)
-        torch.save(logits, tmp_path / "saved")
+        torch.save(os.getpid(), tmp_path / "saved")
         return focal(logits, LABELS)
 
     with failing(model) as (failure, optimizer):
