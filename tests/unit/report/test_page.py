@@ -88,10 +88,13 @@ def test_the_policy_allows_no_script_and_no_connection() -> None:
 
 def test_a_chart_is_logarithmic_and_has_gaps() -> None:
     line = Line("<a>", "output", list("pqrst"), [1.0, 0.0, 10.0, nan, 100.0])
-    html = Chart("id", "title", "hint", "label", "call", "abs max", [line]).picture
-    circles = re.findall(r'cy="([\d.]+)" .*?<title>(.*?)</title>', html)
-    assert [title for _, title in circles] == ["&lt;a&gt;, p: 1", "&lt;a&gt;, r: 10", "&lt;a&gt;, t: 100"]
-    heights = [float(y) for y, _ in circles]
+    mark = Line("mark", "gone", ["r"], [10.0], [2], is_mark=True)
+    html = Chart("id", "title", "hint", "label", "call", "abs max", [line, mark]).picture
+    circles = re.findall(r'cx="([\d.]+)" cy="([\d.]+)" .*?<title>(.*?)</title>', html)
+    titles = ["&lt;a&gt;, p: 1", "&lt;a&gt;, r: 10", "&lt;a&gt;, t: 100", "mark, r: 10"]
+    assert [title for *_, title in circles] == titles
+    assert (circles[3][:2], html.count("<polyline")) == (circles[1][:2], 3)
+    heights = [float(y) for _, y, _ in circles]
     assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
 
 

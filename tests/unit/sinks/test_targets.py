@@ -152,12 +152,8 @@ def test_lines_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_numbers_of_a_batch_are_the_doublings_left() -> None:
     """By module over all its calls, the worst first; neither inputs nor zeros, and no module beyond those shown."""
     batch = BatchSummary(3, {})
-    for name, role, high in (
-        ("a", "output", 8.0),
-        ("", "input", 64.0),
-        ("a", "weight", 32.0),
-        ("", "output", 2.0),
-    ):
+    tensors = [("a", "output", 8.0), ("", "input", 64.0), ("a", "weight", 32.0), ("", "output", 2.0)]
+    for name, role, high in tensors:
         record = Record(role, role, (2,), "float16", 0.0, high, True, None)  # type: ignore[arg-type]
         batch.frames.append(Frame(3, name, "M", (record,)))
     bits = {"a": log2(65504 / 32), "(root)": log2(65504 / 2)}
