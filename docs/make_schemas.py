@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from nanwatch.blackbox import reader
 from nanwatch.report import events, report
 from nanwatch.report.finding_text import Explanation
-from nanwatch.scan import result as scans
+from nanwatch.scan import scan as scans
 from nanwatch.trace import result
 
 PLACE = Path(__file__).with_name("schemas")

@@ -17,9 +17,11 @@ import sys
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from math import prod
+from mmap import MADV_DONTNEED
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -30,42 +32,62 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+<<<<<<< HEAD
 from ..util.messages import near, needed, spell
 from ..util.program import each_module
 from .result import Problem
+=======
+from ..util.messages import near, needed, spell
+from ..util.program import each_module
+>>>>>>> 5ec07955 (scan, guard: three modules for four, each tensor by its library)
 
 _SUFFIXES = (".safetensors", ".gguf", ".npz", ".npy", ".pt", ".pth", ".bin", ".ckpt")
 _READS = "safetensors, GGUF, NumPy and torch.save, an index of such files, a folder of them or of DCP"
 _INDEX, _METADATA = ".index.json", ".metadata"
-_DONTNEED = 4  # of madvise(2)
 _AROUND = 1 << 16  # bytes that Linux maps around a page, from a multiple of them on
 _libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that a scan met. A fault makes a checkpoint unsound, anything else is worth a look.
+
+    `kind` is "file", "lost", "non-finite", "mask", "zeros", "dead", "range", "outlier" or "not checked".
+    """
+
+    kind: str
+    is_fault: bool
+    text: str
+    tensors: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        names = f"{', '.join(self.tensors)}: " if self.tensors else ""
+        return f"{self.kind:<12} {names}{self.text}"
 
 
 class Stored(NamedTuple):
     """One tensor of a checkpoint.
 
-    `regions` are the addresses at which its file is mapped. `load` returns the tensor, or the blocks of bytes of an
-    `encoding` of GGUF, which stands for `shape` elements and which `decoder` decodes.
+    `regions` are the addresses at which its file is mapped. `load` returns the tensor, or the rows of bytes of an
+    `encoding` of GGUF, which stand for `shape` elements and which `decoder` decodes.
     """
 
     file: Path
-    regions: tuple[range, ...]
+    regions: Sequence[range]
     name: str
     load: Callable[[], Tensor]
     encoding: str = ""
     shape: tuple[int, ...] = ()
-    block: tuple[int, int] = (1, 1)  # elements and bytes of a block of the encoding
     decoder: Callable[[Any], Any] | None = None
 
     def parts(self, x: Tensor, step: int) -> Sequence[Tensor]:
         """Return the parts of the loaded tensor in C order, to `decode`.
 
-        A part has `step` elements: a power of two from 2**13 on gives whole blocks of GGUF and of a fingerprint.
+        A part has `step` elements: a power of two from 2**13 on gives whole blocks of GGUF.
         """
-        flat, (elements, width) = x.reshape(-1), self.block
+        flat = x.reshape(-1)
         flat = flat.view(torch.uint8) if flat.dtype is torch.bool else flat  # a file may have any byte there
-        length = step // elements * width
+        length = step * flat.numel() // prod(self.shape) if self.encoding else step
         # A view takes a tenth of the read of 1 MiB.
         return flat.split(length) if flat.numel() > length else (flat,)
 
@@ -74,7 +96,7 @@ class Stored(NamedTuple):
         if self.decoder is None:
             return part
         with np.errstate(all="ignore"):
-            return torch.from_numpy(self.decoder(part.numpy().reshape(-1, self.block[1]))).flatten()
+            return torch.from_numpy(self.decoder(part.numpy()))
 
     def release(self, *tensors: Tensor) -> None:
         """Give the mapped pages from the first to the last of these back to the kernel.
@@ -85,7 +107,7 @@ class Stored(NamedTuple):
             if inside := [x for x in tensors if x.data_ptr() in region]:
                 first = max(min(x.data_ptr() for x in inside) // _AROUND * _AROUND, region.start)
                 last = min(max(x.data_ptr() + x.nbytes for x in inside) + _AROUND, region.stop)
-                _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _DONTNEED)
+                _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_DONTNEED)
 
 
 Entries: TypeAlias = Iterator[Stored | Problem]
@@ -159,10 +181,13 @@ def _file(path: Path) -> Entries:
 
 def _entries(reader: Callable[[Path], _Fields], path: Path) -> Entries:
     """Yield what the reader does. A damaged file makes a library raise any error, which is the problem then."""
-    regions = None
+    regions: Sequence[range] | None = None
     try:
         for fields in reader(path):
-            regions = _regions(path) if regions is None else regions  # the library has mapped the file by now
+            if regions is None:  # the library has mapped the file by now
+                maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
+                lines = rf"^(\w+)-(\w+) .*? {re.escape(os.path.realpath(path))}$"
+                regions = [range(int(a, 16), int(b, 16)) for a, b in re.findall(lines, maps, re.MULTILINE)]
             yield fields if isinstance(fields, Problem) else Stored(path, regions, *fields)
     except ImportError:
         raise
@@ -170,31 +195,12 @@ def _entries(reader: Callable[[Path], _Fields], path: Path) -> Entries:
         yield _fault(path, f"it cannot be read: {spell(error)}")
 
 
-def _regions(path: Path) -> tuple[range, ...]:
-    """Return the addresses at which this process has mapped the file."""
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
-    lines = re.findall(rf"^(\w+)-(\w+) .*? {re.escape(os.path.realpath(path))}$", maps, re.MULTILINE)
-    return tuple(range(int(first, 16), int(end, 16)) for first, end in lines)
-
-
 # The formats: each reader yields the name of a tensor and what loads it.
 
 
 def _safetensors_file(path: Path) -> _Fields:
-    library = needed("safetensors.torch", path.name, "scan")
-    opened = library.safe_open(path, framework="pt")  # refuses a bad header
-    # Unlike mmap's, this mapping keeps no file open.
-    mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8).numpy()
-    start = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
-    header = json.loads(mapped[8:start].tobytes())
-    for name in opened.keys():  # noqa: SIM118 - no dict
-        shape, dtype = header[name]["shape"], library._TYPES.get(header[name]["dtype"])
-        if dtype is None or 0 in shape:
-            yield name, partial(opened.get_tensor, name)
-        else:  # a view takes 2 us, where the package takes 14 to load a tensor
-            offset = start + header[name]["data_offsets"][0]
-            flat = torch.frombuffer(mapped, dtype=dtype, count=prod(shape), offset=offset)
-            yield name, partial(flat.view, shape)
+    opened = needed("safetensors.torch", path.name, "scan").safe_open(path, framework="pt")
+    yield from ((name, partial(opened.get_tensor, name)) for name in opened.keys())  # noqa: SIM118 - no dict
 
 
 # NumPy's arrays and scalars lie in many checkpoints, and making them runs no code of the file.
@@ -234,14 +240,12 @@ def _gguf_file(path: Path) -> _Fields:
     library = needed("gguf", "a GGUF file", "scan")
     for entry in library.GGUFReader(path, "c").tensors:
         data, encoding = torch.from_numpy(entry.data), entry.tensor_type
-        if encoding.name == "BF16":
-            yield entry.name, data.view(torch.bfloat16).detach
-        elif data.dtype is not torch.uint8:
-            yield entry.name, data.detach
+        if data.dtype is not torch.uint8 or encoding.name == "BF16":
+            yield entry.name, (data.view(torch.bfloat16) if encoding.name == "BF16" else data).detach
         else:
-            shape, block = tuple(map(int, reversed(entry.shape))), library.GGML_QUANT_SIZES[encoding]
+            shape = tuple(map(int, reversed(entry.shape)))
             decoder = partial(library.dequantize, qtype=encoding)
-            yield entry.name, data.detach, encoding.name.lower(), shape, block, decoder
+            yield entry.name, data.detach, encoding.name.lower(), shape, decoder
 
 
 _DCP = "torch.distributed.checkpoint"
@@ -265,6 +269,11 @@ class _Metadata(pickle.Unpickler):
 
 def _dcp(folder: Path) -> _Fields:
     dcp: Any = import_module(_DCP)  # takes 0.3 s
+    metadata, reader = (
+        _Metadata(io.BytesIO((folder / _METADATA).read_bytes())).load(),
+        dcp.FileSystemReader(folder),
+    )
+    reader.set_up_storage_reader(metadata, True)
 
     def load(name: str, entry: Any) -> Tensor:
         covered, numel = sum(prod(chunk.sizes) for chunk in entry.chunks), prod(entry.size)
@@ -275,9 +284,6 @@ def _dcp(folder: Path) -> _Fields:
         reader.read_data(planner.create_local_plan(), planner).wait()
         return x
 
-    metadata = _Metadata(io.BytesIO((folder / _METADATA).read_bytes())).load()
-    reader = dcp.FileSystemReader(folder)
-    reader.set_up_storage_reader(metadata, True)
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, dcp.TensorStorageMetadata):
             yield name, partial(load, name, entry)

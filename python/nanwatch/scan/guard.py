@@ -82,8 +82,8 @@ class CheckpointGuard:
 
     def __init__(self, reports: Any, failures: Any) -> None:
         self._reports, self._failures = reports, failures
-        self._raises = reports.options.on_nonfinite == "raise"
-        self._keeps = False  # the older checkpoints, because the newest is not finite
+        self.raises = reports.options.on_nonfinite == "raise"
+        self.keeps = False  # the older checkpoints, because the newest is not finite
         self._beside: dict[str, str] = {}  # where others are, by the paths that were asked for
         # Infinities that the model began with are meant: a buffer for a running minimum, a bias that masks.
         self._meant: set[str] = set()
@@ -91,28 +91,10 @@ class CheckpointGuard:
             tensors = dict(self._model_tensors())
             bad = {id(x) for x in nonfinite(tensors.values()) if not bool(torch.isnan(x).any())}
             self._meant = {name for name, x in tensors.items() if id(x) in bad}
-        self.remove = Handles(self, [_saves.add(weakly(self._on_save))]).remove
+        self.remove = Handles(self, [_guards.add(weakly(self._join))]).remove
 
-    def _on_save(self, save: Save) -> None:
-        save.raises |= self._raises
-        if not save.seam.called:
-            self._on_file(save)
-        elif not save.is_done and save.guard is None and (records := self.examine(save.content)):
-            save.guard, save.records = self, records
-        elif save.is_done:
-            self._beside.pop(save.file, None)
-            if self._keeps:  # a good one of the model ends that
-                weights = list(self._model_tensors())
-                self._keeps = all(_owner(weights, keys, x) is None for keys, x in tensors_in(save.content))
-
-    def _on_file(self, save: Save) -> None:
-        """Let a bad checkpoint stay beside where the program moves it, and delete no older one of a good name."""
-        if not save.seam.place:
-            save.is_done = self._keeps
-        elif not save.is_done and os.path.lexists(beside := self._beside.pop(save.file, "")):
-            target = os.path.abspath(os.fsdecode(save.bound.arguments["dst"]))
-            marked = self._beside[target] = _marked(target, os.path.isdir(beside))
-            save.changed = {"src": beside, "dst": marked}
+    def _join(self, guards: list[CheckpointGuard]) -> None:
+        guards.append(self)
 
     def examine(self, content: Any) -> list[Record]:
         """Return the records of what is not finite in it and is the watched model's."""
@@ -131,13 +113,13 @@ class CheckpointGuard:
                     faults.append(observe(x, label, role, allows_inf or name in self._meant))
         return [record for record in faults if record.is_fault]
 
-    def divert(self, save: Save) -> Any:
+    def divert(self, save: Save, records: list[Record]) -> Any:
         """Save beside the name that was asked for, and act on the failure."""
-        names = first_few([visible(record.label) or "the tensor" for record in save.records])
-        which = "a tensor that is" if len(save.records) == 1 else f"{len(save.records):,} tensors that are"
+        names = first_few([visible(record.label) or "the tensor" for record in records])
+        which = "a tensor that is" if len(records) == 1 else f"{len(records):,} tensors that are"
         text = f"{save.seam.called} was given {which} not finite ({names})"
-        self._keeps, changed = True, dict[str, Any]()
-        if save.is_joint:
+        self.keeps, changed = True, dict[str, Any]()
+        if save.is_joint():
             changed, text = {"planner": CheckpointRefusedError(text)}, f"{text}: no rank writes it"
         elif save.path is not None:
             beside = self._beside[save.file] = _marked(save.path, save.seam.is_folder)
@@ -145,17 +127,32 @@ class CheckpointGuard:
             text += f": the checkpoint is in {beside}, and {save.path} is untouched"
         else:
             self._beside |= {save.file: save.file} if save.file else {}
-            text += f", and wrote {'nothing' if self._raises else 'it'}: an open file has no other name"
+            text += f", and wrote {'nothing' if self.raises else 'it'}: an open file has no other name"
         # First, as the other ranks of a joint save wait for this one.
-        save.changed = changed
-        result = save.write() if changed or not self._raises else None
+        result = save.write(changed) if changed or not self.raises else None
         batch = max(self._reports.recorder.latest_batch, 0)
-        frame = Frame(batch, "(checkpoint)", save.seam.called, tuple(save.records), "save")
+        frame = Frame(batch, "(checkpoint)", save.seam.called, tuple(records), "save")
         incident = self._reports.of_frame(frame)
         incident.remark(text)
         self._failures.step_follows(incident)
         warn_user(text)
         return result
+
+    def follow(self, save: Save) -> dict[str, str]:
+        """Return where a bad checkpoint that the program moves is, and where it stays beside the good one."""
+        if not os.path.lexists(beside := self._beside.pop(save.file, "")):
+            return {}
+        target = os.path.abspath(os.fsdecode(save.arguments["dst"]))
+        marked = self._beside[target] = _marked(target, os.path.isdir(beside))
+        return {"src": beside, "dst": marked}
+
+    def note(self, save: Save) -> None:
+        """Let go of older checkpoints once a good one of the model is saved."""
+        self._beside.pop(save.file, None)
+        if self.keeps:
+            with suppressing("a checkpoint could not be read"):
+                weights = list(self._model_tensors())
+                self.keeps = all(_owner(weights, keys, x) is None for keys, x in tensors_in(save.content))
 
     def _model_tensors(self) -> Iterator[_Owned]:
         for keys, x in tensors_in(self._reports.model()):
@@ -200,69 +197,6 @@ def _marked(path: str, is_folder: bool) -> str:
     return f"{stem}{_MARK}{ending}"
 
 
-# The functions that save.
-
-_is_saving = ContextVar("nanwatch.is_saving", default=False)  # a save calls further guarded functions
-
-
-class Save:
-    """One call that saves: its content and place, what the guards say of it, and how to go on.
-
-    `content` is nested containers of tensors, or a model. `path` is None for an open file and for a storage of the
-    user's own.
-    """
-
-    def __init__(self, seam: Seam, bound: inspect.BoundArguments, original: Callable[..., Any]) -> None:
-        self.seam, self.bound, self._original = seam, bound, original
-        content, place = bound.arguments.get(seam.content), bound.arguments.get(seam.place)
-        self.content = bound.arguments.get("self") if content is None else content
-        if place is None:
-            place = getattr(bound.arguments.get("storage_writer"), "path", None)
-        self.path = os.fsdecode(place) if isinstance(place, str | bytes | os.PathLike) else None
-        name = getattr(place, "name", None) if self.path is None else self.path  # also of an open file
-        self.file = ""
-        if isinstance(name, str) and not bound.arguments.keys() & {"src_dir_fd", "dst_dir_fd"}:
-            with suppress(OSError):  # there may be no working directory any more
-                self.file = os.path.abspath(name)
-        self.guard: CheckpointGuard | None = None  # the first that finds the `records` not finite
-        self.records: list[Record] = []
-        self.changed: dict[str, Any] = {}  # arguments
-        self.raises = self.is_done = False
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether several ranks save the same checkpoint, and fail or succeed together."""
-        get, is_dcp = self.bound.arguments.get, self.seam.called.startswith(_DCP)
-        is_alone = get("no_dist") or not get("use_collectives", True)
-        if not is_dcp or is_alone or not distributed.is_available() or not distributed.is_initialized():
-            return False
-        return distributed.get_world_size(get("process_group")) > 1
-
-    def write(self) -> Any:
-        """Save as asked, or with the `changed` arguments, past all guards.
-
-        Warn where a rank refused its part in a joint save and the run goes on.
-        """
-        bound = copy.copy(self.bound)
-        bound.arguments = {**bound.arguments, **self.changed}
-        if (writer := bound.arguments.get("storage_writer")) is not None and self.seam.place in self.changed:
-            bound.arguments["storage_writer"] = copy.copy(writer)  # it would remember the path
-        token = _is_saving.set(True)
-        try:
-            return self._original(*bound.args, **bound.kwargs)
-        except BaseException as error:
-            # A CheckpointException, which is no Exception, has the failures by rank.
-            failures = getattr(error, "failures", {}) if type(error).__name__ == "CheckpointException" else {}
-            is_refusal = any(isinstance(x, CheckpointRefusedError) for x, _ in failures.values())
-            if not is_refusal or (self.raises and self.guard is None):
-                raise
-            if self.guard is None:
-                words = "a rank refused a checkpoint that is not finite, and no rank wrote it"
-                warn_user(f"{self.seam.called}: {words}")
-        finally:
-            _is_saving.reset(token)
-
-
 class CheckpointRefusedError(RuntimeError):
     """The reason why a rank has no part in a checkpoint, and the planner of a save that has no plan.
 
@@ -272,6 +206,63 @@ class CheckpointRefusedError(RuntimeError):
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """Raise the error at the beginning of the save."""
         raise self
+
+
+# The functions that save.
+
+_is_saving = ContextVar("nanwatch.is_saving", default=False)  # a save calls further guarded functions
+
+
+class Save:
+    """One call of a guarded function: its content and place, and how to go on.
+
+    `content` is nested containers of tensors, or a model. `path` is None for an open file and for a storage of the
+    user's own. `file` is the whole path, also of an open file.
+    """
+
+    def __init__(self, seam: Seam, bound: inspect.BoundArguments, original: Any, guards: Any) -> None:
+        self.seam, self._bound, self._original, self._guards = seam, bound, original, guards
+        self.arguments = arguments = bound.arguments
+        content, place = arguments.get(seam.content), arguments.get(seam.place)
+        self.content = arguments.get("self") if content is None else content
+        if place is None:
+            place = getattr(arguments.get("storage_writer"), "path", None)
+        self.path = os.fsdecode(place) if isinstance(place, str | bytes | os.PathLike) else None
+        name = getattr(place, "name", None) if self.path is None else self.path
+        is_relative = bool(arguments.keys() & {"src_dir_fd", "dst_dir_fd"})
+        self.file = os.path.abspath(name) if isinstance(name, str) and not is_relative else ""
+
+    def is_joint(self) -> bool:
+        """Return whether several ranks save the same checkpoint, and fail or succeed together."""
+        get, is_dcp = self.arguments.get, self.seam.called.startswith(_DCP)
+        is_alone = get("no_dist") or not get("use_collectives", True)
+        if not is_dcp or is_alone or not distributed.is_available() or not distributed.is_initialized():
+            return False
+        return distributed.get_world_size(get("process_group")) > 1
+
+    def write(self, changed: dict[str, Any]) -> Any:
+        """Save as asked, or with the `changed` arguments, past all guards.
+
+        Warn where a rank refused its part in a joint save and the run goes on.
+        """
+        bound = copy.copy(self._bound)
+        bound.arguments = {**self.arguments, **changed}
+        if (writer := self.arguments.get("storage_writer")) is not None and self.seam.place in changed:
+            bound.arguments["storage_writer"] = copy.copy(writer)  # it would remember the path
+        token = _is_saving.set(True)
+        try:
+            return self._original(*bound.args, **bound.kwargs)
+        except BaseException as error:
+            # A CheckpointException, which is no Exception, has the failures by rank.
+            failures = getattr(error, "failures", {}) if type(error).__name__ == "CheckpointException" else {}
+            is_refusal = any(isinstance(x, CheckpointRefusedError) for x, _ in failures.values())
+            if not is_refusal or (not changed and any(guard.raises for guard in self._guards)):
+                raise
+            if not changed:
+                words = "a rank refused a checkpoint that is not finite, and no rank wrote it"
+                warn_user(f"{self.seam.called}: {words}")
+        finally:
+            _is_saving.reset(token)
 
 
 def _install(_call: object) -> SimpleNamespace:
@@ -303,26 +294,35 @@ def _replace(owner: Any, before: Any, after: Any) -> None:
                 setattr(place, key, after)
 
 
-_saves = GlobalHooks(_install)  # hook(save), before a save and once it `is_done`
+_guards = GlobalHooks(_install)  # hook(guards), which puts a guard into the list
 
 
-def _guarded(seam: Seam, original: Any) -> Any:
+def _guarded(seam: Seam, original: Callable[..., Any]) -> Any:
     signature = inspect.signature(original)
 
     @wraps(original)
     def guarded(*args: Any, **kwargs: Any) -> Any:
+        guards: list[CheckpointGuard] = []
+        if not _is_saving.get():
+            _guards.call(guards)
         save = None
-        with suppress(TypeError):  # the function itself says what is wrong
-            save = None if _is_saving.get() else Save(seam, signature.bind(*args, **kwargs), original)
+        # The function itself says what is wrong with its arguments. There may be no working directory any more.
+        with suppress(TypeError, OSError):
+            save = Save(seam, signature.bind(*args, **kwargs), original, guards) if guards else None
         # No guard reads one tensor of many of DCP, which its threads write.
         if save is None or (save.path is None and isinstance(save.content, Tensor)):
             return original(*args, **kwargs)
-        _saves.call(save)
-        if save.guard is not None or save.is_done:
-            return None if save.guard is None else save.guard.divert(save)
-        result = save.write()
-        save.is_done = True
-        _saves.call(save)
+        if not seam.called:
+            if not seam.place and any(guard.keeps for guard in guards):
+                return None
+            moves = [guard.follow(save) for guard in guards] if seam.place else []
+            return save.write(next(filter(None, moves), {}))
+        for guard in guards:
+            if records := guard.examine(save.content):
+                return guard.divert(save, records)
+        result = save.write({})
+        for guard in guards:
+            guard.note(save)
         return result
 
     return guarded

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+import json
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from math import inf, prod, sqrt
 from os import PathLike
 from pathlib import Path
@@ -21,24 +23,153 @@ from torch import Tensor
 from ..history.monitor import apart_from_siblings
 from ..numerics import _extension
 from ..numerics.fit import edges
+<<<<<<< HEAD
 from ..numerics.formats import BY_NAME, limits
 from ..numerics.ranges import block_sums, health_of_parts, healths, sealed, tensor_health
 from ..numerics.readable import dtype_name, is_plain, type_name, unreadable
 from ..util.messages import Tell, silent, spell, without_wrappers
 from .files import Stored, open_checkpoint
 from .result import Change, Problem, Scan, TensorScan
+=======
+from ..numerics.formats import BY_NAME, TensorHealth, limits
+from ..numerics.ranges import health_of_parts, healths, tensor_health
+from ..numerics.readable import dtype_name, is_plain, type_name, unreadable
+from ..records.reading import plain
+from ..util.progress import Tell, silent
+from ..util.visible import spell, visible, without_wrappers
+from .files import Problem, Stored, open_checkpoint
+>>>>>>> 5ec07955 (scan, guard: three modules for four, each tensor by its library)
 
+SCHEMA, VERSION = "nanwatch.scan", 6
 PART = 1 << 22  # bytes: a call reads two or three, so that threads rarely wake and memory stays small
 _STEP = 1 << 18  # elements of a comparison: its temporaries stay in the caches
 _MANY_ZEROS = 0.25  # blocks of 4 bits make up to 17 % of random numbers zero
 _SHOWN = 5  # dead rows whose numbers are kept
+_MOST_LINES = 10  # of one kind in the text
 _MOST_THREADS = 16  # more are no faster, and each has a part in memory
+_NARROW = {name: BY_NAME[name].ends for name in ("float16", "bfloat16")}
 # Relative, of a tensor: rounding to float8_e5m2 takes at most this. A cast that makes everything zero takes more.
 _MOST_ROUNDED = 0.125
 
-Member: TypeAlias = tuple[Stored, TensorScan]
-_Part: TypeAlias = tuple[Stored, Tensor]
-_Row: TypeAlias = tuple[list[float], Tensor]  # of a part: its health, and sums for the fingerprint
+
+@dataclass(slots=True)
+class TensorScan:
+    """One tensor. `unread` says why its values are not checked, `lost` why they are not all in the file.
+
+    `dtype` is the name of a number format, or of an encoding of GGUF ("q8_0"). With `against`, `fingerprint` is
+    `nanwatch.fingerprint` of the tensor, of an encoded one that of its bytes.
+    """
+
+    name: str
+    file: str
+    dtype: str = "unknown"
+    shape: tuple[int, ...] = ()
+    nbytes: int = 0
+    unread: str = ""
+    lost: str = ""
+    health: TensorHealth | None = None
+    fingerprint: int | None = None
+    dead_rows: int = 0
+    first_dead_rows: tuple[int, ...] = ()
+
+    @property
+    def is_float(self) -> bool:
+        """Whether its values were read and are numbers of floating point with a sign, also as blocks of GGUF."""
+        return self.health is not None and (self.dtype not in BY_NAME or BY_NAME[self.dtype].has_sign_bit)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Tensor of two checkpoints: its name in the original, and in the other; "" where it has none.
+
+    `kind` is "equal" (to the bit), "converted" (each element is the nearest in the narrower format), "changed",
+    "missing there", "only there", or "not compared" with the reason in `text`. `relative` is the norm of the difference
+    by that of the original.
+    """
+
+    name: str
+    other: str
+    kind: str
+    text: str = ""
+    relative: float = 0.0
+
+    def __str__(self) -> str:
+        names = " -> ".join(dict.fromkeys(name for name in (self.name, self.other) if name))
+        text = f" ({self.text})" if self.text else ""
+        return f"{self.relative:>9.3g} {self.kind:>13}  {names}{text}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Scan:
+    """Result of `nanwatch.scan`: `changes` are from the checkpoint in `paths`, the original, to `against`."""
+
+    paths: tuple[str, ...]
+    against: str | None
+    tensors: tuple[TensorScan, ...]
+    problems: tuple[Problem, ...]
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether all files are whole and no value is nan or inf, but for those of masks."""
+        return not any(problem.is_fault for problem in self.problems)
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the values of any tensor were read."""
+        return any(tensor.health is not None for tensor in self.tensors)
+
+    @property
+    def is_faithful(self) -> bool:
+        """Whether the checkpoint `against` has all tensors, equal or as exact as its formats allow."""
+        return all(change.kind in ("equal", "converted") for change in self.changes)
+
+    def to_json(self) -> str:
+        """Return the result as one JSON document."""
+        head = {"schema": SCHEMA, "version": VERSION, "is_sound": self.is_sound}
+        faithful = {} if self.against is None else {"is_faithful": self.is_faithful}
+        return json.dumps({**head, **faithful, **plain(self)}, allow_nan=False, indent=2)
+
+    def to_text(self) -> str:
+        """Return the result for people."""
+        faults = [problem for problem in self.problems if problem.is_fault]
+        remarks = [problem for problem in self.problems if not problem.is_fault]
+        verdict = "sound" if self.is_checked else "nothing was checked"
+        verdict = f"{len(faults)} fault{'s' * (len(faults) > 1)}" if faults else verdict
+        num_unread = sum(bool(tensor.unread) for tensor in self.tensors)
+        not_checked = f", {num_unread} tensors not checked" if num_unread else ""
+        size = sum(tensor.nbytes for tensor in self.tensors) / 1e6
+        dtypes = Counter(tensor.dtype for tensor in self.tensors).most_common()
+        listed = f" ({', '.join(f'{dtype} {count:,}' for dtype, count in dtypes)})" if dtypes else ""
+        paths = ", ".join(self.paths)
+        lines = [f"{paths}: {verdict}{not_checked}", f"{len(self.tensors):,} tensors, {size:,.2f} MB{listed}"]
+        lines += [*_section("Faults:", faults), *_section("Worth a look:", remarks)]
+        if self.against is not None:
+            counts = Counter(change.kind for change in self.changes).items()
+            listed = ", ".join(f"{count:,} {kind}" for kind, count in counts) or "nothing to compare"
+            lines += ["", f"Original: {paths}. What became of it: {self.against}."]
+            lines += [f"{'Faithful' if self.is_faithful else 'Not the same'}: {listed}"]
+            changes = [x for x in self.changes if x.kind != "equal" or _is_renamed(x)]
+            changes.sort(key=lambda change: -change.relative)
+            lines += _section(f"{'relative':>11} {'':>13}  tensor", changes)
+        return "\n".join(map(visible, lines))
+
+    __repr__ = to_text
+
+
+def _is_renamed(change: Change) -> bool:
+    return without_wrappers(change.name) != without_wrappers(change.other)
+
+
+def _section(title: str, rows: Sequence[Problem | Change]) -> Iterator[str]:
+    """Yield the title and the first rows of each kind, nothing where there are no rows."""
+    if rows:
+        yield from ("", title)
+    for kind in dict.fromkeys(row.kind for row in rows):
+        texts = [str(row) for row in rows if row.kind == kind]
+        yield from (f"  {text}" for text in texts[:_MOST_LINES])
+        if (left := len(texts) - _MOST_LINES) > 0:
+            yield f"    and {left:,} more (--json has them all)"
 
 
 def scan(
@@ -89,21 +220,23 @@ def scan(
 
 # The values of each tensor.
 
+_Member: TypeAlias = tuple[Stored, TensorScan]
+_Loaded: TypeAlias = tuple[Stored, TensorScan, Tensor, int, Sequence[Tensor]]  # parts of so many elements
+
 
 @torch.inference_mode()  # without autograd a tensor of 1 MiB takes a tenth less
-def _read_all(paths: Sequence[Any], tell: Tell, *, fingerprints: bool) -> tuple[list[Member], list[Problem]]:
+def _read_all(paths: Sequence[Any], tell: Tell, *, fingerprints: bool) -> tuple[list[_Member], list[Problem]]:
     entries = [entry for path in paths for entry in open_checkpoint(Path(path))]
-    readings: list[_Reading] = []
+    members = [(x, TensorScan(x.name, str(x.file))) for x in entries if isinstance(x, Stored)]
+    loaded: list[_Loaded] = []
     with ThreadPoolExecutor(min(torch.get_num_threads(), _MOST_THREADS), initializer=_compute_alone) as pool:
         # No thread reads meanwhile: it would wake when a call of PyTorch here lets go of the interpreter, as most do.
-        for number, entry in enumerate(entries):
-            if isinstance(entry, Stored):
-                readings.append(reading := _Reading(entry))
-                if not reading.is_mapped:  # one at a time is in memory
-                    tell("reading", number, len(entries), "tensors")
-                    _read(pool, silent, fingerprints, [reading])
-        _read(pool, tell, fingerprints, [reading for reading in readings if reading.is_mapped])
-    members = [(x.stored, TensorScan(x.stored.name, str(x.stored.file), **x.facts)) for x in readings]
+        for number, (stored, tensor) in enumerate(members):
+            loaded += _load(stored, tensor)
+            if loaded and not any(loaded[-1][-1][0].data_ptr() in region for region in stored.regions):
+                tell("reading", number, len(members), "tensors")
+                _read(pool, silent, fingerprints, [loaded.pop()])  # one at a time is in memory
+        _read(pool, tell, fingerprints, loaded)
     return members, [entry for entry in entries if isinstance(entry, Problem)]
 
 
@@ -115,92 +248,78 @@ def _compute_alone() -> None:
         ctypes.CDLL(None).omp_set_num_threads(1)
 
 
-class _Reading:
-    """One tensor while it is read: its parts of `step` elements, and the fields of its TensorScan."""
-
-    def __init__(self, stored: Stored) -> None:
-        self.stored, self.is_mapped, self.step = stored, False, 0
-        self.x: Tensor | None = None
-        self.parts: Sequence[Tensor] = ()
-        self.facts: dict[str, Any] = {}
-        try:
-            x = stored.load()
-            shape = () if x.is_nested else tuple(x.shape)  # some sizes of a nested tensor are no numbers
-            self.facts.update(dtype=dtype_name(x.dtype), shape=shape, unread=unreadable(x))
-            if self.facts["unread"]:
-                return
-            if not is_plain(x):
-                self.facts["health"] = tensor_health(x)
-                return
-            if stored.encoding:
-                self.facts.update(dtype=stored.encoding, shape=stored.shape)
-                stored.decode(x.reshape(-1)[: stored.block[1]])  # raises where gguf has no decoder
-            self.facts["nbytes"], self.x = x.nbytes, x
-            self.step = PART // (4 if stored.encoding else x.element_size())
-            self.parts = stored.parts(x, self.step)
-            self.is_mapped = any(self.parts[0].data_ptr() in region for region in stored.regions)
-        except Exception as error:
-            # PyTorch does not read the dtype or layout, or a library meets the damage when it loads the tensor.
-            kind = "unread" if isinstance(error, TypeError | NotImplementedError) else "lost"
-            self.facts[kind] = spell(error)
-
-    def conclude(self, rows: Sequence[_Row], fingerprints: bool) -> None:
-        """Put together what was read of the parts, and let go of the tensor."""
-        x, self.x, self.parts = self.x, None, ()
-        if x is None:
-            return
-        columns = {number * self.step: row for number, (row, _) in enumerate(rows)}
-        health = self.facts["health"] = health_of_parts(columns, self.facts["shape"])
-        if fingerprints:
-            sums = torch.cat([sums for _, sums in rows])
-            self.facts["fingerprint"] = sealed(sums, dtype_name(x.dtype), x.shape)
-        has_rows = not self.stored.encoding and x.is_floating_point() and x.dim() > 1
-        # With fewer zeros than a row has elements no row is dead.
-        if has_rows and 1 < (width := prod(x.shape[1:])) <= health.num_zero:
-            dead = _dead_rows(self.stored, x.reshape(-1, width))
-            self.facts["dead_rows"], self.facts["first_dead_rows"] = dead
+def _load(stored: Stored, tensor: TensorScan) -> list[_Loaded]:
+    """Load a tensor and note its form. Return it where its parts are to be read."""
+    try:
+        x = stored.load()
+        tensor.dtype, tensor.unread = dtype_name(x.dtype), unreadable(x)
+        tensor.shape = () if x.is_nested else tuple(x.shape)  # some sizes of a nested tensor are no numbers
+        if tensor.unread:
+            return []
+        if not is_plain(x):
+            tensor.health = tensor_health(x)
+            return []
+        if stored.encoding:
+            tensor.dtype, tensor.shape = stored.encoding, stored.shape
+            stored.decode(x.view(-1, x.shape[-1])[0])  # raises where gguf has no decoder
+        tensor.nbytes = x.nbytes
+        step = PART // (4 if stored.encoding else x.element_size())  # gguf decodes to float32
+        return [(stored, tensor, x, step, stored.parts(x, step))]
+    except Exception as error:
+        # PyTorch does not read the dtype or layout, or a library meets the damage when it loads the tensor.
+        is_damaged = not isinstance(error, TypeError | NotImplementedError)
+        tensor.lost, tensor.unread = (spell(error), "") if is_damaged else ("", spell(error))
+        return []
 
 
-def _read(pool: ThreadPoolExecutor, tell: Tell, fingerprints: bool, readings: Sequence[_Reading]) -> None:
-    groups, room = list[list[_Part]](), 0
-    for stored, part in ((reading.stored, part) for reading in readings for part in reading.parts):
+def _read(pool: ThreadPoolExecutor, tell: Tell, fingerprints: bool, loaded: Sequence[_Loaded]) -> None:
+    """Read all parts in the threads, and put together what is known of each tensor."""
+    groups, room = list[list[tuple[Stored, Tensor]]](), 0
+    for stored, part in ((stored, part) for stored, *_, parts in loaded for part in parts):
         if room <= 0:
             groups.append([])
             room = 2 * PART
         groups[-1].append((stored, part))
         # A part that is to be decoded becomes as large as PART, and is read alone.
         room = 0 if stored.encoding else room - part.nbytes
-    rows: list[_Row] = []
+    rows: list[tuple[list[float], Tensor]] = []
     for number, group_rows in enumerate(pool.map(partial(_read_group, fingerprints), groups)):
         tell("reading", number, len(groups), "parts")
         rows += group_rows
     rows_left = iter(rows)
-    for reading in readings:
-        reading.conclude([*islice(rows_left, len(reading.parts))], fingerprints)
+    for stored, tensor, x, step, parts in loaded:
+        columns, sums = zip(*islice(rows_left, len(parts)), strict=True)
+        tensor.health = health_of_parts({n * step: row for n, row in enumerate(columns)}, tensor.shape)
+        if fingerprints:
+            tensor.fingerprint = sealed(torch.cat(sums), dtype_name(x.dtype), x.shape)
+        num_zero, is_float = tensor.health.num_zero, not stored.encoding and x.is_floating_point()
+        # With fewer zeros than a row has elements no row is dead.
+        if num_zero and is_float and 1 < prod(x.shape[1:]) <= num_zero:
+            _find_dead_rows(stored, tensor, x.reshape(len(x), -1))
 
 
 @torch.inference_mode()
-def _read_group(fingerprints: bool, group: Sequence[_Part]) -> Sequence[_Row]:
-    """Read the parts by one call, and give their pages back."""
+def _read_group(
+    fingerprints: bool, group: Sequence[tuple[Stored, Tensor]]
+) -> list[tuple[list[float], Tensor]]:
+    """Return the health of each part, read by one call, and its sums for the fingerprint. Give the pages back."""
     columns = healths([stored.decode(part) for stored, part in group])
     rows = [(row, block_sums(x) if fingerprints else x) for row, (_, x) in zip(columns, group, strict=True)]
-    for stored in {stored.regions: stored for stored, _ in group}.values():
+    for stored in {stored.file: stored for stored, _ in group}.values():
         stored.release(*(part for _, part in group))
     return rows
 
 
-def _dead_rows(stored: Stored, rows: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Return how many rows are all zero, and the numbers of the first."""
-    count, first = 0, list[int]()
+def _find_dead_rows(stored: Stored, tensor: TensorScan, rows: Tensor) -> None:
+    """Count the rows that are all zero, and note the first."""
     step = max(PART // 8 // rows.shape[1], 1)  # they become float64
     for start in range(0, len(rows), step):
         # PyTorch's `any` refuses formats of 8 bits.
         dead = rows[start : start + step].double().any(1).logical_not_().nonzero().flatten().numpy()
-        count += len(dead)
-        first += (start + dead[: _SHOWN - len(first)]).tolist()
+        tensor.dead_rows += len(dead)
+        tensor.first_dead_rows += tuple((start + dead[: _SHOWN - len(tensor.first_dead_rows)]).tolist())
         # With the first page Linux has mapped pages of the part before again.
         stored.release(rows[max(start - step, 0) : start + step])
-    return count, tuple(first)
 
 
 # Search for problems in the tensors.
@@ -230,8 +349,8 @@ def _remarks(tensor: TensorScan) -> Iterator[tuple[str, bool, str]]:
         listed = ", ".join(map(str, tensor.first_dead_rows)) + (", ..." if count > _SHOWN else "")
         yield "dead", False, f"{count:,} rows are all zero: {listed}"
     ends = limits(tensor.dtype)
-    for name in ("float16", "bfloat16"):
-        if ends is None or ends.largest <= BY_NAME[name].ends.largest:
+    for name, narrow in _NARROW.items():
+        if ends is None or ends.largest <= narrow.largest:
             continue
         if largest >= edges(name).overflows_from:
             yield "range", False, f"abs max {largest:.4g} overflows in {name}"
@@ -243,9 +362,16 @@ def _outliers(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
     floats = [(tensor.name.rpartition("."), tensor.health) for tensor in tensors if tensor.is_float]
     peaks = {(name[0], name[2]): health.finite_abs_max for name, health in floats if health is not None}
     for factor, (module, label), pattern, siblings in apart_from_siblings(peaks):
+        peak, middle = peaks[module, label], f"{median(siblings):.4g}"
+        # A median that is nearly 0 is no measure: the factor is then that of a larger number.
+        least = f"{peak / factor:.4g}"
+        base = (
+            f"the median {middle}"
+            if least == middle
+            else f"{least}, which stands for the smaller median {middle}"
+        )
         text = (
-            f"abs max {peaks[module, label]:.4g} is {factor:.3g} times the median {median(siblings):.4g} of the"
-            f" {len(siblings)} other {pattern}.{label}"
+            f"abs max {peak:.4g} is {factor:.3g} times {base} of the {len(siblings)} other {pattern}.{label}"
         )
         yield Problem("outlier", False, text, (f"{module}.{label}".removeprefix("."),))
 
@@ -253,27 +379,26 @@ def _outliers(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
 # Comparison of two checkpoints.
 
 
-def _changes(first: Sequence[Member], second: Sequence[Member], tell: Tell) -> Iterator[Change]:
+def _changes(first: Sequence[_Member], second: Sequence[_Member], tell: Tell) -> Iterator[Change]:
     """Yield how the tensors of `second` differ from those of `first`.
 
     They are matched by name, and by fingerprint where names differ. Those that have the same, as the random states of
     several ranks in a folder, are matched in their order.
     """
-    by_name, by_value = defaultdict[str, deque[Member]](deque), defaultdict[int | None, deque[Member]](deque)
-    for member in second:
-        by_name[without_wrappers(member[1].name)].append(member)
-    named = [by_name[without_wrappers(tensor.name)] for _, tensor in first]
-    matches = [members.popleft() if members else None for members in named]
-    for member in chain.from_iterable(by_name.values()):
-        by_value[_value(member[1])].append(member)
-    for number, (member, match) in enumerate(zip(first, matches, strict=True)):
+    keys: tuple[Callable[[TensorScan], Any], ...] = (lambda tensor: without_wrappers(tensor.name), _value)
+    left, matches = dict(enumerate(second)), dict[int, _Member]()
+    for key in keys:
+        places = defaultdict[Any, deque[int]](deque)
+        for place, (_, tensor) in left.items():
+            places[key(tensor)].append(place)
+        for number, (_, tensor) in enumerate(first):
+            if number not in matches and key(tensor) is not None and places[key(tensor)]:
+                matches[number] = left.pop(places[key(tensor)].popleft())
+    for number, member in enumerate(first):
         tell("comparing", number, len(first), "tensors")
-        value = _value(member[1])
-        if match is None and value is not None and by_value[value]:
-            match = by_value[value].popleft()
+        match = matches.get(number)
         yield Change(member[1].name, "", "missing there") if match is None else _change(member, match)
-    for _, tensor in chain.from_iterable(by_value.values()):
-        yield Change("", tensor.name, "only there")
+    yield from (Change("", tensor.name, "only there") for _, tensor in left.values())
 
 
 def _value(tensor: TensorScan) -> int | None:
@@ -282,11 +407,11 @@ def _value(tensor: TensorScan) -> int | None:
     return None if health is None or health.abs_min == health.abs_max else tensor.fingerprint
 
 
-def _change(first: Member, second: Member) -> Change:
+def _change(first: _Member, second: _Member) -> Change:
     (stored, a), (other, b) = first, second
-    why = a.lost or a.unread or b.lost or b.unread
     if a.fingerprint == b.fingerprint is not None:
         return Change(a.name, b.name, "equal")
+    why = a.lost or a.unread or b.lost or b.unread
     if not why and a.shape != b.shape:
         why = f"{list(a.shape)} is no {list(b.shape)}"
     elif not why and a.dtype != b.dtype and not (a.is_float and b.is_float):
