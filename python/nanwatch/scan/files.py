@@ -32,14 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-<<<<<<< HEAD
 from ..util.messages import near, needed, spell
 from ..util.program import each_module
-from .result import Problem
-=======
-from ..util.messages import near, needed, spell
-from ..util.program import each_module
->>>>>>> 5ec07955 (scan, guard: three modules for four, each tensor by its library)
 
 _SUFFIXES = (".safetensors", ".gguf", ".npz", ".npy", ".pt", ".pth", ".bin", ".ckpt")
 _READS = "safetensors, GGUF, NumPy and torch.save, an index of such files, a folder of them or of DCP"

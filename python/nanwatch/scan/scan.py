@@ -23,22 +23,12 @@ from torch import Tensor
 from ..history.monitor import apart_from_siblings
 from ..numerics import _extension
 from ..numerics.fit import edges
-<<<<<<< HEAD
-from ..numerics.formats import BY_NAME, limits
+from ..numerics.formats import BY_NAME, TensorHealth, limits
 from ..numerics.ranges import block_sums, health_of_parts, healths, sealed, tensor_health
 from ..numerics.readable import dtype_name, is_plain, type_name, unreadable
-from ..util.messages import Tell, silent, spell, without_wrappers
-from .files import Stored, open_checkpoint
-from .result import Change, Problem, Scan, TensorScan
-=======
-from ..numerics.formats import BY_NAME, TensorHealth, limits
-from ..numerics.ranges import health_of_parts, healths, tensor_health
-from ..numerics.readable import dtype_name, is_plain, type_name, unreadable
-from ..records.reading import plain
-from ..util.progress import Tell, silent
-from ..util.visible import spell, visible, without_wrappers
+from ..records.fields import plain
+from ..util.messages import Tell, silent, spell, visible, without_wrappers
 from .files import Problem, Stored, open_checkpoint
->>>>>>> 5ec07955 (scan, guard: three modules for four, each tensor by its library)
 
 SCHEMA, VERSION = "nanwatch.scan", 6
 PART = 1 << 22  # bytes: a call reads two or three, so that threads rarely wake and memory stays small

@@ -1,6 +1,7 @@
 """`nanwatch.scan` and `nanwatch scan`: what they meet in planted checkpoints, and their forms."""
 
 import json
+import re
 import subprocess
 import sys
 from unittest import mock
@@ -47,6 +48,16 @@ def test_planted_faults_are_named_with_their_place(layers, tmp_path):
     assert (names(result, "mask"), names(result, "zeros")) == (["mask"], ["bias\x1b[31m"])
     assert "\x1b" not in result.to_text()
     assert sorted(names(result, "range")) == ["big"] * 2 + ["layers.5.w.weight"] * 2 + ["second.moment"]
+
+
+@pytest.mark.parametrize("siblings", [[3e-9, 2e-9, 2.5e-9, 0.0], [0.3, 0.2, 0.5, 0.4]])
+def test_the_numbers_of_an_outlier_are_those_that_were_compared(siblings, tmp_path):
+    tensors = {f"h.{i}.w": torch.tensor([x, -x / 2]) for i, x in enumerate([*siblings, 4.25])}
+    save_file(tensors, tmp_path / "x.safetensors")
+    (problem,) = (x for x in nanwatch.scan(tmp_path / "x.safetensors").problems if x.kind == "outlier")
+    numbers = re.match(r"abs max (\S+) is (\S+) times (?:the median )?([^\s,]+).* of the 4 other h\.\*\.w$", problem.text)
+    peak, factor, base = map(float, numbers.groups())
+    assert (peak, factor, base) == pytest.approx((4.25, 4.25 / base, max(np.median(siblings), 0.1)), rel=0.005)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.9])
