@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 import nanwatch
 from nanwatch.scan import scan as scan_module
-from nanwatch.scan.files import _safetensors_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -189,11 +188,3 @@ def test_the_content_tells_the_format_where_the_ending_does_not(tmp_path):
     os.mkfifo(tmp_path / "pipe.safetensors")
     with pytest.raises(ValueError, match="no regular file"):
         nanwatch.scan(tmp_path / "pipe.safetensors")
-
-
-def test_a_mapped_file_is_not_kept_open(tmp_path):
-    """A checkpoint may have more shards than a process may open."""
-    save_file({"a": torch.ones(2)}, file := tmp_path / "one.safetensors")
-    ((_, load),) = _safetensors_file(file)
-    assert str(file) not in [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
-    assert load().tolist() == [1, 1]
