@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 
@@ -87,6 +88,13 @@ void bind_range(const py::type& type, const py::function& fallback) {
   abs_range_def.ml_doc = strdup(("abs_range(x, /)\n--\n\n" + text).c_str());
 }
 
+bool are_finite(const py::list& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [](py::handle x) {
+    View view;
+    return plain_view(x.ptr(), &view) && range_cpu(view).isfinite;
+  });
+}
+
 // In C++ no other thread comes in between: see _extension.instances_of.
 py::list instances_of(const py::type& kind) {
   const py::object get_objects = py::module_::import("gc").attr("get_objects");
@@ -137,7 +145,7 @@ void bind_recorder(py::module_& m) {
                  Helpers{helpers["observe"], helpers["leaves"], helpers["is_container"], helpers["spell_key"],
                          helpers["completed_record"], helpers["plain_mask"]},
                  std::move(events), std::move(frame_type), std::move(start_type));
-             if (options.gradients)
+             if (options.gradients || options.output_gradients)
                recorder->set_gradients(std::make_shared<GradientRecorder>(recorder.get(), options));
              return recorder;
            }),
@@ -232,6 +240,7 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("name"), "Holds the reduction at an instruction set, for tests and measurements.");
   m.def("build_info", &build_info, "What the compiled part was built with.");
+  m.def("are_finite", &are_finite, py::arg("tensors"), "Whether all lie in plain memory and are finite.");
   m.def("instances_of", &instances_of, py::arg("kind"),
         "The objects of that class, or of one derived from it, that gc knows.");
   m.def("cuda_compiled", [] { return cuda_backend() != nullptr; }, "Whether CUDA kernels are linked in.");

@@ -54,13 +54,14 @@ struct Followed {
 };
 
 // Returns the tensors on which hooks would ever see a gradient of numbers.
-std::vector<Followed> with_gradient(const std::vector<GradientCandidate>& candidates) {
+std::vector<Followed> with_gradient(const std::vector<GradientCandidate>& candidates, bool only_outputs) {
   static const c10::DispatchKeySet unreal(
       {c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize});
   std::vector<Followed> followed;
   for (const GradientCandidate& candidate : candidates) {
     const at::Tensor& x = candidate.tensor;
-    if (candidate.role == Role::buffer || !x.requires_grad() || x.is_meta() || !(x.key_set() & unreal).empty())
+    if (candidate.role == Role::buffer || (only_outputs && candidate.role != Role::output) || !x.requires_grad() ||
+        x.is_meta() || !(x.key_set() & unreal).empty())
       continue;
     const Part part = candidate.role == Role::output  ? Part::output
                       : candidate.role == Role::input ? Part::input
@@ -102,6 +103,12 @@ std::vector<const GradientCall*> calls_of(const Backward& backward) {
   return calls;
 }
 
+// Returns whether a gradient in plain memory is finite; false where only a device or Python can tell.
+bool is_finite(const at::Tensor& gradient) {
+  View view{};
+  return plain_view(gradient, &view) && range_cpu(view).isfinite;
+}
+
 }  // namespace
 
 GradientRecorder::GradientRecorder(CallRecorder* recorder, const Options& options)
@@ -127,7 +134,7 @@ GradientRecorder::~GradientRecorder() {
 void GradientRecorder::follow(const std::vector<GradientCandidate>& candidates, const CallOrigin& call,
                               std::shared_ptr<const void>* keep) {
   if (recorder_ == nullptr) return;
-  const std::vector<Followed> followed = with_gradient(candidates);
+  const std::vector<Followed> followed = with_gradient(candidates, !options_.gradients);
   const bool has_graph = std::any_of(followed.begin(), followed.end(),
                                      [](const Followed& tensor) { return tensor.part == Part::output && tensor.node; });
   if ((!has_graph && keep == nullptr) || at::tracer::impl::is_dispatch_enabled()) return;
@@ -225,7 +232,7 @@ bool GradientRecorder::open(int64_t task) {
 void GradientRecorder::on_gradient(const at::Tensor& gradient, const void* at, uint32_t nr,
                                    std::span<const GradientUser> users) {
   const int64_t task = autograd::get_current_graph_task_id();
-  if (task < 0) return;
+  if (task < 0 || (!options_.gradients && is_finite(gradient))) return;
   if (open(task) && subscriptions->has(kBackwardStart)) {
     const py::gil_scoped_acquire lock;
     const py::object keep = kept_owner();

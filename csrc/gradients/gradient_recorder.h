@@ -5,6 +5,9 @@
 // there is one hook for all calls. A gradient of plain memory is read without the interpreter lock; one on a device is
 // sent to be read, in stream order, and nobody waits. The gradients of one backward become frames when it is over and
 // its rows have come.
+//
+// With `output_gradients` alone, the outputs of outermost calls are followed, and a backward is kept from its first
+// gradient on that is not finite, or that a device reads.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -103,8 +106,8 @@ class GradientRecorder : public std::enable_shared_from_this<GradientRecorder> {
 
   // ---- for the recorder, under the interpreter lock. Those that return a bool return false with a Python error set.
 
-  // False once gradients are no longer followed.
-  bool is_active() const { return recorder_ != nullptr; }
+  // Returns whether gradients of a call's tensors are followed; no longer after `stop`.
+  bool follows(bool is_outermost) const { return recorder_ != nullptr && (options_.gradients || is_outermost); }
   // Leaves hooks for the gradients of the tensors of a call. Without a graph behind its outputs there is none to come,
   // unless the call lies in compiled code: of such only weights are followed, and `keep` holds the call.
   void follow(const std::vector<GradientCandidate>& candidates, const CallOrigin& call,

@@ -39,6 +39,7 @@ struct Counters {
   X(bool, outputs)                \
   X(bool, verify_hits)            \
   X(bool, gradients)              \
+  X(bool, output_gradients)       \
   X(bool, counts)                 \
   X(bool, fingerprints)           \
   X(bool, black_box)              \

@@ -282,7 +282,8 @@ bool CallRecorder::record_frame(Thread& thread, int32_t index, int32_t caller, s
   frame.node = index;
   frame.class_name = node.class_name;
   frame.recomputed = thread.recomputed;
-  if (gradients_ != nullptr && gradients_->is_active()) frame.candidates = &thread.candidates;
+  if (gradients_ != nullptr && gradients_->follows(caller == kNoCaller && keep == nullptr))
+    frame.candidates = &thread.candidates;
   if (!observe(node, &frame)) return false;
   if (frame.candidates != nullptr && gradients_ != nullptr) follow(thread, index, caller, thread.candidates, keep);
   ++observer_.counters.frames;

@@ -34,7 +34,7 @@ from .causes import tensors_in
 from .experiment import UNTRIED, LossModule
 from .patching import source
 from .provenance import ENGINE, Expression, positions_of
-from .statements import RETURN, VALUE, Caller, Part, Refused, calls_in, filled_by, part_of
+from .statements import RETURN, VALUE, Caller, Part, Refused, calls_in, filled_by, is_backward, part_of
 
 # Lightning has twenty between the loss and the engine.
 _MOST_FRAMES = 32
@@ -80,6 +80,18 @@ class ProgramCall:
                 between = f"look between the {words} of {frame.f_code.co_filename}"
                 return cls([_callers(frame)[0]._replace(since=since)], [RngState.capture()], between=between)
         return None
+
+    @classmethod
+    def before_step(cls, rngs: Sequence[RngState]) -> ProgramCall | None:
+        """Return the latest backward before the step under way, where one function makes both; else None."""
+        callers = list[Caller]()
+        for caller in _callers(sys._getframe(1)):
+            file = source.SourceFile.load(caller.code.co_filename)
+            top = None if file is None else source.node_of(file, caller.code)
+            lines = [] if top is None else [x.lineno for x in ast.walk(top) if is_backward(x)]
+            if before := [line for line in lines if line <= caller.line]:
+                callers.append(caller._replace(line=max(before), positions=None))
+        return cls(callers, [*rngs, RngState.capture()]) if callers else None
 
     def statements(self, model: nn.Module, *, keeps_outputs: bool = False) -> Iterator[LossStatements]:
         """Yield for each caller the statements that led to the call. Raises Refused, with the reason.

@@ -14,7 +14,7 @@ from collections import ChainMap, Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from types import CodeType, NoneType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 from torch import Tensor, nn
 from torch.distributions import Distribution
@@ -84,6 +84,11 @@ def part_of(caller: Caller, file: source.SourceFile, kept: nn.Module | None = No
     else:
         raise Refused("the backward runs a second time in a process of its own alone")
     return next((part for part in parts if part.body), None)
+
+
+def is_backward(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Return whether the node is a call that makes a backward, by its name."""
+    return isinstance(node, ast.Call) and _BACKWARD.search(source.called_name(node)) is not None
 
 
 def calls_in(top: ast.AST) -> Iterator[tuple[str, int, ast.Call]]:
@@ -184,8 +189,7 @@ class Part:
         """Return the loss of each statement in the node that makes a backward."""
         losses: _Ends = {}
         for statement in (x for x in ast.walk(top) if isinstance(x, ast.Expr | ast.Assign)):
-            is_backward = any(_BACKWARD.search(source.called_name(x)) for x in ast.walk(statement))
-            if is_backward and (loss := self._loss_in(statement)) is not None:
+            if any(map(is_backward, ast.walk(statement))) and (loss := self._loss_in(statement)) is not None:
                 losses[statement] = loss
         return losses
 

@@ -37,6 +37,7 @@ class Settings:
     outputs: bool = True
     verify_hits: bool = False  # read again on every cache hit and count the differences
     gradients: bool = False
+    output_gradients: bool = False  # those of the outputs of outermost calls, kept from a non-finite one on
     counts: bool = False  # every record is Python's, with the counts of its tensor
     fingerprints: bool = False  # every record has the hash of its tensor's bits
     sketches: int = 0  # in every batch of this many, Python projects the outputs; 0: in none

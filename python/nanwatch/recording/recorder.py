@@ -96,7 +96,7 @@ class PythonRecorder:
         self._frames: deque[Frame] = deque(maxlen=settings.max_frames)
         self._num_frames: dict[int, int] = {}  # by batch, of the latest ones
         self._peaks, self._gradient_peaks = Peaks(), Peaks()
-        self._follows = settings.gradients
+        self._follows = settings.gradients or settings.output_gradients
         self._hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # their handles
         # By the engine's run: the callback at its end, which is gone if an exception has ended it, and the gradients by
         # place in the graph; past a leaf, by tensor and version, too.
@@ -201,7 +201,7 @@ class PythonRecorder:
             call.added.clear()
             read = partial(observe, allow_inf=call.node.allow_inf, batch=batch, wanted=settings)
             records = [read(x, label, role) for role, label, x in values]
-            if self._follows:
+            if self._follows and (settings.gradients or call.caller is None):
                 self._follow(call, values)
         except RecursionError:
             # The call itself was made: it needed less of the stack than its observation.
@@ -343,6 +343,8 @@ class PythonRecorder:
                 return
             call.number = self.frames_kept
             for part, label, x, place in places:
+                if not self._settings.gradients and part != "output":
+                    continue
                 # An output that is a leaf is handed through. An input that the module writes into is its output.
                 if place is None or (part == "output" if x.is_leaf else part == "input" and place in outputs):
                     continue
@@ -381,6 +383,8 @@ class PythonRecorder:
             version = None if gradient.is_inference() else gradient._version
         key = place if place[0] == "leaf" else (place, id(gradient), version)
         record = observe(gradient, label, "gradient", batch=call.frame.batch, wanted=recorder._settings)
+        if not recorder._settings.gradients and not record.is_fault:
+            return
         recorder._gradients_of(task).setdefault(key, []).append((call, part, is_reached, record))
 
     def _gradients_of(self, task: int) -> dict[object, list[Gradient]]:

@@ -107,12 +107,12 @@ SENTENCES = {
     " are all finite{largest_gradient}.",
     "made by the function's backward": "the backward of this function made it: the gradients of its outputs that were"
     " read are all finite{largest_gradient}.",
-    "from a backward": "it came out of the backward of {giver}, which had been given finite gradients: code between the"
-    " calls of its submodules made it, or a submodule that is not watched.",
+    "from a backward": "it came out of the backward of {giver}: its own code made it, between the calls of its"
+    " submodules if it has any, or a submodule that is not watched.",
     "data of the loss": "the loss was given it: it was in the labels, or in other data that the loss reads.",
     "from the loss": "it came from the loss, or from what lies between the model's output and the loss.",
-    "gradient of unknown origin": "no gradient of this module's outputs was seen, as its calls are compiled or its"
-    " weight is used without it: where the value was made is not known.",
+    "gradient of unknown origin": "no gradient of this module's outputs was seen: by default those of the model's"
+    " outputs alone are read, and none of compiled calls, or of a weight used without its module.",
     # Advice.
     "apply the cure": "apply the cure if it is what the model should compute: it was tried on this batch only.",
     "square of the input": "a norm squares its input, and the square of {largest} leaves {dtype}, which ends at {end}:"

@@ -45,7 +45,7 @@ def watch(
     model: nn.Module,
     *,
     read: str | Iterable[str] = "weights buffers inputs outputs",
-    gradients: bool = False,
+    gradients: bool | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     modules: str | Iterable[str] = (),
     ignore_modules: str | Iterable[str] = (),
@@ -73,8 +73,8 @@ def watch(
     Args:
         model: any nn.Module, also a compiled one. Modules that it gets later are watched too.
         read: which tensors to read in the forward. Integer buffers are skipped.
-        gradients: read gradients too, and stop a step before it takes a bad one. These are the gradients of the tensors
-            that are read in the forward. The step has changed no weight by then (docs/gradients.md).
+        gradients: stop a step before it takes a bad gradient. None looks at the gradients of the model's outputs and at
+            those of its first weights; True at all, of each module too, and names the one (docs/gradients.md).
         optimizer: read this optimizer's state after each step. The state is moments, and weights of its own.
         modules: watch only modules whose names match, such as "encoder.*". A glob's `*` crosses dots. The prefix that
             DistributedDataParallel or another wrapper adds may be left out.
@@ -159,7 +159,7 @@ class Options:
     """The options of `watch`, checked."""
 
     read: tuple[str, ...] = _option(kinds.read_words, "WORDS")
-    gradients: bool = _option(kinds.flag)
+    gradients: bool | None = _option(kinds.flag_or_none)
     optimizer: torch.optim.Optimizer | None = _option(kinds.to_optimizer)
     modules: tuple[str, ...] = _option(kinds.patterns, "PATTERN")
     ignore_modules: tuple[str, ...] = _option(kinds.patterns, "PATTERN")
@@ -229,6 +229,7 @@ class Options:
         values = vars(self) | ({} if self.trace is None else vars(self.trace))
         values |= {part: part in self.read for part in kinds.PARTS} | {"traced": tuple(self.trace_batches)}
         values |= {"max_frames": max_frames, "black_box": bool(self.black_box)}
+        values |= {"gradients": bool(self.gradients), "output_gradients": self.gradients is None}
         return Settings(**{name: values[name] for name in Settings.__slots__ if name in values})
 
     def for_model(
@@ -293,7 +294,7 @@ def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
     if options.trace is not None:
         arrow("pyarrow.parquet", "trace=")
     has_box = options.output_dir is not None if options.black_box is None else options.black_box
-    options = replace(options, gradients=options.gradients or options.spikes, black_box=has_box)
+    options = replace(options, gradients=True if options.spikes else options.gradients, black_box=has_box)
     for name in ("gradients", "attention"):
         if getattr(options, name) and "outputs" not in options.read:
             raise ValueError(f'{name} needs the outputs of modules; add "outputs" to read={options.read}')

@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from math import isfinite, isnan
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..blackbox.process import process_box
 from ..diagnosis.incident import Incident
@@ -41,6 +43,8 @@ from .reports import OPTIMIZER, Reports
 
 # Skipped steps that are kept. All are counted.
 _MAX_KEPT = 100
+# Weights whose gradients are looked at before every step, and the most elements of one.
+_NUM_FIRST, _SMALL = 4, 1 << 12
 
 
 @dataclass(slots=True)
@@ -86,8 +90,9 @@ class OptimizerSteps:
         self._num_scales = 0
         self._has_read_state = options.optimizer is None
         self._unread_step = -1  # batch before the latest step, unless the weights were read since
+        self._first: Any = WeakIdKeyDictionary()  # some weights of each optimizer
         self._backwards = recorder.subscribe(Event.BACKWARD_START)
-        self._backwards.active = options.gradients
+        self._backwards.active = options.gradients is not False
         hooks = [global_hooks.before_steps.add(weakly(self._before_step))] if options.enabled else []
         if options.optimizer is not None:
             self._node = recorder.add_node(OPTIMIZER, options.optimizer, False, False)
@@ -236,9 +241,9 @@ class OptimizerSteps:
             self._check_rates(optimizer)
         if not self._has_read_state and optimizer.state:  # from a checkpoint
             self._read_state(optimizer)
-        if not self._options.gradients:
+        if self._options.gradients is False:
             return None
-        check = partial(self._check_gradients, optimizer, self._takes_gradients(optimizer))
+        check = partial(self._check_gradients, optimizer)
         changed = global_hooks.with_check_after_closure(optimizer, args, kwargs, check)
         check()
         return changed
@@ -278,12 +283,18 @@ class OptimizerSteps:
                 self._failures.step_follows(self._reports.of_frame(frame))
                 return
 
-    def _check_gradients(self, optimizer: Optimizer, takes_ours: bool) -> None:
+    def _check_gradients(self, optimizer: Optimizer) -> None:
         """Stop a step that is about to change the weights with a non-finite gradient."""
         recorder = self._recorder
         recorder.settle()
         if recorder.paused:
             return
+        if not self._options.gradients:
+            self.settle(only_known=True)  # no backward that was finite has done so
+            if self.deferred is None and self._loss is None and not self._is_suspicious(optimizer):
+                self._starts.let_go()
+                return
+        takes_ours = self._takes_gradients(optimizer)
         if torch._C._current_graph_task_id() != -1:
             # This optimizer steps inside the backward, as soon as a gradient is there.
             recorder.finish_nonfinite_backward()
@@ -295,7 +306,7 @@ class OptimizerSteps:
         # The gradients of a non-finite forward are its consequence.
         if bad_parameters and self.deferred is None and not self._failures.knows(batch):
             incident = self._reports.of_taken(optimizer, bad_parameters, batch)
-            self._starts.keep(batch)
+            self._starts.backward_failed(batch, is_over=True)
             self._defer(incident, {batch}, is_of_weight=True)
         loss, self._loss = self._loss, None
         is_nonfinite = bool(bad_parameters) or loss is not None
@@ -325,6 +336,14 @@ class OptimizerSteps:
                 self.spikes.before_step(optimizer)
             if takes_ours:
                 self._starts.let_go()
+
+    def _is_suspicious(self, optimizer: Optimizer) -> bool:
+        """Look at some small gradients of the first weights, which a nan on its way through the model leaves nan."""
+        first = self._first.get(optimizer)
+        if first is None:
+            small = (x for x in parameters_of(optimizer) if x.requires_grad and x.numel() <= _SMALL)
+            first = self._first[optimizer] = [*islice(small, _NUM_FIRST)]
+        return bool(nonfinite(x.grad for x in first if x.grad is not None))
 
     def _let_pass(self, mended: _Deferred) -> None:
         """Drop a failure whose gradients the user has made finite. Warn of the 1st, 2nd, 4th, 8th: 100 give 7 lines."""

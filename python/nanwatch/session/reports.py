@@ -148,17 +148,17 @@ class Starts:
         if (start := self.of_ended(batch)) is not None:
             self._failed = batch, weakref.ref(start.module), replace(start, module=_NO_MODULE)
 
-    def backward_failed(self, batch: int) -> None:
-        """Keep the start of the batch, and the backward under way, until a step takes the gradients."""
+    def backward_failed(self, batch: int, *, is_over: bool = False) -> None:
+        """Keep the start of the batch, and the backward, under way or over, until a step takes the gradients."""
         self.keep(batch)
         # A later call is a part of what lies behind this one's outputs.
-        starts = {start.batch: start for start in self._recorder.ended_starts() if start.batch <= batch}
-        if batch not in starts:
+        first = next((start for start in self._recorder.ended_starts() if start.batch <= batch), None)
+        if first is None:
             return
         with suppressing("the statements of the loss could not be kept"):
-            first = starts[min(starts)]
             generators = [x for x in (self._generator, first.generator) if x is not None]
-            if (call := ProgramCall.of_backward([RngState(x, first.cuda) for x in generators])) is not None:
+            find = ProgramCall.before_step if is_over else ProgramCall.of_backward
+            if (call := find([RngState(x, first.cuda) for x in generators])) is not None:
                 self._backwards[batch] = call
 
     def of_ended(self, batch: int) -> BatchSnapshot | None:
@@ -243,9 +243,11 @@ class Reports:
                 label = f"{inner}.{label}"
             class_name = type((find_module(model, name) or owner).module).__name__
         records = (observe(parameter.grad, f"{label}.grad", "gradient"),)
-        # No hook has seen a gradient that the backward made of a weight whose module is not called.
+        # No hook has seen a gradient that the backward made of a weight whose module is not called. Of others hooks
+        # see none by default.
         is_unseen = owned and not of_called
-        frame = Frame(batch, name, class_name, records, "backward" if is_unseen else "step")
+        is_of_step = not is_unseen and self.options.gradients
+        frame = Frame(batch, name, class_name, records, "step" if is_of_step else "backward")
         return self.of_frame(frame, "produced" if is_unseen else "received")
 
     def of_left_calls(self, error: Exception, batch: int) -> Report | None:

@@ -152,3 +152,63 @@ def test_a_nan_loss_of_bad_gradients_waits_for_the_step() -> None:
         (y * torch.nan).backward()
         with pytest.raises(NonFiniteError, match=r"`output.grad` of the root module"):
             optimizer.step()
+
+
+# By default: the gradients of the model's outputs, and of some of its first weights
+
+
+class Rooted(nn.Module):
+    """A root that has an infinite derivative at zero, behind a layer and before another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last((x - x).abs().sqrt() + x)
+
+
+def train(model: nn.Module, loss_of: Any, **options: Any) -> Any:
+    """Train until the watch raises; return the report's finding, and whether a step has changed a weight."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    before = [x.clone() for x in model.parameters()]
+    try:
+        with watch(model, **options):
+            for _ in range(2):
+                loss = loss_of(model(torch.ones(3, 2)))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    except NonFiniteError as error:
+        return error.report.finding, not all(map(torch.equal, before, model.parameters()))
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("every_module", [None, True])
+def test_the_loss_and_a_root_are_found_before_a_step(every_module: bool | None) -> None:
+    """The line and the module are the same as with the gradients of all modules, and no step has been taken."""
+    finding, is_changed = train(
+        nn.Linear(2, 1), lambda x: (x - x).sqrt().mean() + x.sum(), gradients=every_module
+    )
+    assert (finding.module, finding.label, finding.is_of_loss) == ("", "output.grad", True)
+    assert (finding.operation, finding.batch, is_changed) == ("SqrtBackward0", 0, False)
+    finding, is_changed = train(Rooted(), lambda x: x.square().mean(), gradients=every_module)
+    assert (finding.operation, finding.batch, is_changed) == ("SqrtBackward0", 0, False)
+    assert "" in (finding.module, finding.source_module)
+
+
+def test_nothing_is_looked_at_without_gradients() -> None:
+    finding, is_changed = train(Rooted(), lambda x: x.square().mean(), gradients=False)
+    assert (finding.label, finding.batch, is_changed) == ("weight", 1, True)
+
+
+def test_a_finite_backward_leaves_nothing() -> None:
+    """A gradient that is finite costs no frame; that of a module inside is not looked at."""
+    with watch(model := nn.Sequential(nn.Linear(2, 2), nn.ReLU())) as w:
+        for _ in range(2):
+            backward(model)
+        assert [frame.phase for frame in w.frames] == ["forward"] * 6
+        model[0].register_full_backward_pre_hook(lambda *_: (torch.full((1, 2), torch.nan),))
+        backward(model)
+        assert [frame.phase for frame in w.frames] == ["forward"] * 9
