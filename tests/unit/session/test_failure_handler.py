@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch import Report
+from nanwatch import Report, Sink
 from support.gradient_models import Sick
 from support.toys import Does, Scale, fault_of
 from support.watching import watch
@@ -269,16 +269,17 @@ def test_a_look_that_fails_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_runs_become_rarer_lines() -> None:
-    """Of five runs the first, second and fourth have a line each, and the end has the sum."""
-    model = nn.Sequential(Scale(), Scale(), Scale())
-    with warnings.catch_warnings(record=True) as caught, watch(model, on_nonfinite="warn") as w:
+    """Of five runs the first, second and fourth have a line each, the end has the sum, and a sink gets each run."""
+    model, told = nn.Sequential(Scale(), Scale(), Scale()), list[int | None]()
+    sink = type("Failures", (Sink,), {"on_failure": lambda self, report: told.append(report.batch)})()
+    with warnings.catch_warnings(record=True) as caught, watch(model, on_nonfinite="warn", sinks=[sink]):
         warnings.simplefilter("always")
         # Places of the first faulty module; None is a good batch.
         for place in [None, 1, 0, None, 2, None, 2, None, 2, None, 2, None]:
             for number, module in enumerate(model):
                 module.factor = INF if number == place else 1.0
             model(torch.ones(1))
-        w.stop()
+    assert told == [1, 4, 6, 8, 10]
     assert [str(warning.message).partition("; Watch.report")[0] for warning in caught] == [
         "inf first seen in `output` of 1 (Scale) in batch 1",
         "inf first seen in `output` of 2 (Scale) in batch 4",
@@ -306,8 +307,7 @@ def test_bad_backwards_in_a_row_are_one_run() -> None:
 
 def test_a_recomputed_forward_that_fails_first_is_one_failure() -> None:
     """It is no batch of its own, and its second bad call is a consequence."""
-    reports: list[Report] = []
-    factors = iter((1.0, INF))
+    reports, factors = list[Report](), iter((1.0, INF))
 
     def scaled(part: nn.Module, x: Tensor) -> Tensor:
         part[0].factor = next(factors)
@@ -329,4 +329,13 @@ def test_each_raised_failure_is_written_until_there_are_many(tmp_path: Path) -> 
         remarks = [" ".join(fault_of(model, torch.ones(1)).finding.remarks) for _ in range(40)]
     assert {path.name for path in tmp_path.glob("batch*")} == {f"batch-{n}" for n in [*range(20), 39]}
     assert [n for n in range(40) if "no re-run was made" in remarks[n]] == [*range(20, 39)]
+    assert len(caught) == 1
+
+
+def test_a_bad_checkpoint_is_warned_of_once(tmp_path: Path) -> None:
+    """By its guard. It is no batch for the sum at the end."""
+    model = nn.Linear(1, 1)
+    with pytest.warns(RuntimeWarning) as caught, watch(model, on_nonfinite="warn", guard_checkpoints=True):
+        nn.init.constant_(model.weight, float("nan"))
+        torch.save(model.state_dict(), tmp_path / "model.pt")
     assert len(caught) == 1
