@@ -113,10 +113,7 @@ def test_an_error_of_a_collective_inside_a_forward_is_explained(job):
 
 @pytest.mark.parametrize("is_told", [True, False])
 def test_an_exception_of_the_users_waits_for_no_rank(job, monkeypatch, is_told):
-    """It leaves the batch as it is, with a note on what this rank has found, though the other rank never answers.
-
-    What only the call that raised holds is not told, as the program may catch the exception and go on.
-    """
+    """It gets a note, though the other rank never answers. What the call that raised holds is not told: it may be caught."""
     divide, refuse = (
         Scale(float("inf")) if is_told else lambda x: x / 0,
         Does({}.__getitem__),
