@@ -113,11 +113,9 @@ def test_an_error_of_a_collective_inside_a_forward_is_explained(job):
 
 @pytest.mark.parametrize("is_told", [True, False])
 def test_an_exception_of_the_users_waits_for_no_rank(job, monkeypatch, is_told):
-    """It gets a note, though the other rank never answers. What the call that raised holds is not told: it may be caught."""
-    divide, refuse = (
-        Scale(float("inf")) if is_told else lambda x: x / 0,
-        Does({}.__getitem__),
-    )  # raises KeyError
+    """It gets a note, though the other rank never answers. What that call alone holds is not told: it may be caught."""
+    divide = Scale(float("inf")) if is_told else lambda x: x / 0
+    refuse = Does({}.__getitem__)  # raises KeyError
     model = Does(lambda part, x: part(divide(x)), refuse)
     model.divide = divide
     monkeypatch.setattr("nanwatch.session.failure_handler._PATIENCE", 0.1)
