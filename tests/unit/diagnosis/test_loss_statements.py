@@ -263,7 +263,7 @@ def test_parts_of_a_loss() -> None:
         assert mine.get("focal") is (first if way == "alias" else None)
 
 
-@pytest.mark.parametrize("way", ["next", "append", "loop", "augmented"])
+@pytest.mark.parametrize("way", ["next", "append", "loop", "augmented", "direct"])
 def test_what_may_not_run_twice_is_not_run(way: str) -> None:
     """Data, lists and tensors of the program stay as they are; the finding says why it has no line."""
     model = Net()
@@ -281,16 +281,19 @@ def test_what_may_not_run_twice_is_not_run(way: str) -> None:
             for value in left:
                 loss = logits.sum() / value
                 break
-        else:
+        elif way == "augmented":
             total += 1
             loss = loss / (total - 1)
-        loss.backward()
+        if way == "direct":
+            (loss / next(left)).backward()
+        else:
+            loss.backward()
         optimizer.step()
-    assert list(left) == ([1.0, 2.0] if way in ("next", "loop") else [0.0, 1.0, 2.0])
+    is_refused = way not in ("augmented", "append")
+    assert list(left) == ([1.0, 2.0] if is_refused else [0.0, 1.0, 2.0])
     assert (len(kept), float(total)) == (way == "append", way == "augmented")
-    assert (failure.finding.source is not None) == (way in ("augmented", "append"))
-    is_refused = "should not run a second time; put the loss" in "".join(failure.finding.remarks)
-    assert is_refused == (way in ("next", "loop"))
+    words = "should not run a second time; put the loss"
+    assert is_refused == (words in "".join(failure.finding.remarks)) == (failure.finding.source is None)
 
 
 def test_the_samples_of_a_batch_that_an_attribute_holds() -> None:
