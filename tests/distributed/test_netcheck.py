@@ -69,7 +69,7 @@ def test_a_pair_that_cannot_talk_is_named(ranks: Ranks, listens: bool, reason: s
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_lost_in_the_middle_is_named_by_the_others(ranks: Ranks, how: signal.Signals) -> None:
     """Rank 1 disappears once all have arrived, and before it goes on: the others say that they wait for it."""
-    waiting = "import sys, time, nanwatch.netcheck as n; n._Check._send = lambda self: time.sleep(60)"
+    waiting = "import sys, time, nanwatch.ranks.netcheck as n; n._Check._send = lambda self: time.sleep(60)"
     program = ("-c", f"{waiting}; print('imported', flush=True); n.main(sys.argv[1:])")
     # Rank 1 imports torch, which takes longer than 5 s on a busy machine, and would not arrive in time.
     lost = ranks.start(1, 3, "--timeout", "60", program=program, is_forked=False)

@@ -157,7 +157,8 @@ def _nested_index(x: Tensor, flat: int) -> tuple[int, ...] | None:
 
 
 def _index_in(shape: Sequence[int], flat: int) -> tuple[int, ...]:
-    return tuple(map(int, np.unravel_index(flat, tuple(shape))))
+    # A nested tensor has no shape.
+    return tuple(map(int, np.unravel_index(flat, tuple(shape)))) if shape else ()
 
 
 def to_range(row: list[float]) -> AbsRange:
