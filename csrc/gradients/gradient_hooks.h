@@ -164,4 +164,23 @@ inline LeafHook* find_or_add_hook(const at::Tensor& leaf) {
   return find_hook(hooks);
 }
 
+// Returns whether a tensor in plain memory is finite; false where only a device or Python can tell.
+inline bool is_finite(const at::Tensor& x) {
+  View view{};
+  return plain_view(x, &view) && range_cpu(view).isfinite;
+}
+
+// Returns false if this thread's backward is one of a single number that is not finite.
+inline bool is_loss_finite() {
+  const pybind11::gil_scoped_acquire lock;
+  PyFrameObject* const frame = PyEval_GetFrame();
+  if (frame == nullptr) return true;
+  const auto code = pybind11::reinterpret_steal<pybind11::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+  if (pybind11::str(code.attr("co_name")).cast<std::string_view>() != "_engine_run_backward") return true;
+  const pybind11::object roots = pybind11::handle(reinterpret_cast<PyObject*>(frame)).attr("f_locals")["t_outputs"];
+  if (!PyTuple_Check(roots.ptr()) || PyTuple_GET_SIZE(roots.ptr()) != 1) return true;
+  PyObject* const root = PyTuple_GET_ITEM(roots.ptr(), 0);
+  return !THPVariable_Check(root) || THPVariable_Unpack(root).numel() != 1 || is_finite(THPVariable_Unpack(root));
+}
+
 }  // namespace nanwatch

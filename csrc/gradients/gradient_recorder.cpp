@@ -103,12 +103,6 @@ std::vector<const GradientCall*> calls_of(const Backward& backward) {
   return calls;
 }
 
-// Returns whether a gradient in plain memory is finite; false where only a device or Python can tell.
-bool is_finite(const at::Tensor& gradient) {
-  View view{};
-  return plain_view(gradient, &view) && range_cpu(view).isfinite;
-}
-
 }  // namespace
 
 GradientRecorder::GradientRecorder(CallRecorder* recorder, const Options& options)
@@ -232,7 +226,8 @@ bool GradientRecorder::open(int64_t task) {
 void GradientRecorder::on_gradient(const at::Tensor& gradient, const void* at, uint32_t nr,
                                    std::span<const GradientUser> users) {
   const int64_t task = autograd::get_current_graph_task_id();
-  if (task < 0 || (!options_.gradients && is_finite(gradient))) return;
+  if (task < 0) return;
+  if (!options_.gradients && is_finite(gradient) && (latest_task_.exchange(task) == task || is_loss_finite())) return;
   if (open(task) && subscriptions->has(kBackwardStart)) {
     const py::gil_scoped_acquire lock;
     const py::object keep = kept_owner();

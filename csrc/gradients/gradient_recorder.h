@@ -7,12 +7,13 @@
 // its rows have come.
 //
 // With `output_gradients` alone, the outputs of outermost calls are followed, and a backward is kept from its first
-// gradient on that is not finite, or that a device reads.
+// gradient on that is not finite, or that a device reads, or if its loss is not finite.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -150,7 +151,8 @@ class GradientRecorder : public std::enable_shared_from_this<GradientRecorder> {
   const Options options_;
   std::mutex mutex_;  // of the backwards
   std::vector<std::unique_ptr<Backward>> backwards_;
-  std::vector<Labels::Id> labels_;  // of a tensor's gradient, by that of the tensor
+  std::atomic<int64_t> latest_task_ = -1;  // whose loss was looked at
+  std::vector<Labels::Id> labels_;         // of a tensor's gradient, by that of the tensor
   int64_t next_number_ = 0;
 };
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from ..records.record import Frame, Record
 from ..report.finding import Finding, OriginKind, finding_of
 from .events import Arrival, BackwardCall, Part
+from .observe import observe
 
 # A gradient that came to a call of a PythonRecorder: the call, of which part, whether one of the call's outputs had its
 # gradient before, and the record.
 Gradient: TypeAlias = tuple[Any, Part, bool, Record]
+
+
+def is_loss_finite(frame: FrameType) -> bool:
+    """Return False if the frame runs a backward of a single number that is not finite."""
+    roots: Any = frame.f_locals["t_outputs"] if frame.f_code.co_name == "_engine_run_backward" else ()
+    if len(roots) != 1 or not isinstance(roots[0], Tensor) or roots[0].numel() != 1:
+        return True
+    return observe(roots[0].detach(), "", "output").isfinite is not False
 
 
 def backward_frames(groups: Iterable[list[Gradient]]) -> tuple[list[BackwardCall], list[Arrival]]:

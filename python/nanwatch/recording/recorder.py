@@ -24,7 +24,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..numerics import _extension
 from ..records.record import PLAIN_MASK, Frame, Note, Record, Role
-from .backward import Gradient, backward_frames
+from .backward import Gradient, backward_frames, is_loss_finite
 from .events import Event, Part, PeakName, Recorder, RecorderEvents, Settings, Start
 from .masks import Excuses
 from .observe import call_values, completed_record, observe
@@ -383,7 +383,7 @@ class PythonRecorder:
             version = None if gradient.is_inference() else gradient._version
         key = place if place[0] == "leaf" else (place, id(gradient), version)
         record = observe(gradient, label, "gradient", batch=call.frame.batch, wanted=recorder._settings)
-        if not recorder._settings.gradients and not record.is_fault:
+        if not recorder._settings.gradients and not record.is_fault and is_loss_finite(sys._getframe(1)):
             return
         recorder._gradients_of(task).setdefault(key, []).append((call, part, is_reached, record))
 

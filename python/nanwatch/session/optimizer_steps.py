@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from math import isfinite, isnan
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..blackbox.process import process_box
 from ..diagnosis.incident import Incident
@@ -63,11 +62,19 @@ class _Deferred:
     is_skipped: bool = False
 
 
+class _Stepper(NamedTuple):
+    """An optimizer that has stepped: does it hold parameters of the model, and the first small ones of all."""
+
+    num_parameters: int = 0
+    takes: bool = False
+    first: Sequence[Tensor] = ()
+
+
 class OptimizerSteps:
     """Part of a Watch that looks at backwards and at the steps of every optimizer, until `remove`.
 
-    Before a step it reads the learning rates and, with the option `gradients`, the gradients that the step takes, after
-    it the state of the option `optimizer`, and after the last step of a run the weights. A failure that is due goes to
+    Before a step it reads the learning rates and the gradients that the step takes, by default some of them, after it
+    the state of the option `optimizer`, and after the last step of a run the weights. A failure that is due goes to
     `failures`, which may raise: the backward or the step then ends before a weight has changed. The same checks follow
     a step's closure, because the weights change next. `tell` gets each skipped step, `spikes` each backward and step.
     """
@@ -90,7 +97,6 @@ class OptimizerSteps:
         self._num_scales = 0
         self._has_read_state = options.optimizer is None
         self._unread_step = -1  # batch before the latest step, unless the weights were read since
-        self._first: Any = WeakIdKeyDictionary()  # some weights of each optimizer
         self._backwards = recorder.subscribe(Event.BACKWARD_START)
         self._backwards.active = options.gradients is not False
         hooks = [global_hooks.before_steps.add(weakly(self._before_step))] if options.enabled else []
@@ -111,7 +117,10 @@ class OptimizerSteps:
     # A backward
 
     def backward_started(self) -> None:
-        """Look at the loss of a backward that begins: nan or inf is a failure, even if all gradients are finite."""
+        """Look at the loss of a backward that begins: nan or inf is a failure, even if all gradients are finite.
+
+        Without `gradients` this is called for backwards alone of which the loss or an output's gradient is not finite.
+        """
         self.settle()
         if self.spikes is not None:
             self.spikes.backward_started()
@@ -151,11 +160,14 @@ class OptimizerSteps:
         self._defer(Incident(report), batches, is_of_weight=any(x.part == "weight" for x in bad))
 
     def _loss_is_bad(self, loss: Tensor, batch: int, number: float) -> None:
-        """Act on a bad loss. Leave inf, and any loss of a bad gradient, to the step, which the user may leave out."""
+        """Act on a bad loss. Leave inf, and any loss of a bad gradient, to the step, which the user may leave out.
+
+        Without `gradients` nan too: whether the program looks at its loss is not known.
+        """
         if self._failures.knows(batch):
             return
         self._starts.backward_failed(batch)
-        if self.deferred is not None or not isnan(number):
+        if self.deferred is not None or not isnan(number) or not self._options.gradients:
             self._loss = loss.detach(), batch
         else:
             self._stop_for_loss(loss, batch)
@@ -170,6 +182,7 @@ class OptimizerSteps:
     def _defer(self, incident: Incident, batches: set[int], *, is_of_weight: bool) -> None:
         """Defer a failure, or act on it at once if too many steps in a row were skipped."""
         weights = self._bad_weights()
+        is_of_weight |= bool(weights)
         if (deferred := self.deferred) is None:
             self.deferred = _Deferred(incident, batches, self._scale(), is_of_weight, weights)
         else:
@@ -237,7 +250,7 @@ class OptimizerSteps:
             box.step_begins()
         if not self._recorder.paused:
             self._unread_step = self._recorder.latest_batch
-            self._reports.steppers.setdefault(optimizer, (0, False))
+            self._reports.steppers.setdefault(optimizer, _Stepper())
             self._check_rates(optimizer)
         if not self._has_read_state and optimizer.state:  # from a checkpoint
             self._read_state(optimizer)
@@ -248,19 +261,20 @@ class OptimizerSteps:
         check()
         return changed
 
-    def _takes_gradients(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer holds a parameter of the model. A critic's, say, does not.
+    def _stepper_of(self, optimizer: Optimizer) -> _Stepper:
+        """Return what is known of the optimizer. A critic's, say, holds no parameter of the model.
 
         One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
         """
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known_count, takes = self._reports.steppers.get(optimizer, (0, False))
-        if not takes and count != known_count:
+        stepper: _Stepper = self._reports.steppers.get(optimizer, _Stepper())
+        if not stepper.takes and count != stepper.num_parameters:
             takes = self._recorder.gathers_weights or self._steps_given(optimizer)
             if not takes and (model := self._model()) is not None:
                 takes = not {*map(id, parameters_of(optimizer))}.isdisjoint(map(id, each_parameter(model)))
-            self._reports.steppers[optimizer] = count, takes
-        return bool(takes)
+            small = (x for x in parameters_of(optimizer) if takes and x.requires_grad and x.numel() <= _SMALL)
+            stepper = self._reports.steppers[optimizer] = _Stepper(count, takes, [*islice(small, _NUM_FIRST)])
+        return stepper
 
     def _steps_given(self, stepping: Optimizer) -> bool:
         """Return whether `stepping` is the optimizer in the options, or in it: Accelerate's calls no hooks."""
@@ -277,7 +291,7 @@ class OptimizerSteps:
             is_bad = isinstance(rate, float) and not isfinite(rate)
             if isinstance(rate, Tensor) and rate.device.type == "cpu":  # may require a gradient
                 is_bad = bool(nonfinite([rate]))
-            if is_bad and self._takes_gradients(optimizer):
+            if is_bad and self._stepper_of(optimizer).takes:
                 record = observe(torch.as_tensor(rate), f"lr[{number}]", "input")
                 frame = Frame(batch, OPTIMIZER, type(optimizer).__name__, (record,), "step")
                 self._failures.step_follows(self._reports.of_frame(frame))
@@ -289,12 +303,18 @@ class OptimizerSteps:
         recorder.settle()
         if recorder.paused:
             return
-        if not self._options.gradients:
-            self.settle(only_known=True)  # no backward that was finite has done so
-            if self.deferred is None and self._loss is None and not self._is_suspicious(optimizer):
+        # No backward that was finite has done so.
+        if self.deferred is not None and recorder.latest_batch not in self.deferred.batches:
+            self.settle()
+        _, takes_ours, first = self._stepper_of(optimizer)
+        if not self._options.gradients and self.deferred is None and self._loss is None:
+            if not takes_ours:
+                return
+            # A nan on its way through the model leaves them nan.
+            if not nonfinite(x.grad for x in first if x.grad is not None):
+                self._in_a_row = 0
                 self._starts.let_go()
                 return
-        takes_ours = self._takes_gradients(optimizer)
         if torch._C._current_graph_task_id() != -1:
             # This optimizer steps inside the backward, as soon as a gradient is there.
             recorder.finish_nonfinite_backward()
@@ -309,6 +329,8 @@ class OptimizerSteps:
             self._starts.backward_failed(batch, is_over=True)
             self._defer(incident, {batch}, is_of_weight=True)
         loss, self._loss = self._loss, None
+        if loss is not None and loss[1] != batch and not self._options.gradients:
+            loss = None  # its own step was left out
         is_nonfinite = bool(bad_parameters) or loss is not None
         if loss is not None and not bad_parameters and self.deferred is None:
             self._stop_for_loss(*loss)
@@ -336,14 +358,6 @@ class OptimizerSteps:
                 self.spikes.before_step(optimizer)
             if takes_ours:
                 self._starts.let_go()
-
-    def _is_suspicious(self, optimizer: Optimizer) -> bool:
-        """Look at some small gradients of the first weights, which a nan on its way through the model leaves nan."""
-        first = self._first.get(optimizer)
-        if first is None:
-            small = (x for x in parameters_of(optimizer) if x.requires_grad and x.numel() <= _SMALL)
-            first = self._first[optimizer] = [*islice(small, _NUM_FIRST)]
-        return bool(nonfinite(x.grad for x in first if x.grad is not None))
 
     def _let_pass(self, mended: _Deferred) -> None:
         """Drop a failure whose gradients the user has made finite. Warn of the 1st, 2nd, 4th, 8th: 100 give 7 lines."""

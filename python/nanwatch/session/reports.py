@@ -189,7 +189,7 @@ class Reports:
         self.model, self.recorder, self.options = model_ref(model), recorder, options
         self.starts, self._suspicion = Starts(self.model, recorder, options), suspicion
         self.describe: Describe | None = None
-        # Optimizers that have stepped: how many parameters each has, and whether it holds one of the model.
+        # Optimizers that have stepped, and what OptimizerSteps knows of each.
         self.steppers: Any = WeakIdKeyDictionary()
         self._mesh = parameter_mesh(model)  # kept: a report may be asked for when the model has gone
 

@@ -198,6 +198,22 @@ def test_the_loss_and_a_root_are_found_before_a_step(every_module: bool | None) 
     assert "" in (finding.module, finding.source_module)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_bad_loss_of_finite_gradients_is_found_at_its_step(value: float) -> None:
+    """A step that the program leaves out, as it looks at the loss itself, is no failure, and neither is the next."""
+    finding, is_changed = train(nn.Linear(2, 1), lambda x: x.sum() + value)
+    assert (finding.module, finding.batch, is_changed) == ("(loss)", 0, False)
+    optimizer = torch.optim.SGD((model := nn.Linear(2, 1)).parameters(), lr=0.1)
+    with watch(model), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for bad in (value, 0.0, value, 0.0):
+            optimizer.zero_grad()
+            loss = (model(torch.ones(3, 2)) * (1 if bad == 0 else bad)).sum() + bad
+            loss.backward()
+            if loss.isfinite():
+                optimizer.step()
+
+
 def test_nothing_is_looked_at_without_gradients() -> None:
     finding, is_changed = train(Rooted(), lambda x: x.square().mean(), gradients=False)
     assert (finding.label, finding.batch, is_changed) == ("weight", 1, True)
