@@ -83,15 +83,19 @@ class ProgramCall:
 
     @classmethod
     def before_step(cls, rngs: Sequence[RngState]) -> ProgramCall | None:
-        """Return the latest backward before the step under way, where one function makes both; else None."""
-        callers = list[Caller]()
+        """Return the latest backward before the step under way, where one function makes both; else None.
+
+        Its last caller leads on from there to the step, past what else writes gradients.
+        """
+        callers, to_step = list[Caller](), list[Caller]()
         for caller in _callers(sys._getframe(1)):
             file = source.SourceFile.load(caller.code.co_filename)
             top = None if file is None else source.node_of(file, caller.code)
             lines = [] if top is None else [x.lineno for x in ast.walk(top) if is_backward(x)]
             if before := [line for line in lines if line <= caller.line]:
                 callers.append(caller._replace(line=max(before), positions=None))
-        return cls(callers, [*rngs, RngState.capture()]) if callers else None
+                to_step.append(caller._replace(since=max(before)))
+        return cls([*callers, *to_step[:1]], [*rngs, RngState.capture()]) if callers else None
 
     def statements(self, model: nn.Module, *, keeps_outputs: bool = False) -> Iterator[LossStatements]:
         """Yield for each caller the statements that led to the call. Raises Refused, with the reason.
@@ -180,7 +184,7 @@ class LossStatements(LossModule):
         self.model, self.untried = model, ""
         self.called = None
         self.inner: Any = ()
-        self.is_whole, self.data = part.is_whole, part.data
+        self.is_whole, self.data, self.leads_to_step = part.is_whole, part.data, caller.since > 0
         first, last = part.body[0].lineno, part.body[-1].end_lineno or 0
         self._lines = range(first, last + 1)
         lines = f"line {first}" if first == last else f"lines {first} to {last}"
@@ -217,7 +221,7 @@ class LossStatements(LossModule):
                 return self._lead_on(self.called(*args, **inputs))
             hook = self.model.register_forward_hook(lambda *call: outputs.extend(tensors_in(call[-1])))
             stack.callback(hook.remove)
-            if not self._caller.since:
+            if not self.leads_to_step:
                 return self.run(inputs), [x.detach() for x in outputs]
             stack.callback(register_optimizer_step_pre_hook(partial(_raise, _Reached())).remove)
             self.model.zero_grad()

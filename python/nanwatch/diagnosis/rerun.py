@@ -119,7 +119,10 @@ class _Rerun:
         finding = incident.finding
         best: tuple[Diagnosis, BatchSnapshot] | None = None
         for start in self._starts(snapshot, call, remarks):
-            diagnosis = self._find(start, replace(finding, remarks=()))
+            leads_to_step = isinstance(start.module, LossStatements) and start.module.leads_to_step
+            diagnosis = self._find(
+                start, replace(finding, remarks=(), phase="step" if leads_to_step else finding.phase)
+            )
             if diagnosis.step is None:
                 remarks.append("; ".join(diagnosis.finding.remarks))
                 continue
@@ -133,6 +136,13 @@ class _Rerun:
             return
         (completed, step, *_), start = best
         incident.finding = replace(completed, remarks=(*finding.remarks, *completed.remarks))
+        if (
+            completed.phase != finding.phase
+        ):  # the backward was finite, and what was behind it wrote the value
+            *earlier, frame = incident.report.frames
+            incident.report = replace(
+                incident.report, frames=(*earlier, frame._replace(phase=completed.phase))
+            )
         self.send()
         self._cure(start, step, "forward" if call is not None and call.is_bad else "backward")
         size = batch_size(start if snapshot is None else snapshot)

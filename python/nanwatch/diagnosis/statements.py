@@ -345,8 +345,15 @@ class Part:
     def _refuse_twice(self, *nodes: ast.AST) -> None:
         for node in (inner for top in nodes for inner in ast.walk(top)):
             is_once = isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom)
-            if is_once or (isinstance(node, ast.Call) and source.called_name(node) in _NOT_TWICE):
+            if is_once or (isinstance(node, ast.Call) and self._changes_more(node)):
                 raise self._refused(node)
+
+    def _changes_more(self, call: ast.Call) -> bool:
+        """Return whether a second call would do more than make a value. A program's own `step` may return a loss."""
+        if (name := source.called_name(call)) != "step" or not isolation.is_child():
+            return name in _NOT_TWICE
+        function = getattr(self._value_of(getattr(call.func, "value", call)), "step", None)
+        return str(getattr(function, "__module__", "torch")).partition(".")[0] == "torch"
 
     def _refused(self, node: Any) -> Refused:
         return Refused(f"line {node.lineno} of {self._caller.code.co_filename} should not run a second time")

@@ -123,7 +123,7 @@ def test_code_of_the_parent_that_shares_a_tensor_is_not_the_modules() -> None:
     assert (finding.module, finding.label) == ("0.parts.1", "input[0].grad")
     assert finding.operation == "DivBackward0"
     assert (finding.origin, finding.source_module) == ("received", "0")
-    assert "it came out of the backward of 0, which" in str(report)
+    assert "it came out of the backward of 0:" in str(report)
 
 
 def test_a_gradient_that_another_user_of_the_weight_made() -> None:

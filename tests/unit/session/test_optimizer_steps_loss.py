@@ -228,3 +228,34 @@ def test_a_finite_backward_leaves_nothing() -> None:
         model[0].register_full_backward_pre_hook(lambda *_: (torch.full((1, 2), torch.nan),))
         backward(model)
         assert [frame.phase for frame in w.frames] == ["forward"] * 9
+
+
+class Odds:
+    """An own class whose method `step` makes the loss."""
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - x).sqrt().sum()
+
+
+def test_a_method_called_step_may_make_the_loss() -> None:
+    odds = Odds()
+    optimizer = torch.optim.SGD((model := nn.Linear(2, 1)).parameters(), lr=0.1)
+    with pytest.raises(NonFiniteError) as caught, watch(model):  # noqa: PT012
+        loss = odds.step(model(torch.ones(3, 2)))
+        loss.backward()
+        optimizer.step()
+    assert caught.value.report.finding.operation == "SqrtBackward0"
+
+
+def test_code_between_backward_and_step_is_found() -> None:
+    """The backward is finite, and a norm of zero divides the gradients: the finding is the step's."""
+    optimizer = torch.optim.SGD((model := nn.Linear(2, 1)).parameters(), lr=0.1)
+    with pytest.raises(NonFiniteError) as caught, watch(model):  # noqa: PT012
+        loss = (model(torch.ones(3, 2)) * 0).sum()
+        loss.backward()
+        for x in model.parameters():
+            x.grad /= x.grad.norm()
+        optimizer.step()
+    finding = caught.value.report.finding
+    assert (finding.phase, finding.operation) == ("step", "aten.div_.Tensor")
+    assert (caught.value.report.frames[-1].phase, finding.is_of_loss) == ("step", False)
