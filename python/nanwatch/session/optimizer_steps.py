@@ -117,10 +117,7 @@ class OptimizerSteps:
     # A backward
 
     def backward_started(self) -> None:
-        """Look at the loss of a backward that begins: nan or inf is a failure, even if all gradients are finite.
-
-        Without `gradients` this is called for backwards alone of which the loss or an output's gradient is not finite.
-        """
+        """Look at the loss of a backward that begins: nan or inf is a failure, even if all gradients are finite."""
         self.settle()
         if self.spikes is not None:
             self.spikes.backward_started()
@@ -160,10 +157,7 @@ class OptimizerSteps:
         self._defer(Incident(report), batches, is_of_weight=any(x.part == "weight" for x in bad))
 
     def _loss_is_bad(self, loss: Tensor, batch: int, number: float) -> None:
-        """Act on a bad loss. Leave inf, and any loss of a bad gradient, to the step, which the user may leave out.
-
-        Without `gradients` nan too: whether the program looks at its loss is not known.
-        """
+        """Act on a nan loss with all gradients read and finite. Leave others to the step, which may be left out."""
         if self._failures.knows(batch):
             return
         self._starts.backward_failed(batch)
@@ -307,7 +301,7 @@ class OptimizerSteps:
         if self.deferred is not None and recorder.latest_batch not in self.deferred.batches:
             self.settle()
         _, takes_ours, first = self._stepper_of(optimizer)
-        if not self._options.gradients and self.deferred is None and self._loss is None:
+        if not (self._options.gradients or self.deferred or self._loss):
             if not takes_ours:
                 return
             # A nan on its way through the model leaves them nan.

@@ -243,8 +243,7 @@ class Reports:
                 label = f"{inner}.{label}"
             class_name = type((find_module(model, name) or owner).module).__name__
         records = (observe(parameter.grad, f"{label}.grad", "gradient"),)
-        # No hook has seen a gradient that the backward made of a weight whose module is not called. Of others hooks
-        # see none by default.
+        # No hook has seen the gradient of a weight whose module is not called, nor any by default.
         is_unseen = owned and not of_called
         is_of_step = not is_unseen and self.options.gradients
         frame = Frame(batch, name, class_name, records, "step" if is_of_step else "backward")
