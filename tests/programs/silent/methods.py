@@ -333,27 +333,6 @@ def experts_of_which_some_rest(watch: Watching) -> None:
         train(model, AdamW(model.parameters(), lr=1e-3))
 
 
-class Equilibrium(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.Sequential(nn.Linear(24, 16), nn.LayerNorm(16), nn.Dropout(0.1), nn.Tanh())
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = torch.zeros(len(x), 16)
-        with torch.no_grad():
-            for _ in range(5):
-                state = self.cell(torch.cat([x, state], 1))
-        return self.head(self.cell(torch.cat([x, state], 1)))
-
-
-@unusual
-def deep_equilibrium(watch: Watching) -> None:
-    model = Equilibrium()
-    with watch(model):
-        train(model, Adam(model.parameters(), lr=1e-3))
-
-
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(
