@@ -282,8 +282,9 @@ bool CallRecorder::record_frame(Thread& thread, int32_t index, int32_t caller, s
   frame.node = index;
   frame.class_name = node.class_name;
   frame.recomputed = thread.recomputed;
-  if (gradients_ != nullptr && gradients_->follows(caller == kNoCaller && keep == nullptr))
-    frame.candidates = &thread.candidates;
+  const auto is_observed = [this](int32_t around) { return nodes_[size_t(around)]->observed; };  // DDP's call is not
+  const bool is_outermost = keep == nullptr && std::none_of(thread.nodes.begin(), thread.nodes.end(), is_observed);
+  if (gradients_ != nullptr && gradients_->follows(is_outermost)) frame.candidates = &thread.candidates;
   if (!observe(node, &frame)) return false;
   if (frame.candidates != nullptr && gradients_ != nullptr) follow(thread, index, caller, thread.candidates, keep);
   ++observer_.counters.frames;

@@ -201,7 +201,10 @@ class PythonRecorder:
             call.added.clear()
             read = partial(observe, allow_inf=call.node.allow_inf, batch=batch, wanted=settings)
             records = [read(x, label, role) for role, label, x in values]
-            if self._follows and (settings.gradients or call.caller is None):
+            around = call.caller
+            while around is not None and not around.node.observed:  # DDP's call is not
+                around = around.caller
+            if self._follows and (settings.gradients or around is None):
                 self._follow(call, values)
         except RecursionError:
             # The call itself was made: it needed less of the stack than its observation.

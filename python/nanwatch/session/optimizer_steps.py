@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from math import isfinite, isnan
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ from .reports import OPTIMIZER, Reports
 
 # Skipped steps that are kept. All are counted.
 _MAX_KEPT = 100
-# Weights whose gradients are looked at before every step, and the most elements of one.
+# Gradients of weights that are looked at before every step, and the most elements of one.
 _NUM_FIRST, _SMALL = 4, 1 << 12
 
 
@@ -51,7 +51,7 @@ class _Deferred:
     """The failure of a backward, and the batches whose gradients were not finite.
 
     `scale` is the GradScaler's in the backward. `is_of_weight`: the gradient of a weight was among them. `weights` are
-    the ids of those whose gradients were bad. `is_skipped`: the optimizer itself said so.
+    the ids of those that had a bad one. `latest`: the latest batch at its end. `is_skipped`: the optimizer said so.
     """
 
     incident: Incident
@@ -59,15 +59,8 @@ class _Deferred:
     scale: float | None
     is_of_weight: bool
     weights: set[int]
+    latest: int
     is_skipped: bool = False
-
-
-class _Stepper(NamedTuple):
-    """An optimizer that has stepped: does it hold parameters of the model, and the first small ones of all."""
-
-    num_parameters: int = 0
-    takes: bool = False
-    first: Sequence[Tensor] = ()
 
 
 class OptimizerSteps:
@@ -175,15 +168,16 @@ class OptimizerSteps:
 
     def _defer(self, incident: Incident, batches: set[int], *, is_of_weight: bool) -> None:
         """Defer a failure, or act on it at once if too many steps in a row were skipped."""
-        weights = self._bad_weights()
+        weights, latest = self._bad_weights(), self._recorder.latest_batch
         is_of_weight |= bool(weights)
         if (deferred := self.deferred) is None:
-            self.deferred = _Deferred(incident, batches, self._scale(), is_of_weight, weights)
+            self.deferred = _Deferred(incident, batches, self._scale(), is_of_weight, weights, latest)
         else:
             # A new set: another thread may iterate over the old one.
             deferred.batches = deferred.batches | batches
             deferred.is_of_weight |= is_of_weight
             deferred.weights |= weights
+            deferred.latest = latest
         if self._in_a_row < (most := self._options.max_skipped_steps):
             return
         count, self._in_a_row = self._in_a_row, 0
@@ -244,7 +238,7 @@ class OptimizerSteps:
             box.step_begins()
         if not self._recorder.paused:
             self._unread_step = self._recorder.latest_batch
-            self._reports.steppers.setdefault(optimizer, _Stepper())
+            self._reports.steppers.setdefault(optimizer, (0, False))
             self._check_rates(optimizer)
         if not self._has_read_state and optimizer.state:  # from a checkpoint
             self._read_state(optimizer)
@@ -255,20 +249,19 @@ class OptimizerSteps:
         check()
         return changed
 
-    def _stepper_of(self, optimizer: Optimizer) -> _Stepper:
-        """Return what is known of the optimizer. A critic's, say, holds no parameter of the model.
+    def _takes_gradients(self, optimizer: Optimizer) -> bool:
+        """Return whether the optimizer holds a parameter of the model. A critic's, say, does not.
 
         One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
         """
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        stepper: _Stepper = self._reports.steppers.get(optimizer, _Stepper())
-        if not stepper.takes and count != stepper.num_parameters:
+        known_count, takes = self._reports.steppers.get(optimizer, (0, False))
+        if not takes and count != known_count:
             takes = self._recorder.gathers_weights or self._steps_given(optimizer)
             if not takes and (model := self._model()) is not None:
                 takes = not {*map(id, parameters_of(optimizer))}.isdisjoint(map(id, each_parameter(model)))
-            small = (x for x in parameters_of(optimizer) if takes and x.requires_grad and x.numel() <= _SMALL)
-            stepper = self._reports.steppers[optimizer] = _Stepper(count, takes, [*islice(small, _NUM_FIRST)])
-        return stepper
+            self._reports.steppers[optimizer] = count, takes
+        return bool(takes)
 
     def _steps_given(self, stepping: Optimizer) -> bool:
         """Return whether `stepping` is the optimizer in the options, or in it: Accelerate's calls no hooks."""
@@ -285,7 +278,7 @@ class OptimizerSteps:
             is_bad = isinstance(rate, float) and not isfinite(rate)
             if isinstance(rate, Tensor) and rate.device.type == "cpu":  # may require a gradient
                 is_bad = bool(nonfinite([rate]))
-            if is_bad and self._stepper_of(optimizer).takes:
+            if is_bad and self._takes_gradients(optimizer):
                 record = observe(torch.as_tensor(rate), f"lr[{number}]", "input")
                 frame = Frame(batch, OPTIMIZER, type(optimizer).__name__, (record,), "step")
                 self._failures.step_follows(self._reports.of_frame(frame))
@@ -297,24 +290,23 @@ class OptimizerSteps:
         recorder.settle()
         if recorder.paused:
             return
-        # No backward that was finite has done so.
-        if self.deferred is not None and recorder.latest_batch not in self.deferred.batches:
-            self.settle()
-        _, takes_ours, first = self._stepper_of(optimizer)
-        if not (self._options.gradients or self.deferred or self._loss):
-            if not takes_ours:
-                return
-            # A nan on its way through the model leaves them nan.
-            if not nonfinite(x.grad for x in first if x.grad is not None):
-                self._in_a_row = 0
-                self._starts.let_go()
-                return
+        batch, takes_ours = recorder.latest_batch, self._takes_gradients(optimizer)
         if torch._C._current_graph_task_id() != -1:
             # This optimizer steps inside the backward, as soon as a gradient is there.
             recorder.finish_nonfinite_backward()
+        if not self._options.gradients:
+            # A finite backward goes unseen, so a later batch stands for it.
+            if self._loss is not None and self._loss[1] != batch:
+                self._loss = None  # its own step was left out
+            self.settle(only_known=self.deferred is None or self.deferred.latest == batch)
+            is_quiet = self.deferred is None and self._loss is None and not self._in_a_row
+            if is_quiet and not (takes_ours and _first_bad(optimizer)):
+                if takes_ours:
+                    self._starts.let_go()
+                return
         # Read what the step takes, whoever wrote it since the backward: sums of several backwards, reductions over
         # ranks, and gradients that no hook sees, such as those of weights used without their module.
-        batch, bad_parameters = recorder.latest_batch, list[Tensor]()
+        bad_parameters = list[Tensor]()
         if self.deferred is not None or (takes_ours and self._is_due(batch)):
             bad_parameters = _nonfinite_gradients(parameters_of(optimizer))
         # The gradients of a non-finite forward are its consequence.
@@ -322,9 +314,9 @@ class OptimizerSteps:
             incident = self._reports.of_taken(optimizer, bad_parameters, batch)
             self._starts.backward_failed(batch, is_over=True)
             self._defer(incident, {batch}, is_of_weight=True)
-        loss, self._loss = self._loss, None
-        if loss is not None and loss[1] != batch and not self._options.gradients:
-            loss = None  # its own step was left out
+        loss, self._loss = (self._loss, None) if takes_ours else (None, self._loss)
+        if self.deferred is not None and self.deferred.weights and not bad_parameters:
+            loss = None  # the program has made its gradients finite
         is_nonfinite = bool(bad_parameters) or loss is not None
         if loss is not None and not bad_parameters and self.deferred is None:
             self._stop_for_loss(*loss)
@@ -345,7 +337,8 @@ class OptimizerSteps:
         # The gradients of weights may be finite behind a bad one, as where a ReLU lets nothing through.
         elif not deferred.is_of_weight or not self._bad_weights():
             self._let_pass(deferred)
-        if takes_ours and recorder.gathers_weights:  # each rank has a part of the model
+        # Each rank has a part of the model. By default a rank comes here alone.
+        if takes_ours and recorder.gathers_weights and self._options.gradients:
             self._failures.ranks.await_step()
         if self.deferred is None:
             if self.spikes is not None:
@@ -410,6 +403,12 @@ class OptimizerSteps:
         incident, self._unread_step = self.look(), -1
         if incident is not None:
             self._failures.step_follows(incident)
+
+
+def _first_bad(optimizer: Optimizer) -> list[Tensor]:
+    """Return the bad ones of the first small gradients, which a nan on its way through the model leaves nan."""
+    gradients = (x.grad for x in parameters_of(optimizer))
+    return nonfinite(islice((x for x in gradients if x is not None and x.numel() <= _SMALL), _NUM_FIRST))
 
 
 def _nonfinite_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -191,14 +191,19 @@ def train(model: nn.Module, loss_of: Any, rewrite: Any = id, **options: Any) -> 
 @pytest.mark.parametrize("every_module", [None, True])
 def test_the_loss_and_a_root_are_found_before_a_step(every_module: bool | None) -> None:
     """The line and the module are the same as with the gradients of all modules, and no step has been taken."""
-    finding, is_changed = train(
-        nn.Linear(2, 1), lambda x: (x - x).sqrt().mean() + x.sum(), gradients=every_module
-    )
-    assert (finding.module, finding.label, finding.is_of_loss) == ("", "output.grad", True)
-    assert (finding.operation, finding.batch, is_changed) == ("SqrtBackward0", 0, False)
+    for model, name in (
+        (nn.Linear(2, 1), ""),
+        (nn.Sequential(nn.Linear(2, 1)), "0"),
+    ):  # the second's root is unseen
+        options = {"gradients": every_module, "modules": name or "*"}
+        finding, is_changed = train(model, lambda x: (x - x).sqrt().mean() + x.sum(), **options)
+        assert (finding.module, finding.label, finding.is_of_loss) == (name, "output.grad", True)
+        assert (finding.operation, finding.batch, is_changed) == ("SqrtBackward0", 0, False)
     finding, is_changed = train(Rooted(), lambda x: x.square().mean(), gradients=every_module)
     assert (finding.operation, finding.batch, is_changed) == ("SqrtBackward0", 0, False)
     assert "" in (finding.module, finding.source_module)
+    finding, is_changed = train(Rooted(), lambda x: x.square().mean(), gradients=False)
+    assert (finding.label, finding.batch, is_changed) == ("weight", 1, True)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -215,11 +220,6 @@ def test_a_bad_loss_of_finite_gradients_is_found_at_its_step(value: float) -> No
             loss.backward()
             if loss.isfinite():
                 optimizer.step()
-
-
-def test_nothing_is_looked_at_without_gradients() -> None:
-    finding, is_changed = train(Rooted(), lambda x: x.square().mean(), gradients=False)
-    assert (finding.label, finding.batch, is_changed) == ("weight", 1, True)
 
 
 def test_a_finite_backward_leaves_nothing() -> None:
