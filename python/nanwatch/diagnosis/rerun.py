@@ -452,7 +452,7 @@ def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, al
     if finding.is_of_loss and data and is_given:
         finding = replace(finding, origin="data")
         remarks = _came_in(replace(snapshot, args=(), kwargs=data))
-    elif guilty is None and step.module is not None and not step.in_backward:
+    elif guilty is None and finding.label[:6] == "output" and step.module is not None and not step.in_backward:
         # The loss read this auxiliary loss from an attribute, and the module has no bad gradient yet.
         remarks.append(f"it was made in the forward of {f'`{step.module}`' if step.module else 'the model'}")
     elif step.module is not None and not (guilty is not None and is_in(step.module, guilty)):
