@@ -64,9 +64,8 @@ def _try_option(trials: Trials) -> None:
             yield
 
     if guilty in changed:
-        owner = (
-            f"`{code_of(trials.model, trials.guilty or '')}` a" if guilty in trials.names else "the loss's"
-        )
+        name = trials.names.get(guilty)
+        owner = "the loss's" if name is None else f"`{code_of(trials.model, name)}` a"
         trials.attempt(f"{words}: make {owner} {type(guilty).__name__} with {option}={value!r}", hold)
 
 
@@ -123,7 +122,7 @@ class _Formats:
 
     def _in_float32(self, name: str, *, is_expected: bool = False) -> bool:
         code = f"nanwatch.run_in_fp32({code_of(self._trials.model, name)})"
-        words = f"run {module_words(name)} in float32, {code}"
+        words = f"run {_in_words(name)} in float32, {code}"
         hold, room = partial(run_in_fp32, self._modules[name]), partial(self._room, name)
         return self._try(words, hold, room=room, is_expected=is_expected)
 
@@ -158,7 +157,7 @@ class _Formats:
             return
         module, side = self._modules.get(finding.module), finding.label.partition("[")[0]
         if module is not None and side in ("input", "output"):
-            words = f"clamp the {side} of {module_words(finding.module)} to ±{ends.largest:g}"
+            words = f"clamp the {side} of {_in_words(finding.module)} to ±{ends.largest:g}"
             self._try(words, nullcontext, _clamping(module, side, ends.largest))
 
     def _smaller_scale(self) -> None:
@@ -168,28 +167,24 @@ class _Formats:
         the reason to scale, and one that does not work where the scale is known and a scale of 1 does not help either.
         """
         scale = self._trials.loss_scale
-        if all(record.dtype != "float16" for record in self._seen.gradients):
-            return
 
         @cache
         def room(divisor: float) -> float:
             made = self._trials.run(divisor=divisor).gradients
-            if any(record.isfinite is False for record in made):
-                return -inf
             bits = least_bits(record for record in made if record.dtype == "float16")
-            return inf if bits is None else bits
+            is_bad = any(record.isfinite is False for record in made)
+            return -inf if is_bad else inf if bits is None else bits
 
         most = min(_LARGEST_DIVISOR if scale is None else scale, _largest_divisor(self._seen.given))
-        if most <= 1:
+        if most <= 1 or all(record.dtype != "float16" for record in self._seen.gradients):
             return
         divisors = [*(2.0**i for i in range(1, ceil(log2(most)))), most]
         divisor = divisors[bisect_left(divisors[:-1], True, key=lambda x: room(x) >= LEAST_ROOM)]
         bits = room(divisor)
         if bits == -inf and divisor != scale:
             return
-        words = f"a loss scale that is {divisor:g} times smaller"
-        if scale is not None:
-            words = f"a loss scale of {scale / divisor:g} in place of {scale:g}"
+        known = "" if scale is None else f"a loss scale of {scale / divisor:g} in place of {scale:g}"
+        words = known or f"a loss scale that is {divisor:g} times smaller"
         self._trials.cures.append(Cure(words, bits >= LEAST_ROOM, bits if isfinite(bits) else None))
 
     def _room(self, changed: str | None, experiment: Experiment) -> float | None:
@@ -237,16 +232,12 @@ def _clamping(chosen: nn.Module, side: str, limit: float) -> MakeCall:
 
 def _largest_divisor(given: Sequence[Record]) -> float:
     """Return by how much these may be divided before the largest element of one becomes subnormal."""
-    divisors = [x.abs_max / ends.smallest_normal for x in given if x.abs_max and (ends := x.ends) is not None]
+    divisors = [x.abs_max / x.ends.smallest_normal for x in given if x.abs_max and x.ends is not None]
     # Rounded down to a power of two, for a division that rounds nothing.
     return max(1.0, 2.0 ** (frexp(min(*divisors, _LARGEST_DIVISOR))[1] - 1)) if divisors else 1.0
 
 
-# Modules in words
-
-
-def module_words(name: str) -> str:
-    """Return the module in prose."""
+def _in_words(name: str) -> str:
     return f"`{name}`" if name else "the model"
 
 

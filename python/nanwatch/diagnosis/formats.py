@@ -56,9 +56,9 @@ class Draws(TorchDispatchMode):
         base = func._schema.name.partition("::")[2] if hasattr(func, "_schema") else ""
         if base not in _DRAWS:
             return func(*args, **kwargs)
-        kinds = [x.dtype for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        kinds = [kind for kind in kinds if kind.is_floating_point or kind.is_complex]
-        kind = kwargs.get("dtype") or next(iter(kinds), torch.get_default_dtype())
+        tensors = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        kinds = (x.dtype for x in tensors if x.is_floating_point() or x.is_complex())
+        kind = kwargs.get("dtype") or next(kinds, torch.get_default_dtype())
         # Half precision has the numbers of float32, rounded. Only the dropout of a GPU has others.
         is_dropout = base == "native_dropout"
         source = kind if is_dropout else torch.promote_types(kind.to_real(), torch.float32)

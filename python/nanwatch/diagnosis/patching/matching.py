@@ -7,7 +7,8 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -93,22 +94,20 @@ class Site:
     def constant(self, node: ast.AST) -> Any:
         """Return the module or number that a node stands for, by the globals of the function; else None."""
         names = {x: None if x in self._bound else self.globals.get(x) for x in all_names(node)}
-        names["float"] = float
         calls = [ast.unparse(part.func) for part in ast.walk(node) if isinstance(part, ast.Call)]
+        names["float"] = float
         is_known = all(isinstance(value, int | float | ModuleType | type) for value in names.values())
-        if not is_known or not all(map(_NUMBER_CALL.fullmatch, calls)):
-            return None
-        try:  # it may divide by 0, or be no expression, as a slice
-            value = eval(ast.unparse(node), {**names, "__builtins__": {}})
-        except (ArithmeticError, LookupError, NameError, SyntaxError, TypeError, ValueError, AttributeError):
-            return None
+        value = None
+        if is_known and all(map(_NUMBER_CALL.fullmatch, calls)):
+            with suppress(Exception):  # it may divide by 0, or be no expression, as a slice
+                value = eval(ast.unparse(node), {**names, "__builtins__": {}})
         return value if isinstance(value, int | float | ModuleType) else None
 
     def definition(self, node: ast.AST) -> ast.expr | None:
         """Return what made a local name by a plain assignment, if it ran before and nothing in it has changed since."""
         if not isinstance(node, ast.Name) or node not in self.parents:
             return None
-        start = self.file.span(self.statement(node)).start
+        start = self._start(node)
         made, assignment = self._last(node.id, start)
         if assignment is None or self.parents.get(assignment) not in (self.node, *self.ancestors(node)):
             return None
@@ -120,17 +119,36 @@ class Site:
         """Return what made the name that the node is, or the node."""
         return self.definition(node) or node
 
+    def _start(self, node: ast.AST) -> int:
+        return self.file.span(self.statement(node)).start
+
     def _last(self, name: str, start: int) -> tuple[int, ast.Assign | None]:
         bindings = (pair for pair in self._bound.get(name, ()) if pair[0] <= start)
         return max(bindings, key=lambda pair: pair[0], default=(-1, None))
 
-    def same(self, node: ast.expr) -> list[ast.expr]:
+    def same(self, node: ast.AST) -> list[ast.expr]:
         """Return the other places of the function where the same expression has the same value."""
-        names, dump = all_names(node), ast.dump(node)
-        alike = [x for x in self.parents if isinstance(x, type(node)) and ast.dump(x) == dump]
-        starts = {x: self.file.span(self.statement(x)).start for x in alike}
-        bindings = {x: [self._last(name, start) for name in names] for x, start in starts.items()}
-        return [x for x in alike if x is not node and bindings[x] == bindings[node]]
+
+        def key(x: ast.AST) -> Any:
+            return ast.dump(x), [self._last(name, self._start(x)) for name in sorted(all_names(x))]
+
+        alike = [x for x in self.parents if type(x) is type(node) and isinstance(x, ast.expr)]
+        return [x for x in alike if x is not node and ast.dump(x) == ast.dump(node) and key(x) == key(node)]
+
+    def feeds(self, node: ast.AST, operations: Sequence[str]) -> bool:
+        """Return whether one of these operations takes what comes of a node, in it or by way of later names."""
+        names = set[str]()
+
+        def is_fed(value: ast.AST) -> bool:
+            return any(x is node or getattr(x, "id", "") in names for x in ast.walk(value))
+
+        start = self._start(node)
+        later = [x for x in self.parents if isinstance(x, ast.expr | ast.Assign) and self._start(x) >= start]
+        for statement in sorted(later, key=lambda x: x.lineno):
+            if isinstance(statement, ast.Assign) and is_fed(statement.value):
+                names |= {name for x in statement.targets for name in all_names(x)}
+        taken = [x for x in later if getattr(operation_of(x, self), "name", "") in operations]
+        return any(is_fed(x) for operation in taken for x in ast.iter_child_nodes(operation))
 
     def text(self, node: ast.AST) -> str:
         """Return the text of a node of this source."""
@@ -172,8 +190,8 @@ def operation_of(node: ast.AST, site: Site | None = None) -> Operation | None:
     name = ALIASES.get(name, name)
     if name == "norm" and site is not None:
         orders = [keywords.pop(key) for key in ("p", "ord") if key in keywords]
-        if not orders and len(args) > 1:
-            orders, args = [args[1]], (args[0], *args[2:])
+        if not orders:
+            orders, args = list(args[1:2]), (*args[:1], *args[2:])
         if any(site.constant(x) != 2 and getattr(x, "value", 0) not in ("fro", None) for x in orders):
             return None
     return Operation(name, args, keywords) if args or keywords else None
@@ -206,14 +224,13 @@ def match(
         return _arguments(site, wanted, operation, seen)
     for spelling, form in SPELLINGS:
         spelt = operation_of(parsed(form))
-        assert spelt is not None
-        inner = match(site, spelling, node) if spelt.name == wanted.name else None
-        if inner is not None:
+        inner = match(site, spelling, node) if spelt is not None and spelt.name == wanted.name else None
+        if spelt is not None and inner is not None:
             args = [inner.letters[x.id] for x in spelt.args if isinstance(x, ast.Name)]
             args += [x for name, x in inner.rest if not name]
             operation = Operation(wanted.name, tuple(args), {name: x for name, x in inner.rest if name})
-            seen = binding._replace(nodes=binding.nodes | inner.nodes)
-            if (bound := _arguments(site, wanted, operation, seen)) is not None:
+            bound = _arguments(site, wanted, operation, seen._replace(nodes=seen.nodes | inner.nodes))
+            if bound is not None:
                 return bound
     return None
 

@@ -11,10 +11,9 @@ import ast
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,24 +24,33 @@ from ...report.finding import Cure
 from ..causes import DOMAINS
 from ..experiment import MOST_BY_GUARD, Trials
 from ..provenance import Expression, Step
-from .matching import Binding, Operation, Site, match, operation_of, placed, written
+from .matching import Binding, Site, match, operation_of, placed, written
 from .source import Edit, Probe, SourceFile, Span, Target, TargetFinder, exchanged, first_line, moved
-from .table import GUARDS, POLES, STABLE, names_that_run, numbers_of, operation_name
+from .table import (
+    EPS_WORDS,
+    FORMATS,
+    GUARDS,
+    POLES,
+    STABLE,
+    STABLE_WORDS,
+    Row,
+    names_that_run,
+    numbers_of,
+    operation_name,
+)
 
 _MOST_ROUNDS = 4
-STABLE_WORDS = "use the stable form that torch has"
 # Runs of the batch, each perhaps of a large model, and seconds for all of them.
-_MOST_RUNS = 24
-_MOST_SECONDS = 25.0
+_MOST_RUNS, _MOST_SECONDS = 24, 25.0
 # Whole words in the name of a value that counts something, without the `s` of a plural, and what counts are computed
 # from: `num_tokens` and `n_valid` are counts, `numerator` and `discount` are not.
 _COUNTS = re.compile(
     r"(count|cnt|num(ber|el)?|n|len(gth)?|deg(ree)?|size|mask|valid|keep|kept|hot|bincount|eq|ne)s?"
 )
-# The exponent at which a format ends, the narrowest format first.
-_ENDS = {"float16": 11.0, "bfloat16": 88.0, "float32": 88.0, "float64": 709.0}
 # Expressions whose value a call of a probe may take the place of.
 _VALUES = ast.Name | ast.Attribute | ast.Call | ast.BinOp | ast.UnaryOp | ast.Subscript | ast.IfExp
+# An expression, and the edits that change it, the one that gives the change its name last.
+Change = tuple[ast.AST, tuple[Edit, ...]]
 # The program after a round, and the step that fails next with whether it does so in the backward.
 Round = tuple["Program", tuple[Step, bool] | None]
 
@@ -56,12 +64,14 @@ def says_count(text: str) -> bool:
 class Proposal(NamedTuple):
     """A change of the source: its edits, the expression that it changes, and in words what it does.
 
-    `masked` are the edits for a mask that leaves no scores beside it in float64 either, as -1e9 does in float32.
+    A `stable` form has the gradients that are meant, and a `guard` moves the operand that failed. `masked` are the
+    edits for a mask that leaves no scores beside it in float64 either, as -1e9 does in float32.
     """
 
-    edits: tuple[Edit, ...]
     node: ast.AST
+    edits: tuple[Edit, ...]
     words: str
+    kind: str = ""
     masked: tuple[Edit, ...] = ()
 
 
@@ -74,61 +84,67 @@ class Proposer:
     def __init__(
         self, site: Site, step: Step, look: Callable[[list[ast.AST]], Mapping[ast.AST, list[Any]]]
     ) -> None:
-        self._site = site
-        self._operation = operation_name(step.operation)
+        self._site, self._operation = site, operation_name(step.operation)
         dtypes = {record.dtype.removeprefix("torch.") for record in step.operands}
-        self._dtype = next((name for name in _ENDS if name in dtypes), "float32")
-        self._numbers = numbers_of(self._dtype)
+        self._dtype = next((name for name in FORMATS if name in dtypes), "float32")
+        self._numbers, format_ = numbers_of(self._dtype), getattr(torch, self._dtype)
+        self._largest = torch.finfo(format_).max
         self._known: set[tuple[Edit, ...]] = set()
         self.failing = self._failing_nodes(step)
+        top = self.failing[:1]
         # The nodes inside the likeliest one, and inside what made its names.
-        inner = [node for top in self.failing[:1] for node in ast.walk(top) if node is not top]
+        inner = [node for x in top for node in ast.walk(x) if node is not x]
         made = filter(None, map(site.definition, inner))
         parts = [*inner, *(node for value in made for node in ast.walk(value))]
-        # The operations that made the operands of the likeliest node, where one of these was not finite.
         is_bad = any(record.isfinite is False for record in step.operands)
-        self._sources = [x for x in parts if is_bad and getattr(operation_of(x, site), "name", "") in POLES]
-        # Rounding may have made these, as the difference of two large numbers.
-        operands = [x for node in self.failing[:1] for x in self._operands_of(node) if not is_bad]
-        self._operands = [y for x in operands for y in (x, site.definition(x))]
-        # Names that are added, or handed to a function: a product with 1e-8 is computed before it is rounded.
-        names = (x for x in parts if isinstance(x, ast.Constant | ast.Name | ast.Attribute))
-        added = [x for x in names if isinstance(getattr(site.parents[x], "op", ast.Add()), ast.Add)]
-        looked = [x for node in (*self.failing, *self._sources) for x in self._operands_of(node)] + added
+        # Operations that made the operands, where these were not finite. Else rounding may have made the operands.
+        self._sources = [x for x in parts if is_bad and self._name(x) in POLES]
+        operands = [] if is_bad else [x for node in top for x in self._operands(node)]
+        self._causes = {*top, *self._sources, *operands, *map(site.defined, operands)}
+        # Operations of its name in the statement, which may fail in another batch.
+        name = self._name(*top) if top else ""
+        self._kin = [x for node in top for x in ast.walk(site.statement(node)) if self._name(x) == name]
+        names = [x for x in parts if isinstance(x, ast.Constant | ast.Name | ast.Attribute)]
+        nodes = (*self.failing, *self._sources, *self._kin)
+        looked = [*names, *(x for node in nodes for x in self._operands(node))]
+        looked += map(site.defined, [x for x in looked if isinstance(x, ast.expr)])
         looked = [x for x in looked if isinstance(x, _VALUES) and site.constant(x) is None]
         self.values = look([*self.failing, *looked])
         # Numbers of the source that are not 0, and are 0 in the format of the failing operation, as 1e-8 is in float16.
-        kind = getattr(torch, self._dtype)
-        numbers = [(x, self._number(x) or 0) for x in added]
-        self._vanished = [x for x, number in numbers if number > 0 == float(torch.tensor(number, dtype=kind))]
-        self._limits = torch.finfo(kind)
+        # They are added, or handed to a function: a product with 1e-8 is computed before it is rounded.
+        added = [x for x in names if isinstance(getattr(site.parents[x], "op", ast.Add()), ast.Add)]
+        rounded = [(x, number, torch.tensor(number, dtype=format_)) for x in added if (number := self._number(x))]
+        self._vanished = [x for x, number, near in rounded if number > 0 == near]
 
     def _failing_nodes(self, step: Step) -> list[ast.AST]:
         assert step.place is not None
-        line, position = step.place.line, self._site.file.at(step.place.positions)
-        names = names_that_run(self._operation)
-        ranks: dict[ast.AST, tuple[bool, bool, bool]] = {}
+        file, line, names = self._site.file, step.place.line, names_that_run(self._operation)
         nodes: Iterator[Any] = ast.walk(self._site.node)
-        for node in nodes:
-            operation = operation_of(node, self._site)
-            if operation is None or not node.lineno <= line <= node.end_lineno:
-                continue
-            span = self._site.file.span(node)
-            if span == position or operation.name in names:
-                is_outside = position is None or not span.covers(position)
-                ranks[node] = operation.name not in names, span != position, is_outside
-        inside = [node for node, (_, _, is_outside) in ranks.items() if not is_outside]
-        return sorted(inside or ranks, key=ranks.__getitem__)
+        near = [x for x in nodes if self._name(x) is not None and x.lineno <= line <= x.end_lineno]
+        position = file.at(step.place.positions)
+        exact = [x for x in near if file.span(x) == position]
+        named = [x for x in near if self._name(x) in names]
+        likely = dict.fromkeys((*(x for x in named if x in exact), *named, *exact))
+        inside = [x for x in likely if position is not None and file.span(x).covers(position)]
+        return inside or [*likely]
+
+    def _name(self, node: ast.AST) -> str | None:
+        operation = operation_of(node, self._site)
+        return None if operation is None else operation.name
+
+    def _operands(self, node: ast.AST) -> list[ast.expr]:
+        operation = operation_of(node, self._site)
+        return [] if operation is None else [*operation.args, *operation.keywords.values()]
 
     def outside(self) -> tuple[str, bool]:
-        """Return an operand that float64 too has outside the domain, "" for none, and whether that forbids a clamp.
+        """Return an operand that float64 too has outside the domain, "" for none, and whether that forbids a guard.
 
-        A clamp would hide what made the operand, unless rounding did. It is a guard of a power other than a root.
+        A guard would hide what made the operand, unless rounding did. It is a guard of a power other than a root.
         """
-        operation = operation_of(self.failing[0], self._site) if self.failing else None
-        if operation is None:
+        operands = [x for node in self.failing[:1] for x in self._operands(node)]
+        if not operands:
             return "", False
-        base, *_, power = (*operation.args, *operation.keywords.values()) * 2
+        base, power = operands[0], operands[-1]
         exponents = [torch.as_tensor(x) for x in (self._number(power), *self.tensors(power)) if x is not None]
         is_power = self._operation == "pow" and any(bool((x != x.round()).any()) for x in exponents)
         is_root = not is_power or 0 < abs(self._number(power) or 0) < 1
@@ -147,101 +163,124 @@ class Proposer:
         """Yield the changes, stable forms before guards, each once."""
         for number in self._vanished:
             form = "EPS" if isinstance(number, ast.Constant) else "max(X, EPS)"
-            binding = Binding({"X": number})
-            yield from self._written(number, number, form, binding, "give it an eps that the format has")
+            yield from self._put(number, form, EPS_WORDS, X=number)
         yield from self._stable()
         for node in self.failing:
             yield from self._untaken(node)
-        is_half = self._dtype == "float16"
-        if is_half:
+        if self._dtype == "float16":
             yield from self._infinities()
             for node in self.failing[:1]:
-                x = self._operands_of(node)[0]
-                yield from self._written(node, x, "X.float()", Binding({"X": x}), "compute it in float32")
+                x = self._operands(node)[0]
+                yield from self._put(x, "X.float()", "compute it in float32", X=x)
         for node in [*self._sources, *self.failing]:
             for row in GUARDS:
                 yield from self.guard(node, row)
-        if not is_half:
-            yield from self._infinities()
+        yield from self._infinities()
 
-    def _operands_of(self, node: ast.AST) -> list[ast.expr]:
-        operation = operation_of(node, self._site)
-        return [] if operation is None else [*operation.args, *operation.keywords.values()]
+    def _new(
+        self, changes: Iterable[Change], words: str, kind: str = "", *masked: Edit
+    ) -> Iterator[Proposal]:
+        for node, edits in changes:
+            if edits not in self._known and any(self._site.file.part(span) != text for span, text in edits):
+                self._known.add(edits)
+                yield Proposal(node, edits, words, kind, masked)
+
+    def _put(self, node: ast.expr, form: str, words: str, **letters: ast.expr) -> Iterator[Proposal]:
+        return self._new([self._change(node, form, Binding(letters))], words)
+
+    def _change(self, node: ast.AST, form: str, binding: Binding) -> Change:
+        return node, written(
+            self._site, node, form, binding, {**self._numbers, "BOUND": self._bound(binding)}
+        )
 
     def _stable(self) -> Iterator[Proposal]:
-        site, failing = self._site, {*self.failing[:1], *self._sources, *self._operands}
-        nodes = [x for x in ast.walk(site.node) if isinstance(x, ast.expr) and operation_of(x, site)]
+        nodes = [x for x in ast.walk(self._site.node) if isinstance(x, ast.expr) and self._operands(x)]
         for pattern, form in STABLE:
             for node in nodes:
-                binding = match(site, pattern, node)
-                if binding is not None and failing & binding.nodes:
-                    yield from self._written(node, node, form, binding, STABLE_WORDS)
+                binding = match(self._site, pattern, node)
+                if binding is not None and self._causes & binding.nodes:
+                    change = self._change(node, form, binding)
+                    kin = (self._change(x, row, other) for x in self._kin for row, other in self._rows(x))
+                    yield from self._new((_joined(change, kin), change), STABLE_WORDS, "stable")
 
-    def guard(self, node: ast.AST, row: tuple[str, ...]) -> list[Proposal]:
-        """Return the change that a row of guards makes at a node, none where the row is for another case."""
-        pattern, part, form, condition, words = row
-        binding = match(self._site, pattern, node)
-        if binding is None or (condition and not self._holds(condition, binding)):
-            return []
-        changed = binding.letters[part] if part else node
-        zero = re.search(r"(\w) == 0", form)
-        varied = [changed] * bool(part) + ([binding.letters[zero[1]]] if zero else [])
-        if isinstance(changed, ast.stmt) or any(self._site.constant(x) is not None for x in varied):
-            return []
-        return self._written(node, changed, form, binding, words)
+    def _rows(self, node: ast.AST) -> Iterator[tuple[str, Binding]]:
+        pairs = ((form, match(self._site, pattern, node)) for pattern, form in STABLE)
+        return ((form, binding) for form, binding in pairs if binding is not None)
 
-    def _written(
-        self, node: ast.AST, changed: ast.AST, form: str, binding: Binding, words: str
-    ) -> list[Proposal]:
-        """Return the change that writes a form in the place of a part of the node, none if it is no new one."""
-        numbers = {**self._numbers, "BOUND": self._bound(binding)}
-        words = re.sub(r"\b[A-Z]{3,}\b", lambda name: numbers.get(name[0], name[0]), words)
-        # The bound of an exponent is for all its uses first: without it the rest of a loss pulls the other way.
-        users = self._site.same(changed) if isinstance(changed, ast.expr) and "clamp(max=" in form else []
-        others = chain(*(written(self._site, user, form, Binding({"X": user}), numbers) for user in users))
-        edits = written(self._site, changed, form, binding, numbers)
-        proposals = []
-        for change in dict.fromkeys(((*others, *edits), edits)):
-            if change not in self._known and any(self._site.file.part(span) != text for span, text in change):
-                self._known.add(change)
-                proposals.append(Proposal(change, node, words))
-        return proposals
+    def guard(self, node: ast.AST, row: Row) -> Iterator[Proposal]:
+        """Yield the changes that a row of guards makes at a node, none where the row is for another case.
+
+        The first ones are for all operations of its kind in the statement, of which others may fail in another batch.
+        """
+        if changes := self._guarded(node, row):
+            kin = [x for other in self._kin if other is not node for x in self._guarded(other, row)[-1:]]
+            wide = [_joined(change, kin) for change in changes]
+            yield from self._new((*wide, changes[-1]), row.words, "guard")
+
+    def _guarded(self, node: ast.AST, row: Row) -> list[Change]:
+        """Return the changes that a row makes at one node, the one for the other uses of its operand first."""
+        site, binding = self._site, match(self._site, row.pattern, node)
+        if binding is None or not self._holds(row.condition, binding):
+            return []
+        if not row.part:
+            return [] if isinstance(node, ast.stmt) else [self._change(node, row.form, binding)]
+        part = binding.letters[row.part]
+        if site.constant(part) is not None:
+            return []
+
+        def change(place: ast.expr) -> Change:
+            letters = {**binding.letters, row.part: place}
+            return self._change(place, row.form, binding._replace(letters=letters))
+
+        narrow, uses = (node, change(part)[1]), site.same(part) if row.uses else []
+        # A name is guarded where it is made.
+        made = site.definition(part) if uses else None
+        wide = _joined(narrow, map(change, uses)) if made is None else change(made)
+        return [wide, narrow] if narrow[1] else []
 
     def _holds(self, condition: str, binding: Binding) -> bool:
-        kind, _, operations = (text.strip() for text in condition.partition("in "))
+        kinds, _, operations = condition.partition("in ")
         failed = self._operation.removesuffix("_forward").removesuffix("2d")
-        if operations and failed not in operations.split():
-            return False
-        if kind in ("", "bound"):
-            return not kind or self._bound(binding) != ""
+        is_failing = not operations or failed in operations.split()
+        return is_failing and all(self._is(kind, binding) for kind in kinds.split())
+
+    def _is(self, kind: str, binding: Binding) -> bool:
+        site, letters = self._site, binding.letters
+        if kind == "bound":
+            return self._bound(binding) != ""
+        if kind == "unlogged":
+            return not any(site.feeds(x, ("log", "log2", "log10")) for x in binding.nodes)
+        if kind == "variable":
+            return all(site.constant(x) is None for x in letters.values())
+        if kind == "sole":
+            return not any(site.same(x) for x in binding.nodes if isinstance(x, ast.Name))
         if kind == "pole":
-            power = self._number(binding.letters["P"])
+            power = self._number(letters["P"])
             return power is None or power < 1 or power != int(power)
-        operand = binding.letters.get("B") or binding.letters["X"]
+        operand = letters.get("B") or letters["X"]
         if kind in ("int", "number"):
             return isinstance(self._number(operand), int if kind == "int" else int | float)
         tensors = self.tensors(operand)
         if kind == "zero":
-            eps = float(self._numbers["EPS"])
-            return not any(bool(((x != 0) & (x.abs() < eps)).any()) for x in tensors)
-        made = self._site.defined(operand)
-        terms = operation_of(made, self._site) or Operation("", ())
+            eps, is_known = float(self._numbers["EPS"]), site.constant(operand) is None
+            return is_known and not any(bool(((x != 0) & (x.abs() < eps)).any()) for x in tensors)
+        made = site.defined(operand)
         # A difference has both signs in other batches, unless it is one of a number, as `1 - p`.
-        if (kind, terms.name) == ("positive", "sub") and self._site.constant(terms.args[0]) is None:
+        if (kind, self._name(made)) == ("positive", "sub") and site.constant(self._operands(made)[0]) is None:
             return False
         most = 1 if kind == "fraction" else math.inf
         if not tensors or any(x.is_complex() or bool(((x < 0) | (x > most)).any()) for x in tensors):
             return False
         if kind != "count" or any(bool((x != x.round()).any()) for x in tensors):
             return kind != "count"
-        texts = map(ast.unparse, (operand, made, self._site.defined(made)))
+        texts = map(ast.unparse, (operand, made, site.defined(made)))
         return not any(x.is_floating_point() for x in tensors) or any(map(says_count, texts))
 
     def tensors(self, node: ast.AST) -> list[Tensor]:
         """Return the tensors that an expression is in float64."""
         return [x for x in self.values.get(node, []) if isinstance(x, Tensor)]
 
-    def _number(self, node: ast.expr) -> float | None:
+    def _number(self, node: ast.AST) -> float | None:
         """Return the number that a node is or was, None where it is none."""
         values = [self._site.constant(node), *self.values.get(node, [])]
         return next((x for x in values if isinstance(x, int | float)), None)
@@ -252,55 +291,59 @@ class Proposer:
         if not values or any(x.is_complex() or not bool(x.isfinite().all()) for x in values):
             return ""
         largest = max((float(x.max()) for x in values if x.numel()), default=math.inf)
-        return f"{max(0, math.ceil(largest))}" if largest < 0.9 * _ENDS[self._dtype] else ""
+        return f"{max(0, math.ceil(largest))}" if largest < 0.9 * math.log(self._largest) else ""
 
     def _untaken(self, node: ast.AST) -> Iterator[Proposal]:
         """Yield changes that give the elements that are not taken a safe operand, or none.
 
         The gradient of an element that `where` or an index does not take is 0 times what comes of it.
         """
-        operation, inner = operation_of(node, self._site), node
-        operands = [] if operation is None else [x for x in operation.args if self._site.constant(x) is None]
+        inner, operands = node, [x for x in self._operands(node) if self._site.constant(x) is None]
         for above in self._site.ancestors(node):
-            if isinstance(above, ast.Subscript) and above.value is inner and isinstance(node, ast.Call):
-                yield from self._indexed(above, node)
-                return
             where = match(self._site, "where(C, A, B)", above)
-            if where is not None and operation is not None and operands:
+            if isinstance(above, ast.Subscript) and above.value is inner and isinstance(node, ast.Call):
+                # `loss(a, b)[valid]` becomes `loss(a[valid], b[valid])`.
+                arguments = node.args or [getattr(node.func, "value", node.func)]
+                names = "|".join(x.id for x in arguments if isinstance(x, ast.Name))
+                if names and isinstance(above.slice, ast.Name):
+                    index = above.slice.id
+                    text = re.sub(rf"\b({names})\b", rf"\1[{index}]", self._site.text(node))
+                    words = f"compute the elements that `{index}` takes, and no others"
+                    yield from self._new([(above, (placed(self._site, above, text),))], words)
+                return
+            if where is not None and operands:
                 condition, first, second = (where.letters[letter] for letter in "CAB")
                 forms = {first: "torch.where(C, X, 1.0)", second: "torch.where(C, 1.0, X)"}
-                binding = Binding({"C": condition, "X": operands[-1 if operation.name == "div" else 0]})
-                words = "give the branch that `where` does not take a safe operand"
+                operand = operands[-1 if self._name(node) == "div" else 0]
                 if inner in forms:
-                    yield from self._written(node, binding.letters["X"], forms[inner], binding, words)
+                    words = "give the branch that `where` does not take a safe operand"
+                    yield from self._put(operand, forms[inner], words, C=condition, X=operand)
                 return
             inner = above
 
-    def _indexed(self, whole: ast.Subscript, call: ast.Call) -> list[Proposal]:
-        """Return the call of the elements that its index takes: `loss(a[valid], b[valid])` for `loss(a, b)[valid]`."""
-        arguments = call.args or [getattr(call.func, "value", call.func)]
-        names = [x.id for x in arguments if isinstance(x, ast.Name)]
-        if not names or not isinstance(whole.slice, ast.Name):
-            return []
-        index = whole.slice.id
-        text = re.sub(rf"\b({'|'.join(names)})\b", rf"\1[{index}]", self._site.text(call))
-        words = f"compute the elements that `{index}` takes, and no others"
-        return [Proposal((placed(self._site, whole, text),), whole, words)]
-
     def _infinities(self) -> Iterator[Proposal]:
         """Propose finite numbers for those that the function writes and the format has as infinite, as in a mask."""
-        lowest = self._numbers["LOWEST"]
+        lowest, exact = self._numbers["LOWEST"], numbers_of("float64")["LOWEST"]
         for node in ast.walk(self._site.node):
             is_signed = isinstance(self._site.parents.get(node), ast.UnaryOp)  # tried with its sign alone
             value = self._site.constant(node) if isinstance(node, ast.expr) and not is_signed else None
-            if not isinstance(value, int | float) or abs(value) <= self._limits.max:
+            if not isinstance(value, int | float) or abs(value) <= self._largest:
                 continue
             # A mask of the wrong sign is found in a softmax.
-            for number in [lowest] * (value < 0 or "softmax" in self._operation) + [lowest[1:]] * (value > 0):
-                span, exact = self._site.file.span(node), numbers_of("float64")["LOWEST"]
-                masked = (Edit(span, exact),) * number.startswith("-")
-                words = f"write a number that {self._dtype} holds"
-                yield Proposal((Edit(span, number),), node, words, masked)
+            span, words = self._site.file.span(node), f"write a number that {self._dtype} holds"
+            if value < 0 or "softmax" in self._operation:
+                yield from self._new([(node, (Edit(span, lowest),))], words, "", Edit(span, exact))
+            if value > 0:
+                yield from self._new([(node, (Edit(span, lowest[1:]),))], words)
+
+
+def _joined(change: Change, others: Iterable[Change]) -> Change:
+    """Return the change with those of others that are one edit, apart from its edits."""
+    node, edits = change
+    for _, more in others:
+        apart = all(x.span.end <= span.start or span.end <= x.span.start for x in more for span, _ in edits)
+        edits = (*more, *edits) if len(more) == 1 and apart else edits
+    return node, edits
 
 
 class Program(NamedTuple):
@@ -312,11 +355,11 @@ class Program(NamedTuple):
 
     def edited(self, site: Site, proposal: Proposal) -> Program:
         """Return the program with one change more. Raises SyntaxError."""
-        file, edit = site.file, proposal.edits[-1]
-        named = [x.text.strip() for x in proposal.edits[:-1] if x.span.start == x.span.end]
+        file, (*others, edit) = site.file, proposal.edits
+        named = [x.text.strip() for x in others if x.span.start == x.span.end]
         old, new = (" ".join(x.split()) for x in (file.part(edit.span), "; ".join([*named, edit.text])))
-        words = f"{proposal.words}: write `{new}` for `{old}` at "
-        words += f"{Path(file.name).name}:{file.line_of(edit.span)}"
+        place = f"{Path(file.name).name}:{file.line_of(edit.span)}"
+        words = f"{proposal.words}: write `{new}` for `{old}` at {place}"
         targets = tuple(dict.fromkeys((*self.targets, site.target)))
         return Program({**self.files, file.name: file.edited(proposal.edits)}, targets, (*self.words, words))
 
@@ -344,11 +387,10 @@ class Program(NamedTuple):
         """Return the changes as a cure, whose effect is in words."""
         pairs = {target.file.name: (target.file, self.files[target.file.name]) for target in self.targets}
         patch = "".join(before.patch(after) for before, after in pairs.values())
-        lines = chain(
-            *(zip(x.text.splitlines(), y.text.splitlines(), strict=False) for x, y in pairs.values())
-        )
+        texts = ((x.text.splitlines(), y.text.splitlines()) for x, y in pairs.values())
+        changed = (new.strip() for x, y in texts for old, new in zip(x, y, strict=False) if old != new)
         # Only the cell of a notebook has no patch.
-        code = "" if patch else next((new.strip() for old, new in lines if old != new), "")
+        code = "" if patch else next(changed, "")
         return Cure("; and ".join(dict.fromkeys(self.words)), True, None, patch, effect, code)
 
 
@@ -368,8 +410,7 @@ class Rounds:
                 break
             target = program.find(failure[0].place, self._at)
             if isinstance(target, str):
-                if not self._tried:
-                    remarks.append(f"no change of the source was tried: {target}")
+                remarks += [] if self._tried else [f"no change of the source was tried: {target}"]
                 break
             site = Site(target, program.files.get(target.file.name, target.file))
             program, failure = self._round(program, site, *failure)
@@ -382,19 +423,20 @@ class Rounds:
 
     def _round(self, program: Program, site: Site, step: Step, is_backward: bool) -> Round:
         """Try the proposals for the failure. Return the program and the failure that the next round begins with."""
+        trials = self._trials
         inside: Round = program, None
         proposer = Proposer(site, step, partial(self._in_float64, program, site))
-        self._trials.remarks += proposer.causes()
+        trials.remarks += proposer.causes()
         outside, is_far = proposer.outside()
         for proposal in proposer.proposals():
-            if self._trials.runs >= _MOST_RUNS or time.monotonic() > self._end:
+            if trials.runs >= _MOST_RUNS or time.monotonic() > self._end:
                 break
             edits, node = proposal.edits, site.file.span(proposal.node)
             changed, probe = moved(node if node.covers(edits[-1].span) else edits[-1].span, edits), Probe()
             try:
                 trial = program.edited(site, proposal)
                 hold = partial(trial.running, probe, site.target, [changed])
-                experiment = self._trials.run(hold, follows=True)
+                experiment = trials.run(hold, follows=True)
             except (SyntaxError, ValueError):
                 continue
             new, _, old = trial.words[-1].partition(": write ")[2].rpartition(" for `")
@@ -402,21 +444,21 @@ class Rounds:
             if experiment.error is not None or 0 not in probe.values:
                 continue
             values = [x for x in probe.values[0] if isinstance(x, Tensor)]
-            works, effect = self._trials.judge(experiment, values, proposer.tensors(proposal.node))
+            works, effect = trials.judge(experiment, values, proposer.tensors(proposal.node))
             if effect and not works and proposal.masked:
                 masked = program.edited(site, proposal._replace(edits=proposal.masked))
-                truth = self._trials.in_float64(partial(masked.running, Probe(), site.target, ()))
-                works, words = self._trials.judge(experiment, truth=truth)
+                truth = trials.in_float64(partial(masked.running, Probe(), site.target, ()))
+                works, words = trials.judge(experiment, truth=truth)
                 if works:  # other formats are judged by it too
-                    effect, self._trials.exact = f"beside a mask that leaves no scores it {words}", truth
-            guarded = outside if ".clamp(" in edits[-1].text else ""
+                    effect, trials.exact = f"beside a mask that leaves no scores it {words}", truth
+            guarded = outside if proposal.kind == "guard" else ""
             hidden = f"float64 too has {guarded} there" if guarded and is_far else ""
             # A stable form has the gradients that are meant.
-            if works and not hidden and proposal.words != STABLE_WORDS:
-                hidden = self._trials.explosion(hold)
+            if works and not hidden and proposal.kind != "stable":
+                hidden = trials.explosion(hold)
             if works and not hidden:
                 effect += f"; a guard: it moves {guarded}, which float64 has there too" if guarded else ""
-                self._trials.cures.append(trial.cure(effect))
+                trials.cures.append(trial.cure(effect))
                 return trial, None
             if effect and not self._too_far:
                 self._too_far = f"; with {new} the batch is finite, but {hidden or effect}"
@@ -434,7 +476,7 @@ class Rounds:
             is_other = operation_name(later.operation) != operation_name(step.operation)
             is_behind = is_later_backward and not is_backward and is_other
             # Or the stable form is one of several that the operation needs.
-            if (is_behind or proposal.words == STABLE_WORDS) and inside[1] is None:
+            if (is_behind or proposal.kind == "stable") and inside[1] is None:
                 inside = trial, (later, True)
         return inside
 

@@ -3,7 +3,7 @@
 Rows are Python. A single capital letter stands for any expression, `N` for a number, `...` for further arguments, if any,
 which the form gets as they were. Functions stand for every spelling: `log(X)` is `torch.log(X)`, `X.log()` and
 `X.log_()`, `A / B` is also `torch.div(A, B)`. `W(X)` is a call of any function or module, and `W` in its form is that
-call. ` | ` is between the patterns of one form. A name in the source is followed to the assignment that made it.
+call. ` | ` is between the patterns of one row, and between its forms. A name in the source is followed to the assignment that made it.
 Names of several capitals are numbers for the format at hand, see NUMBERS.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import NamedTuple
 
 # Functions that are also written with operators.
 SPELLINGS = (
@@ -92,7 +93,6 @@ _STABLE = (
     ("exp(A) * exp(B)", "torch.exp(A + B)"),
     ("A / exp(X)", "A * torch.exp(-X)"),
     # Norms, distances, variances
-    ("X / norm(X, dim=D, keepdim=True) | X / unsqueeze(norm(X, dim=D), ...) | X / sqrt(sum(square(X), dim=D, keepdim=True))", "F.normalize(X, dim=D)"),
     ("sum(A * B, dim=D) / (norm(A, dim=D) * norm(B, dim=D))", "F.cosine_similarity(A, B, dim=D)"),
     ("dot(A, B) / (norm(A) * norm(B))", "F.cosine_similarity(A, B, dim=0)"),
     ("sqrt(sum(square(X)))", "torch.linalg.vector_norm(X)"),
@@ -113,112 +113,132 @@ _STABLE = (
     ("A * B / C", "A * (B / C)"),
 )  # fmt: skip
 
+STABLE_WORDS = "use the stable form that torch has"
 _DIVISOR = "keep the divisor away from 0"
-_UNBIASED = "do not divide by the number of values less one, which is 0 for a single value"
-_MASKED = "mask with a finite score, so that a row masked everywhere becomes uniform"
 _ROOT = "keep what the root is taken of away from 0"
+_ROOTED = "add an eps inside the root"
 _LOG = "keep what the logarithm is taken of away from 0"
-_LOGS = "log(X) | log2(X) | log10(X)"
+_EXPONENT = "bound the exponent"
+_INSIDE = "keep the operand inside -1 to 1"
+EPS_WORDS = "give it an eps that the format has"
+_UNBIASED = "do not divide by the number of values less one, which is 0 for a single value"
+_TOO_SHORT = "leave out samples that are shorter than their labels, whose loss is infinite"
+_STEEP = "whose gradient is infinite"
+_QUOTIENTS = "A / B | reciprocal(B)"
 _EXPS = "exp(X) | exp2(X) | expm1(X) | sinh(X) | cosh(X)"
-# Guards of the operation that failed: (pattern, the part of it that is written anew, its new form, condition, words);
-# "" is the whole of the pattern. Conditions: the operand is a Python `number`, an `int`, a `count` (integers, or whole
-# numbers whose source says that they count), `zero` (0 or far from it in float64 too), `positive` (no difference, and
-# float64 shows nothing below 0), or a `fraction` (nothing above 1 either); the exponent has a `pole` at 0, or a `bound`
-# that float64 shows; the call failed `in` one of these operations.
-_GUARDS: tuple[tuple[str, str, str, str, str], ...] = (
-    ("log_prob(A, B)", "B", "B.clamp(min=NEAR)", "positive in xlogy log", "keep the value off the edge of the distribution"),
-    ("log_prob(A, B)", "B", "B.clamp(NEAR, 1 - NEAR)", "fraction in xlogy log log1p", "keep the value off the edges of the distribution"),
-    ("W(X, Y, ..., weight=M)", "", "W if M[Y[(Y >= 0) & (Y < len(M))]].any() else X.sum() * 0.0", "in nll_loss", "take 0 where all classes have weight 0"),
-    ("W(X, Y, ...)", "", "W if (Y != -100).any() else X.sum() * 0.0", "in nll_loss", "take 0 where all labels are ignored"),
-    ("W(X, ...)", "", "W if X.numel() else X.sum() * 0.0", "in nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy mean", "take 0 for the mean of nothing"),
-    ("W(..., mask=M)", "M", "M & ~M.all(-1, keepdim=True)", "in softmax _softmax _safe_softmax", "mask no row everywhere"),
-    ("A / B", "B", "max(B, 1)", "int", "divide by at least 1"),
-    ("A / B", "B", "max(B, EPS)", "number", "divide by at least EPS"),
-    ("A / B | reciprocal(B)", "B", "B.clamp(min=1)", "count", "divide by at least 1"),
-    ("A / exp(X) | reciprocal(exp(X))", "X", "X.clamp(-SAFE, SAFE)", "", "keep the exponent between -SAFE and SAFE"),
-    ("A / exp(X) | reciprocal(exp(X))", "X", "X.clamp(-CALM, CALM)", "", "keep the exponent between -CALM and CALM"),
-    ("A / B | reciprocal(B)", "B", "B.clamp(min=EPS)", "positive", _DIVISOR),
-    ("A / B | reciprocal(B)", "B", "torch.where(B.abs() < EPS, EPS, B)", "", _DIVISOR),
-    ("A / B | reciprocal(B)", "B", "B.clamp(min=MILD)", "positive", _DIVISOR),
-    ("A / B", "", "torch.where(B == 0, 0.0, A / torch.where(B == 0, 1.0, B))", "zero", "take 0 where the divisor is 0"),
-    ("A / B | reciprocal(B)", "B", "torch.where(B.abs() < MILD, MILD, B)", "", _DIVISOR),
-    ("A / B", "B", "B + LARGER", "positive", "add an eps to the divisor"),
-    ("sqrt(X)", "X", "X.clamp(min=0)", "", "keep what the root is taken of from being negative"),
-    ("rsqrt(X)", "X", "X.clamp(min=1)", "count", "take the root of at least 1"),
-    ("sqrt(X) | rsqrt(X)", "X", "X.clamp(min=TINY)", "", _ROOT),
-    ("sqrt(X)", "X", "X.clamp(min=EPS)", "", _ROOT),
-    ("sqrt(X) | rsqrt(X)", "X", "X + EPS", "", "add an eps inside the root"),
-    ("X ** P", "X", "X.clamp(min=1)", "count", "take the power of at least 1"),
-    ("X ** P", "X", "X.clamp(min=TINY)", "pole", "keep what the power is taken of away from 0"),
-    ("X ** P", "X", "X.clamp(min=EPS)", "pole", "keep what the power is taken of away from 0"),
-    (_LOGS, "X", "X.clamp(min=TINY)", "", _LOG),
-    (_LOGS, "X", "X.clamp(min=LEAST)", "", _LOG),
-    (_LOGS, "X", "X.clamp(min=EPS)", "", _LOG),
-    (_LOGS, "X", "X + LARGER", "", "add an eps inside the logarithm"),
-    ("log1p(X)", "X", "X.clamp(min=-1 + NEAR)", "", "keep what log1p is taken of above -1"),
-    ("lgamma(X) | digamma(X)", "X", "X.clamp(min=TINY)", "", "keep the operand away from 0"),
-    ("xlogy(A, B)", "B", "B.clamp(min=TINY)", "", _LOG),
-    (_EXPS, "X", "X.clamp(max=BOUND)", "bound", "keep the exponent at BOUND or less, as it is in float64"),
-    (_EXPS, "X", "X.clamp(max=SAFE)", "", "keep the exponent at SAFE or less"),
-    (_EXPS, "X", "X.clamp(max=HALF)", "", "keep the exponent at HALF or less"),
-    (_EXPS, "X", "X.clamp(max=MOST)", "", "keep the exponent at MOST or less"),
-    (_EXPS, "X", "X.clamp(max=CALM)", "", "keep the exponent at CALM or less"),
-    ("acosh(X)", "X", "X.clamp(min=1 + NEAR)", "", "keep the operand of acosh above 1"),
-    ("acos(X) | asin(X)", "X", "X.clamp(-1, 1)", "", "keep the operand inside -1 to 1"),
-    ("acos(X) | asin(X) | atanh(X) | erfinv(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", "keep the operand inside -1 to 1"),
-    ("logit(X, ...)", "", "torch.logit(X, eps=NEAR)", "", "give logit an eps that the format has"),
-    ("atan2(Y, X)", "X", "torch.where((X == 0) & (Y == 0), EPS, X)", "", "take no angle of (0, 0)"),
-    ("hypot(A, B)", "", "torch.sqrt(A**2 + B**2 + TINY)", "", "add an eps inside the root"),
-    ("angle(X)", "", "torch.atan2(X.imag, X.real)", "", "take the angle by atan2, whose gradient at 0 is 0"),
-    ("norm(X, ...)", "", "torch.sqrt((X**2).sum(...) + TINY)", "", "add an eps inside the root"),
-    ("softmax(X, ...) | log_softmax(X, ...) | logsumexp(X, ...)", "X", "X.clamp(min=LOWEST)", "", _MASKED),
-    ("A - B", "B", "B.clamp(min=LOWEST)", "", "keep the operand from being -inf"),
-    ("A * B", "B", "torch.where(A == 0, 0.0, B)", "", "take 0 where the other factor is 0"),
-    ("A * B", "A", "torch.where(B == 0, 0.0, A)", "", "take 0 where the other factor is 0"),
-    ("std(X, ...)", "", "X.std(..., unbiased=False)", "", _UNBIASED),
-    ("var(X, ...)", "", "X.var(..., unbiased=False)", "", _UNBIASED),
-    ("std(X, ...)", "", "torch.sqrt(X.var(..., unbiased=False) + EPS)", "", "add an eps inside the root"),
-    ("mean(X)", "", "X.sum() / max(X.numel(), 1)", "", "take 0 for the mean of nothing"),
-    ("mean(X, dim=D)", "", "X.sum(D) / max(X.shape[D], 1)", "", "take 0 for the mean of nothing"),
-    ("normalize(X, ...)", "", "F.normalize(X, ..., eps=EPS)", "", "give it an eps that the format has"),
-    ("cosine_similarity(A, B, ...)", "", "F.cosine_similarity(A, B, ..., eps=LARGER)", "", "give it an eps that the format has"),
-    ("layer_norm(X, ...)", "", "F.layer_norm(X, ..., eps=1e-5)", "", "give it an eps that the format has"),
-    ("ctc_loss(A, B, ...)", "", "F.ctc_loss(A, B, ..., zero_infinity=True)", "", "leave out samples that are shorter than their labels, whose loss is infinite"),
-    ("poisson_nll_loss(X, Y, ...)", "X", "X.clamp(min=EPS)", "", "keep the rate from being negative"),
-    ("poisson_nll_loss(X, Y)", "X", "X.clamp(max=SAFE)", "", "keep the exponent at SAFE or less"),
-    ("eigh(X)", "X", "X + torch.diag(torch.linspace(0, 1e-4, X.shape[-1]).to(X))", "", "move equal eigenvalues apart, whose gradient is infinite"),
-    ("svd(X, ...)", "X", "X + torch.eye(*X.shape[-2:]).to(X) * torch.linspace(0, 1e-4, X.shape[-1]).to(X)", "", "move equal singular values apart, whose gradient is infinite"),
+_NORMALIZED = "X / norm(X, dim=D, keepdim=True) | X / unsqueeze(norm(X, dim=D), ...) | X / sqrt(sum(square(X), dim=D, keepdim=True))"
+
+
+class Row(NamedTuple):
+    """A guard of the operation that failed: its pattern, and the part of it that is written anew, "" for the whole.
+
+    The `condition` is words: the operand is a Python `number`, an `int`, a `count` (integers, or whole numbers whose
+    source says that they count), `zero` (0 or far from it in float64 too), `positive` (no difference, and float64 shows
+    nothing below 0), or a `fraction` (nothing above 1 either); each letter is `variable`, and no number; no name in the
+    pattern is used elsewhere (`sole`); the exponent has a `pole` at 0, or a `bound` that float64 shows, or no logarithm
+    takes what comes of it (`unlogged`), which would undo it; the call failed `in` one of these operations.
+    With `uses` the other uses of the operand get the guard too: without it they pull the other way.
+    """
+
+    pattern: str
+    part: str
+    form: str
+    condition: str
+    words: str
+    uses: bool = False
+
+
+_ROWS = (
+    Row("log_prob(A, B)", "B", "B.clamp(min=NEAR)", "positive in xlogy log", "keep the value off the edge of the distribution"),
+    Row("log_prob(A, B)", "B", "B.clamp(NEAR, 1 - NEAR)", "fraction in xlogy log log1p", "keep the value off the edges of the distribution"),
+    Row("W(X, Y, ..., weight=M)", "", "W if M[Y[(Y >= 0) & (Y < len(M))]].any() else X.sum() * 0.0", "in nll_loss", "take 0 where all classes have weight 0"),
+    Row("W(X, Y, ...)", "", "W if (Y != -100).any() else X.sum() * 0.0", "in nll_loss", "take 0 where all labels are ignored"),
+    Row("W(X, ...)", "", "W if X.numel() else X.sum() * 0.0", "in nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy mean", "take 0 for the mean of nothing"),
+    Row("W(..., mask=M)", "M", "M & ~M.all(-1, keepdim=True)", "in softmax _softmax _safe_softmax", "mask no row everywhere"),
+    Row("A / B", "B", "max(B, 1)", "int", "divide by at least 1"),
+    Row("A / B", "B", "max(B, EPS)", "number", _DIVISOR),
+    Row(_QUOTIENTS, "B", "B.clamp(min=1)", "count", "divide by at least 1"),
+    Row("A / exp(X) | reciprocal(exp(X))", "X", "X.clamp(-SAFE, SAFE) | X.clamp(-CALM, CALM)", "", _EXPONENT, uses=True),
+    Row(_NORMALIZED, "", "F.normalize(X, dim=D)", "sole", STABLE_WORDS),
+    Row(f"A / (N * B) | {_QUOTIENTS}", "B", "B.clamp(min=EPS)", "positive", _DIVISOR, uses=True),
+    Row(_QUOTIENTS, "B", "torch.where(B.abs() < EPS, EPS, B)", "", _DIVISOR),
+    Row(_QUOTIENTS, "B", "B.clamp(min=MILD)", "positive", _DIVISOR),
+    Row("A / B", "", "torch.where(B == 0, 0.0, A / torch.where(B == 0, 1.0, B))", "zero", "take 0 where the divisor is 0"),
+    Row(_QUOTIENTS, "B", "torch.where(B.abs() < MILD, MILD, B)", "", _DIVISOR),
+    Row("A / B", "B", "B + LARGER", "positive", "add an eps to the divisor"),
+    Row("sqrt(X)", "X", "X.clamp(min=0)", "", "keep what the root is taken of from being negative"),
+    Row("rsqrt(X)", "X", "X.clamp(min=1)", "count", "take the root of at least 1"),
+    Row("sqrt(X)", "X", "X.clamp(min=TINY) | X.clamp(min=EPS) | X + EPS", "", _ROOT),
+    Row("rsqrt(X)", "X", "X.clamp(min=TINY) | X + EPS", "", _ROOT),
+    Row("X ** P", "X", "X.clamp(min=1)", "count", "take the power of at least 1"),
+    Row("X ** P", "X", "X.clamp(min=TINY) | X.clamp(min=EPS)", "pole", "keep what the power is taken of away from 0"),
+    Row("log(X) | log2(X) | log10(X)", "X", "X.clamp(min=TINY) | X.clamp(min=LEAST) | X.clamp(min=EPS) | X + LARGER", "", _LOG),
+    Row("log1p(X)", "X", "X.clamp(min=-1 + NEAR)", "", "keep what log1p is taken of above -1"),
+    Row("lgamma(X) | digamma(X)", "X", "X.clamp(min=TINY)", "", "keep the operand away from 0"),
+    Row("xlogy(A, B)", "B", "B.clamp(min=TINY)", "", _LOG),
+    Row(_EXPS, "X", "X.clamp(max=BOUND)", "bound", "bound the exponent as float64 shows it", uses=True),
+    Row(_EXPS, "X", "X.clamp(max=SAFE) | X.clamp(max=HALF) | X.clamp(max=MOST) | X.clamp(max=CALM)", "unlogged", _EXPONENT, uses=True),
+    Row("acosh(X)", "X", "X.clamp(min=1 + NEAR)", "", "keep the operand of acosh above 1"),
+    Row("acos(X) | asin(X)", "X", "X.clamp(-1, 1)", "", _INSIDE),
+    Row("acos(X) | asin(X) | atanh(X) | erfinv(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", _INSIDE),
+    Row("logit(X, ...)", "", "torch.logit(X, eps=NEAR)", "", EPS_WORDS),
+    Row("atan2(Y, X)", "X", "torch.where((X == 0) & (Y == 0), EPS, X)", "variable", "take no angle of (0, 0)"),
+    Row("hypot(A, B)", "", "torch.sqrt(A**2 + B**2 + TINY)", "", _ROOTED),
+    Row("angle(X)", "", "torch.atan2(X.imag, X.real)", "", "take the angle by atan2, whose gradient at 0 is 0"),
+    Row("norm(X, ...)", "", "torch.sqrt((X**2).sum(...) + TINY)", "", _ROOTED),
+    Row("softmax(X, ...) | log_softmax(X, ...) | logsumexp(X, ...)", "X", "X.clamp(min=LOWEST)", "", "mask with a finite score, so that a row masked everywhere becomes uniform"),
+    Row("A - B", "B", "B.clamp(min=LOWEST)", "", "keep the operand from being -inf"),
+    Row("A * B", "B", "torch.where(A == 0, 0.0, B)", "variable", "take 0 where the other factor is 0"),
+    Row("A * B", "A", "torch.where(B == 0, 0.0, A)", "variable", "take 0 where the other factor is 0"),
+    Row("std(X, ...)", "", "X.std(..., unbiased=False)", "", _UNBIASED),
+    Row("var(X, ...)", "", "X.var(..., unbiased=False)", "", _UNBIASED),
+    Row("std(X, ...)", "", "torch.sqrt(X.var(..., unbiased=False) + EPS)", "", _ROOTED),
+    Row("mean(X)", "", "X.sum() / max(X.numel(), 1)", "", "take 0 for the mean of nothing"),
+    Row("mean(X, dim=D)", "", "X.sum(D) / max(X.shape[D], 1)", "", "take 0 for the mean of nothing"),
+    Row("normalize(X, ...)", "", "F.normalize(X, ..., eps=EPS)", "", EPS_WORDS),
+    Row("cosine_similarity(A, B, ...)", "", "F.cosine_similarity(A, B, ..., eps=LARGER)", "", EPS_WORDS),
+    Row("layer_norm(X, ...)", "", "F.layer_norm(X, ..., eps=1e-5)", "", EPS_WORDS),
+    Row("ctc_loss(A, B, ...)", "", "F.ctc_loss(A, B, ..., zero_infinity=True)", "", _TOO_SHORT),
+    Row("poisson_nll_loss(X, Y, ...)", "X", "X.clamp(min=EPS)", "", "keep the rate from being negative"),
+    Row("poisson_nll_loss(X, Y)", "X", "X.clamp(max=SAFE)", "", _EXPONENT),
+    Row("eigh(X)", "X", "X + torch.diag(torch.linspace(0, 1e-4, X.shape[-1]).to(X))", "", f"move equal eigenvalues apart, {_STEEP}"),
+    Row("svd(X, ...)", "X", "X + torch.eye(*X.shape[-2:]).to(X) * torch.linspace(0, 1e-4, X.shape[-1]).to(X)", "", f"move equal singular values apart, {_STEEP}"),
 )  # fmt: skip
 STABLE = tuple((pattern, form) for patterns, form in _STABLE for pattern in patterns.split(" | "))
-GUARDS = tuple((pattern, *row[1:]) for row in _GUARDS for pattern in row[0].split(" | "))
+GUARDS = tuple(
+    row._replace(pattern=pattern, form=form)
+    for row in _ROWS
+    for form in row.form.split(" | ")
+    for pattern in row.pattern.split(" | ")
+)
 # Options of modules that end a failure, each with the least value that does.
 _EPS = "eps", 1e-5, "divide by more than 0 where all values are the same"
 OPTIONS = {
     "LayerNorm": _EPS, "GroupNorm": _EPS, "RMSNorm": _EPS, "_NormBase": _EPS,
-    "CosineSimilarity": ("eps", 1e-4, "keep the divisor away from 0"),
-    "CTCLoss": ("zero_infinity", True, "leave out samples that are shorter than their labels, whose loss is infinite"),
+    "CosineSimilarity": ("eps", 1e-4, _DIVISOR),
+    "CTCLoss": ("zero_infinity", True, _TOO_SHORT),
 }  # fmt: skip
 
 # fmt: off
-_FORMATS = "float64", "float32", "bfloat16", "float16"
+FORMATS = "float16", "bfloat16", "float32", "float64"  # the narrowest first
 NUMBERS = {
     # Large enough for the inverse, and the inverse of the square, to stay in the format; small against healthy values.
-    "EPS": ("1e-12", "1e-8", "1e-8", "1e-4"),
-    "LARGER": ("1e-6", "1e-6", "1e-6", "1e-3"),
-    "TINY": ("1e-24", "1e-12", "1e-12", "1e-4"),
-    "LEAST": ("1e-300", "1e-30", "1e-30", "1e-7"),
+    "EPS": ("1e-4", "1e-8", "1e-8", "1e-12"),
+    "LARGER": ("1e-3", "1e-6", "1e-6", "1e-6"),
+    "TINY": ("1e-4", "1e-12", "1e-12", "1e-24"),
+    "LEAST": ("1e-7", "1e-30", "1e-30", "1e-300"),
     # The distance from 1 at which a derivative with a pole there is of moderate size.
-    "NEAR": ("1e-9", "1e-6", "1e-2", "1e-3"),
+    "NEAR": ("1e-3", "1e-2", "1e-6", "1e-9"),
     # The floor of a divisor whose quotients, and their gradients, a training survives.
-    "MILD": ("1e-3", "1e-3", "1e-3", "1e-2"),
+    "MILD": ("1e-2", "1e-3", "1e-3", "1e-3"),
     # A training survives steps by the gradient of the exponential of CALM, and of its inverse. That of SAFE leaves room
     # for what follows. The square of that of HALF is still in the format, and that of MOST is near its end.
-    "CALM": ("5", "5", "5", "3"),
-    "SAFE": ("40", "20", "20", "5"),
-    "HALF": ("350", "40", "40", "5"),
-    "MOST": ("700", "80", "80", "10"),
+    "CALM": ("3", "5", "5", "5"),
+    "SAFE": ("5", "20", "20", "40"),
+    "HALF": ("5", "40", "40", "350"),
+    "MOST": ("10", "80", "80", "700"),
     # A score and a second mask can be added to it.
-    "LOWEST": ("-1e30", "-1e30", "-1e30", "-3e4"),
+    "LOWEST": ("-3e4", "-1e30", "-1e30", "-1e30"),
     "LN2": (repr(math.log(2)),) * 4,
     "PI": (repr(math.pi),) * 4,
 }
@@ -227,7 +247,7 @@ NUMBERS = {
 
 def numbers_of(dtype: str) -> dict[str, str]:
     """Return the numbers for a format, those of float32 where the table does not have it."""
-    column = _FORMATS.index(dtype) if dtype in _FORMATS else 1
+    column = FORMATS.index(dtype) if dtype in FORMATS else 2
     return {name: values[column] for name, values in NUMBERS.items()}
 
 

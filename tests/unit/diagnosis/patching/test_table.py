@@ -154,12 +154,12 @@ def test_each_change_is_proposed_once(tmp_path: Path) -> None:
 def test_a_guard_is_finite_at_the_pole_and_moves_no_healthy_value(
     row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pattern, _, form, condition, _ = row
+    pattern, _, form, condition, *_ = row
     site, node, source = site_of(pattern, tmp_path)
     bound = {inner: [torch.tensor(7.0)] for inner in ast.walk(node) if isinstance(inner, ast.Name)}
     monkeypatch.setattr(Proposer, "_holds", lambda *_: True)
     proposer = Proposer(site, Step(0, "", place=Expression(site.file.name, 6)), lambda _: bound)
-    (proposal,) = proposer.guard(node, row)
+    proposal = [*proposer.guard(node, row)][-1]
     edited = text_of(site.file.edited(proposal.edits).text)
     values = operands(pattern, torch.float32)
     if condition in ("int", "number"):
