@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...report.finding import Cure
 from ..causes import DOMAINS
-from ..experiment import MOST_BY_GUARD, Trials
+from ..experiment import MOST_BY_GUARD, Experiment, Trials
 from ..provenance import Expression, Step
 from .matching import Binding, Site, match, operation_of, placed, written
 from .source import Edit, Probe, SourceFile, Span, Target, TargetFinder, exchanged, first_line, moved
@@ -40,6 +40,8 @@ from .table import (
 )
 
 _MOST_ROUNDS = 4
+# The inverse of a textbook epsilon, 1e-8, times a value of 100.
+_MOST_RESULT = 1e10
 # Runs of the batch, each perhaps of a large model, and seconds for all of them.
 _MOST_RUNS, _MOST_SECONDS = 24, 25.0
 # Whole words in the name of a value that counts something, without the `s` of a plural, and what counts are computed
@@ -102,8 +104,8 @@ class Proposer:
         operands = [] if is_bad else [x for node in top for x in self._operands(node)]
         self._causes = {*top, *self._sources, *operands, *map(site.defined, operands)}
         # Operations of its name in the statement, which may fail in another batch.
-        name = self._name(*top) if top else ""
-        self._kin = [x for node in top for x in ast.walk(site.statement(node)) if self._name(x) == name]
+        near = [(x, node) for node in top for x in ast.walk(site.statement(node))]
+        self._kin = [x for x, node in near if self._name(x) == self._name(node) and not self._is_guarded(x)]
         names = [x for x in parts if isinstance(x, ast.Constant | ast.Name | ast.Attribute)]
         nodes = (*self.failing, *self._sources, *self._kin)
         looked = [*names, *(x for node in nodes for x in self._operands(node))]
@@ -113,7 +115,9 @@ class Proposer:
         # Numbers of the source that are not 0, and are 0 in the format of the failing operation, as 1e-8 is in float16.
         # They are added, or handed to a function: a product with 1e-8 is computed before it is rounded.
         added = [x for x in names if isinstance(getattr(site.parents[x], "op", ast.Add()), ast.Add)]
-        rounded = [(x, number, torch.tensor(number, dtype=format_)) for x in added if (number := self._number(x))]
+        rounded = [
+            (x, number, torch.tensor(number, dtype=format_)) for x in added if (number := self._number(x))
+        ]
         self._vanished = [x for x, number, near in rounded if number > 0 == near]
 
     def _failing_nodes(self, step: Step) -> list[ast.AST]:
@@ -135,6 +139,17 @@ class Proposer:
     def _operands(self, node: ast.AST) -> list[ast.expr]:
         operation = operation_of(node, self._site)
         return [] if operation is None else [*operation.args, *operation.keywords.values()]
+
+    def _is_guarded(self, node: ast.AST) -> bool:
+        """Return whether the program adds a number to an operand, or clamps it."""
+        operands = [self._site.defined(x) for x in self._operands(node)]
+        guards = [
+            x
+            for operand in operands
+            if self._name(operand) in ("add", "clamp")
+            for x in self._operands(operand)
+        ]
+        return any(self._site.constant(x) is not None for x in guards)
 
     def outside(self) -> tuple[str, bool]:
         """Return an operand that float64 too has outside the domain, "" for none, and whether that forbids a guard.
@@ -232,11 +247,12 @@ class Proposer:
             letters = {**binding.letters, row.part: place}
             return self._change(place, row.form, binding._replace(letters=letters))
 
-        narrow, uses = (node, change(part)[1]), site.same(part) if row.uses else []
-        # A name is guarded where it is made.
+        narrow, uses = (node, change(part)[1]), site.same(part) if row.spread else []
         made = site.definition(part) if uses else None
-        wide = _joined(narrow, map(change, uses)) if made is None else change(made)
-        return [wide, narrow] if narrow[1] else []
+        wide = narrow if made is None else change(made)
+        if row.spread == "uses":
+            return [_joined(narrow, map(change, uses)) if made is None else wide, narrow]
+        return [wide]
 
     def _holds(self, condition: str, binding: Binding) -> bool:
         kinds, _, operations = condition.partition("in ")
@@ -317,7 +333,8 @@ class Proposer:
                 operand = operands[-1 if self._name(node) == "div" else 0]
                 if inner in forms:
                     words = "give the branch that `where` does not take a safe operand"
-                    yield from self._put(operand, forms[inner], words, C=condition, X=operand)
+                    change = self._change(operand, forms[inner], Binding({"C": condition, "X": operand}))
+                    yield from self._new([(node, change[1])], words)
                 return
             inner = above
 
@@ -455,7 +472,7 @@ class Rounds:
             hidden = f"float64 too has {guarded} there" if guarded and is_far else ""
             # A stable form has the gradients that are meant.
             if works and not hidden and proposal.kind != "stable":
-                hidden = trials.explosion(hold)
+                hidden = self._excess(experiment) or trials.explosion(hold)
             if works and not hidden:
                 effect += f"; a guard: it moves {guarded}, which float64 has there too" if guarded else ""
                 trials.cures.append(trial.cure(effect))
@@ -479,6 +496,15 @@ class Rounds:
             if (is_behind or proposal.kind == "stable") and inside[1] is None:
                 inside = trial, (later, True)
         return inside
+
+    def _excess(self, experiment: Experiment) -> str:
+        """Return in words that a result is too large to train on, where float64 fails and says nothing; "" for not."""
+        exact = [] if self._trials.exact is None else self._trials.exact.results
+        largest = max((float(x.abs().max()) for x in experiment.results if x.numel()), default=0.0)
+        is_known = all(bool(x.isfinite().all()) for x in exact)
+        return (
+            "" if is_known or largest <= _MOST_RESULT else f"the result is {largest:.3g} where float64 fails"
+        )
 
     def _in_float64(
         self, program: Program, site: Site, nodes: Sequence[ast.AST]

@@ -137,7 +137,8 @@ class Row(NamedTuple):
     nothing below 0), or a `fraction` (nothing above 1 either); each letter is `variable`, and no number; no name in the
     pattern is used elsewhere (`sole`); the exponent has a `pole` at 0, or a `bound` that float64 shows, or no logarithm
     takes what comes of it (`unlogged`), which would undo it; the call failed `in` one of these operations.
-    With `uses` the other uses of the operand get the guard too: without it they pull the other way.
+    A guard of the `spread` "name" stands where the name that failed is made, if that is used elsewhere, so that all
+    operations see the same value. For "uses" the same expression gets it elsewhere too: else it pulls the other way.
     """
 
     pattern: str
@@ -145,7 +146,7 @@ class Row(NamedTuple):
     form: str
     condition: str
     words: str
-    uses: bool = False
+    spread: str = ""
 
 
 _ROWS = (
@@ -158,9 +159,10 @@ _ROWS = (
     Row("A / B", "B", "max(B, 1)", "int", "divide by at least 1"),
     Row("A / B", "B", "max(B, EPS)", "number", _DIVISOR),
     Row(_QUOTIENTS, "B", "B.clamp(min=1)", "count", "divide by at least 1"),
-    Row("A / exp(X) | reciprocal(exp(X))", "X", "X.clamp(-SAFE, SAFE) | X.clamp(-CALM, CALM)", "", _EXPONENT, uses=True),
+    Row("A / exp(X) | reciprocal(exp(X))", "X", "X.clamp(-SAFE, SAFE) | X.clamp(-CALM, CALM)", "", _EXPONENT, "uses"),
     Row(_NORMALIZED, "", "F.normalize(X, dim=D)", "sole", STABLE_WORDS),
-    Row(f"A / (N * B) | {_QUOTIENTS}", "B", "B.clamp(min=EPS)", "positive", _DIVISOR, uses=True),
+    Row("A / (N * B)", "B", "B.clamp(min=EPS) | B.clamp(min=MILD)", "positive", _DIVISOR, "name"),
+    Row(_QUOTIENTS, "B", "B.clamp(min=EPS)", "positive", _DIVISOR, "name"),
     Row(_QUOTIENTS, "B", "torch.where(B.abs() < EPS, EPS, B)", "", _DIVISOR),
     Row(_QUOTIENTS, "B", "B.clamp(min=MILD)", "positive", _DIVISOR),
     Row("A / B", "", "torch.where(B == 0, 0.0, A / torch.where(B == 0, 1.0, B))", "zero", "take 0 where the divisor is 0"),
@@ -176,8 +178,8 @@ _ROWS = (
     Row("log1p(X)", "X", "X.clamp(min=-1 + NEAR)", "", "keep what log1p is taken of above -1"),
     Row("lgamma(X) | digamma(X)", "X", "X.clamp(min=TINY)", "", "keep the operand away from 0"),
     Row("xlogy(A, B)", "B", "B.clamp(min=TINY)", "", _LOG),
-    Row(_EXPS, "X", "X.clamp(max=BOUND)", "bound", "bound the exponent as float64 shows it", uses=True),
-    Row(_EXPS, "X", "X.clamp(max=SAFE) | X.clamp(max=HALF) | X.clamp(max=MOST) | X.clamp(max=CALM)", "unlogged", _EXPONENT, uses=True),
+    Row(_EXPS, "X", "X.clamp(max=BOUND)", "bound", "bound the exponent as float64 shows it", "uses"),
+    Row(_EXPS, "X", "X.clamp(max=SAFE) | X.clamp(max=HALF) | X.clamp(max=MOST) | X.clamp(max=CALM)", "unlogged", _EXPONENT, "uses"),
     Row("acosh(X)", "X", "X.clamp(min=1 + NEAR)", "", "keep the operand of acosh above 1"),
     Row("acos(X) | asin(X)", "X", "X.clamp(-1, 1)", "", _INSIDE),
     Row("acos(X) | asin(X) | atanh(X) | erfinv(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", _INSIDE),

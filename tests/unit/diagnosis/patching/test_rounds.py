@@ -123,6 +123,56 @@ def test_an_eps_that_the_format_rounds_to_zero_is_the_cause_and_made_larger() ->
     assert any("`eps` is 0 in float16" in remark for remark in finding.remarks)
 
 
+adversarial = lambda p, q: torch.log(p) + torch.log(1 - q) + torch.log(q + 1e-6)
+saturated = lambda p, q: torch.log(torch.sigmoid(p)) + torch.log(1 - torch.sigmoid(q))
+
+
+def turned(x: Tensor) -> Tensor:
+    angle = x.norm(dim=-1, keepdim=True)
+    return x / angle * angle.sin()
+
+
+def correlated(x: Tensor) -> Tensor:
+    c = 1 - x**2
+    return 1e5 / (2 * c) + torch.log(c)
+
+
+@pytest.mark.parametrize(
+    ("function", "values", "line"),
+    [
+        (
+            adversarial,
+            [0.5, 1.0],
+            "torch.log(p.clamp(min=1e-12)) + torch.log((1 - q).clamp(min=1e-12)) + torch.log(q + 1e-6)",
+        ),
+        (saturated, [0.5, 99.0], "F.logsigmoid(p) + F.logsigmoid(-q)"),
+        (turned, [[0.0, 0.0]], "angle = x.norm(dim=-1, keepdim=True).clamp(min=1e-8)"),
+        (correlated, [1.0], "c = (1 - x**2).clamp(min=1e-3)"),
+    ],
+)
+def test_a_cure_is_for_all_operations_that_would_fail_of_the_same_value(
+    function: Any, values: list[Any], line: str
+) -> None:
+    """Others of its kind fail in another batch, and all uses of a name see one value: at 0 a turn has its gradient.
+
+    What the program guards already stays. A result of 5e12 where float64 fails is none to train on.
+    """
+    (new,) = new_lines(works(failed(Does(function), *map(torch.tensor, values))))
+    assert new.endswith(line)
+
+
+def contrasted(x: Tensor) -> Tensor:
+    similarity = torch.exp(x)
+    positive, total = similarity[0], similarity.sum()
+    return torch.log(positive / total)
+
+
+def test_the_exponent_of_what_a_logarithm_takes_gets_no_bound() -> None:
+    """It would hand the bound on in place of the exponent, without a gradient."""
+    finding = failed(Does(contrasted), torch.tensor([2000.0, 1000.0]))
+    assert (finding.operation, finding.cures) == ("aten.exp.default", ())
+
+
 def decay(x: Tensor) -> Tensor:
     """Take an exponent that is 0 in float64, and far above 80 by the rounding of float32."""
     a = -1.7e7 * F.softplus(x)
