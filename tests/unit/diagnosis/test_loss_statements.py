@@ -433,6 +433,10 @@ def test_a_loss_leaves_the_files_of_one_run(tmp_path: Path) -> None:
         scratch.write_text(f"{logits.sum():e}")
         logits = logits + 0 * float(scratch.read_text())
         os.replace(scratch, tmp_path / "sum")
+        with tempfile.TemporaryDirectory(dir=tmp_path) as folder, (tmp_path / "log").open("r+") as file:
+            torch.save(logits.detach(), saved := Path(folder, f"{os.getpid()}"))
+            logits = logits + 0 * torch.load(saved) + 0 * len(file.read())
+            file.write("more")
         (tmp_path / f"mark of {os.getpid()}").touch()
         (tmp_path / "removed").unlink(missing_ok=True)
         torch.save(os.getpid(), tmp_path / "saved")
