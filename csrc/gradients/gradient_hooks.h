@@ -170,9 +170,8 @@ inline bool is_finite(const at::Tensor& x) {
   return plain_view(x, &view) && range_cpu(view).isfinite;
 }
 
-// Returns false if this thread's backward is one of a single number that is not finite.
+// Returns false if this thread's backward is one of a single number that is not finite. Under the interpreter lock.
 inline bool is_loss_finite() {
-  const pybind11::gil_scoped_acquire lock;
   PyFrameObject* const frame = PyEval_GetFrame();
   if (frame == nullptr) return true;
   const auto code = pybind11::reinterpret_steal<pybind11::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));

@@ -227,7 +227,12 @@ void GradientRecorder::on_gradient(const at::Tensor& gradient, const void* at, u
                                    std::span<const GradientUser> users) {
   const int64_t task = autograd::get_current_graph_task_id();
   if (task < 0) return;
-  if (!options_.gradients && is_finite(gradient) && (latest_task_.exchange(task) == task || is_loss_finite())) return;
+  if (!options_.gradients && is_finite(gradient)) {
+    if (latest_task_.exchange(task) == task) return;
+    const py::gil_scoped_acquire lock;
+    if (recorder_ != nullptr) recorder_->keep_start(users[0].call->start);
+    if (is_loss_finite()) return;
+  }
   if (open(task) && subscriptions->has(kBackwardStart)) {
     const py::gil_scoped_acquire lock;
     const py::object keep = kept_owner();

@@ -206,6 +206,7 @@ void CallRecorder::release_starts() {
 void CallRecorder::forget_starts() {
   release_starts();
   ended_starts_.clear();
+  kept_start_ = nullptr;
 }
 
 py::object CallRecorder::start() {

@@ -127,6 +127,8 @@ class CallRecorder {
   // Those of the ended batches whose graphs live.
   pybind11::list ended_starts() const;
   void forget_starts();
+  // Keeps the start of a batch whose backward runs until `forget_starts`, as the graph may be gone before the step.
+  void keep_start(std::shared_ptr<const BatchStart> start) { kept_start_ = std::move(start); }
   // How many other threads are inside a batch.
   int64_t num_other_threads() { return num_inside_ - int64_t(this_thread().is_inside); }
 
@@ -208,6 +210,7 @@ class CallRecorder {
   pybind11::object events_, frame_type_, start_type_;
   pybind11::object extra_;  // the latest answer of `on_batch_start`, while it holds
   std::vector<std::weak_ptr<BatchStart>> ended_starts_;
+  std::shared_ptr<const BatchStart> kept_start_;
   int64_t num_inside_ = 0;  // threads
   FrameRing ring_;
   PeakMagnitudes peaks_, gradient_peaks_;

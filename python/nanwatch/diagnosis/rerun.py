@@ -164,7 +164,8 @@ class _Rerun:
         They are the statements of the program that computed the loss, with the model's calls. Where that shows
         nothing, a loss runs from the outputs of the model, and a backward of the model alone.
         """
-        phase, is_of_loss = self._incident.finding.phase, self._incident.finding.is_of_loss
+        finding = self._incident.finding
+        phase, is_of_loss, label = finding.phase, finding.is_of_loss, finding.label
         kept = () if snapshot is None else (snapshot.buffers, snapshot.seconds)
         reason = "" if call is None else "its source was not found"
         # The outputs also hold what the program has changed since, such as the state of a recurrent model.
@@ -183,7 +184,7 @@ class _Rerun:
         if reason:
             what = "loss was" if phase == "backward" else "gradients were"
             remarks.append(f"the {what} not computed again: {reason}")
-        if snapshot is not None and phase == "backward" and not is_of_loss:
+        if snapshot is not None and phase == "backward" and not (is_of_loss and label.startswith("output")):
             yield snapshot
 
     def _cure(self, start: BatchSnapshot, step: Step | None, phase: Phase) -> None:
@@ -452,7 +453,9 @@ def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, al
     if finding.is_of_loss and data and is_given:
         finding = replace(finding, origin="data")
         remarks = _came_in(replace(snapshot, args=(), kwargs=data))
-    elif guilty is None and finding.label[:6] == "output" and step.module is not None and not step.in_backward:
+    elif (
+        guilty is None and finding.label[:6] == "output" and step.module is not None and not step.in_backward
+    ):
         # The loss read this auxiliary loss from an attribute, and the module has no bad gradient yet.
         remarks.append(f"it was made in the forward of {f'`{step.module}`' if step.module else 'the model'}")
     elif step.module is not None and not (guilty is not None and is_in(step.module, guilty)):

@@ -96,6 +96,7 @@ class PythonRecorder:
         self._frames: deque[Frame] = deque(maxlen=settings.max_frames)
         self._num_frames: dict[int, int] = {}  # by batch, of the latest ones
         self._peaks, self._gradient_peaks = Peaks(), Peaks()
+        self._kept: _Call | None = None
         self._follows = settings.gradients or settings.output_gradients
         self._hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # their handles
         # By the engine's run: the callback at its end, which is gone if an exception has ended it, and the gradients by
@@ -274,6 +275,7 @@ class PythonRecorder:
 
     def forget_starts(self, *, keeps_numbers: bool = False) -> None:
         """Forget the starts of ended batches, or no more than their calls."""
+        self._kept = None
         with self._lock:
             for call in self._batches:
                 if call.given is None and (start := call.start()) is not None:
@@ -387,6 +389,7 @@ class PythonRecorder:
         key = place if place[0] == "leaf" else (place, id(gradient), version)
         record = observe(gradient, label, "gradient", batch=call.frame.batch, wanted=recorder._settings)
         if not recorder._settings.gradients and not record.is_fault and is_loss_finite(sys._getframe(1)):
+            recorder._kept = call  # and so its start: the graph may be gone before the step
             return
         recorder._gradients_of(task).setdefault(key, []).append((call, part, is_reached, record))
 

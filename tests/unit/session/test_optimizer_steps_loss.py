@@ -222,6 +222,14 @@ def test_a_bad_loss_of_finite_gradients_is_found_at_its_step(value: float) -> No
                 optimizer.step()
 
 
+def test_a_backward_whose_graph_is_gone_before_the_step_is_run_again() -> None:
+    optimizer = torch.optim.SGD((model := Rooted()).parameters(), lr=0.1)
+    with watch(model):
+        model(torch.ones(3, 2)).square().mean().backward()
+        finding = fault_of(optimizer.step).finding
+    assert (finding.operation, finding.source_module) == ("SqrtBackward0", "")
+
+
 def test_a_finite_backward_leaves_nothing() -> None:
     """A gradient that is finite costs no frame; that of a module inside is not looked at."""
     with watch(model := nn.Sequential(nn.Linear(2, 2), nn.ReLU())) as w:
