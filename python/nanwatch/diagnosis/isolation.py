@@ -15,14 +15,13 @@ import io
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import sys
-import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from traceback import walk_stack
@@ -218,103 +217,20 @@ def in_place_of(owner: Any, name: str, stand_in: Callable[..., Any]) -> Iterator
             setattr(owner, name, before)
 
 
-# Beyond this a copy of a file that is opened to read and write would take too long.
-_MOST_COPIED = 1 << 26
-
-
-class _Files:
-    """The files that the code of a run has created, and its calls that would change those of the program."""
-
-    def __init__(self) -> None:
-        self._created: dict[str, None] = {}
-
-    def is_kept(self, path: str) -> bool:
-        """Return whether the path was there before the run."""
-        return path not in self._created and os.path.lexists(path)
-
-    def opened(
-        self, before: Callable[..., Any], file: Any, mode: Any = "r", *args: Any, **kwargs: Any
-    ) -> Any:
-        """Open a file of the program to write as /dev/null, one to read and write as a copy, another as it is."""
-        is_flags = isinstance(mode, int)
-        is_written = mode & (os.O_WRONLY | os.O_RDWR) if is_flags else not {*"wax+"}.isdisjoint(mode)
-        if not is_written or isinstance(file, int):
-            return before(file, mode, *args, **kwargs)
-        path, is_new = _path_of(file, kwargs.get("dir_fd")), is_flags and mode & os.O_EXCL
-        if self.is_kept(path) and not is_new and not os.path.isdir(path):  # in a folder opens an unnamed file
-            is_read = mode & os.O_RDWR if is_flags else "+" in mode
-            is_copied = is_read and os.path.isfile(path) and os.path.getsize(path) <= _MOST_COPIED
-            file, mode = os.devnull, mode if is_flags else mode.replace("x", "w")
-            if is_copied:
-                number, file = tempfile.mkstemp()
-                os.close(number)
-                shutil.copyfile(path, file)
-            return before(file, mode, *args, **kwargs)
-        is_created = not os.path.lexists(path)
-        opened = before(file, mode, *args, **kwargs)
-        if is_created:
-            self._created[path] = None
-        return opened
-
-    def made(self, before: Callable[..., Any], *args: Any, place: int = 0, **kwargs: Any) -> Any:
-        """Make what the argument of this place names, unless the program has it."""
-        file = (*args, *kwargs.values())[place]
-        path = _path_of(file, kwargs.get("dir_fd")) if isinstance(file, str | bytes | os.PathLike) else ""
-        if path and self.is_kept(path) and not os.path.isdir(path):
-            return
-        before(*args, **kwargs)
-        if path:
-            self._created[path] = None
-
-    def changed(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Remove or cut a file of the run, and none of the program."""
-        path = _path_of((*args, *kwargs.values())[0], kwargs.get("dir_fd"))
-        if not self.is_kept(path):
-            before(*args, **kwargs)
-
-    def moved(self, before: Callable[..., Any], src: Any, dst: Any, **kwargs: Any) -> Any:
-        """Rename a file of the run, and none of the program."""
-        paths = _path_of(src, kwargs.get("src_dir_fd")), _path_of(dst, kwargs.get("dst_dir_fd"))
-        if not any(map(self.is_kept, paths)):
-            before(src, dst, **kwargs)
-            self._created[paths[1]] = None
-
-    def remove(self) -> None:
-        """Remove what the run has created, the latest first; of folders those that are empty."""
-        for path in reversed(self._created):
-            with suppress(OSError):
-                is_folder = os.path.isdir(path) and not os.path.islink(path)
-                (os.rmdir if is_folder else os.remove)(path)
-
-
-def _path_of(file: Any, folder: int | None = None) -> str:
-    if isinstance(file, int):
-        return os.readlink(f"/proc/self/fd/{file}")
-    base = "" if folder is None else os.readlink(f"/proc/self/fd/{folder}")
-    return os.path.abspath(os.path.join(base, os.fsdecode(file)))
-
-
 @contextmanager
 def without_files() -> Iterator[None]:
-    """Let what code of the program opens, saves, removes and renames in the block leave the program's files alone.
+    """Let what the program overwrites or appends to by `open` in the block lead nowhere.
 
-    A loss that logs to a file of its own can so run many times. Files that were open lead nowhere in a child anyway.
-    What the code itself creates, as scratch files, is written and read, and removed in the end.
+    A loss that logs to a file of its own can so run many times. A file that is made in the block, as to be read again,
+    is one; files that were open lead nowhere in a child anyway.
     """
-    files = _Files()
-    stand_ins: dict[Callable[..., Any], tuple[str, ...]] = {
-        files.changed: ("remove", "unlink", "rmdir", "truncate"),
-        files.moved: ("rename", "replace"),
-        files.made: ("mkdir",),
-        partial(files.made, place=1): ("symlink", "link"),
-    }
-    calls: list[tuple[Any, str, Any]] = [
-        (os, name, stand_in) for stand_in, names in stand_ins.items() for name in names
-    ]
-    calls += [(owner, "open", files.opened) for owner in (builtins, io, os)]
-    calls.append((torch, "save", partial(files.made, place=1)))
-    with ExitStack() as stack:
-        stack.callback(files.remove)
-        for owner, name, stand_in in calls:
-            stack.enter_context(in_place_of(owner, name, partial(stand_in, getattr(owner, name))))
+    began = time.time() - 0.005  # files have their times by a clock that stands still for up to 4 ms
+
+    def opened(before: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        is_path = isinstance(file, str | bytes | os.PathLike) and not {*"wax"}.isdisjoint(mode)
+        if is_path and os.path.isfile(file) and os.stat(file).st_ctime < began:
+            file = os.devnull
+        return before(file, mode.replace("x", "w") if file is os.devnull else mode, *args, **kwargs)
+
+    with in_place_of(builtins, "open", partial(opened, open)), in_place_of(io, "open", partial(opened, open)):
         yield

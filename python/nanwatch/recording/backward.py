@@ -22,9 +22,8 @@ Gradient: TypeAlias = tuple[Any, Part, bool, Record]
 def is_loss_finite(frame: FrameType) -> bool:
     """Return False if the frame runs a backward of a single number that is not finite."""
     roots: Any = frame.f_locals["t_outputs"] if frame.f_code.co_name == "_engine_run_backward" else ()
-    if len(roots) != 1 or not isinstance(roots[0], Tensor) or roots[0].numel() != 1:
-        return True
-    return observe(roots[0].detach(), "", "output").isfinite is not False
+    is_number = len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1
+    return not is_number or observe(roots[0].detach(), "", "output").isfinite is not False
 
 
 def backward_frames(groups: Iterable[list[Gradient]]) -> tuple[list[BackwardCall], list[Arrival]]:

@@ -421,30 +421,19 @@ def test_a_cure_of_a_forward_is_judged_at_the_loss_behind_it(way: str, tmp_path:
 
 @pytest.mark.skipif(not can_fork(), reason="in this process all is written again")
 def test_a_loss_leaves_the_files_of_one_run(tmp_path: Path) -> None:
-    """Though each trial runs it whole: it appends, exchanges, marks, removes, saves, and reads a scratch file."""
+    """Though each trial runs it whole: it appends, overwrites, and reads a scratch file."""
     model, log = Net(), tmp_path / "log"
 
     def logged(logits: Tensor) -> Tensor:
         with open(log, "a") as file:  # by builtins, and pathlib by io
             file.write("a line")
-        (tmp_path / "next").write_text(log.read_text())
-        (tmp_path / "next").replace(tmp_path / "latest")
-        scratch = Path(tempfile.mkstemp(dir=tmp_path)[1])
-        scratch.write_text(f"{logits.sum():e}")
-        logits = logits + 0 * float(scratch.read_text())
-        os.replace(scratch, tmp_path / "sum")
-        with tempfile.TemporaryDirectory(dir=tmp_path) as folder, (tmp_path / "log").open("r+") as file:
-            torch.save(logits.detach(), saved := Path(folder, f"{os.getpid()}"))
-            logits = logits + 0 * torch.load(saved) + 0 * len(file.read())
-            file.write("more")
-        (tmp_path / f"mark of {os.getpid()}").touch()
-        (tmp_path / "removed").unlink(missing_ok=True)
-        torch.save(os.getpid(), tmp_path / "saved")
-        return focal(logits, LABELS)
+        (tmp_path / "latest").write_text(f"{os.getpid()}")
+        with tempfile.NamedTemporaryFile("w+") as scratch:
+            Path(scratch.name).write_text(f"{logits.sum():e}")
+            return focal(logits + 0 * float(scratch.read()), LABELS)
 
     with failing(model) as (failure, optimizer):
         loss = logged(model(BATCH))
-        (tmp_path / "removed").touch()
         before = {path: path.read_bytes() for path in tmp_path.iterdir()}
         loss.backward()
         optimizer.step()
