@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanwatch.numerics.formats import limits
-from nanwatch.recording import recorder
 from nanwatch.recording.events import PeakName
-from nanwatch.records.record import Frame, Note, Record
+from nanwatch.records.record import Frame, Note
 from nanwatch.session.api import watch
 from nanwatch.session.watch import Watch
 
@@ -140,13 +139,3 @@ def test_gradients_of_several_backwards() -> None:
         batch, names, values = w._recorder.take_gradient_peaks()
     largest = dict(zip([label for _, label, _ in names], np.frombuffer(values), strict=True))
     assert (batch, largest) == (1, {"output.grad": 1.0, "weight.grad": 4.0})
-
-
-def test_names_that_are_new_in_each_batch_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that they do not fill the memory of the Python recorder."""
-    monkeypatch.setattr(recorder, "_MAX_PEAKS", 5)
-    peaks = recorder.Peaks()
-    for batch, labels in enumerate(("ab", "cd", "ef", "ga")):
-        records = tuple(Record(label, "output", (1,), "float32", 1.0, 1.0, True, None) for label in labels)
-        peaks.add(Frame(batch, "m", "Linear", records))
-    assert {label: peak for (_, label, _), peak in peaks.items()} == {**dict.fromkeys("bcde", 0.0), "a": 1.0}

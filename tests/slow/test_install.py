@@ -170,9 +170,6 @@ def test_a_build_leaves_nothing_of_the_one_before(tiny):
         assert "failure" not in facts(tiny)
 
 
-EMPTY_OBJECT = 'while [ "$1" != -o ]; do shift; done; c++ -c -x c++ /dev/null -o "$2"'
-
-
 def make_toolkit(home: Path, compile_command: str) -> Path:
     """Make a stand-in for CUDA_HOME whose nvcc compiles by this command."""
     (home / "bin").mkdir(parents=True)
@@ -182,22 +179,6 @@ def make_toolkit(home: Path, compile_command: str) -> Path:
     nvcc.write_text(FAKE_NVCC.format(home=home, compile=compile_command))
     nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
     return home
-
-
-ALL_ARCHS = "sm_75 sm_80 sm_90 sm_120 compute_120"
-SOME = ("7.0;8.0 9.0a+PTX", "sm_80 sm_90a compute_90a")  # this nvcc has forgotten the first
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CUDA part is built on Linux only")
-@pytest.mark.parametrize(("listed", "archs"), [("", ALL_ARCHS), SOME])
-def test_the_cuda_part_is_built_for_the_architectures_asked_for(tiny, tmp_path, listed, archs):
-    """TORCH_CUDA_ARCH_LIST decides; without it, every generation this nvcc knows, and PTX for those to come."""
-    (tiny / "csrc" / "cuda" / "range_cuda.cu").touch()
-    home = str(make_toolkit(tmp_path / "cuda", EMPTY_OBJECT))
-    done = build_in_place(tiny, CUDA_HOME=home, TORCH_CUDA_ARCH_LIST=listed, FORCE_CUDA="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert facts(tiny)["cuda_archs"] == archs
-    assert "-DNANWATCH_CUDA=1" in (tiny / "build" / "compile.log").read_text()
 
 
 def fake_torch(package: Path, version: str, cuda: str | None = None) -> None:

@@ -31,7 +31,6 @@ from .observe import call_values, completed_record, observe
 from .walk import is_container, leaves, spell_key
 
 _COUNTED_BATCHES = 16  # each thread that calls the model has a batch under way
-_MAX_PEAKS = 1 << 16  # a model that names its outputs anew in every batch must not fill the memory
 _FULL_STACK = Note("not_checked", "the stack is nearly full (sys.getrecursionlimit)")
 
 
@@ -462,7 +461,7 @@ class Peaks(dict[PeakName, float]):
         self.batch = max(self.batch, frame.batch) if frame.phase == "backward" else frame.batch
         for record in frame.records:
             name = (frame.name, record.label, record.dtype)
-            is_known = name in self or (len(self) < _MAX_PEAKS and record.ends is not None)
+            is_known = name in self or record.ends is not None
             is_meant = record.is_excused or (record.role == "input" and not with_inputs)
             if record.isfinite and is_known and not is_meant:
                 self[name] = max(self.get(name, 0.0), record.abs_max or 0.0)

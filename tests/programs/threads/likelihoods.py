@@ -226,23 +226,6 @@ def silent_target():
     return nn.Linear(8, 8), (torch.randn(3, 8), target), loss_by(si_sdr)
 
 
-@thread("ENSTA-U2IS-AI/LDU/issues/7")
-def invalid_depth():
-    class Silog(nn.Module):
-        def forward(self, depth_est: Tensor, depth_gt: Tensor, mask: Tensor) -> Tensor:
-            difference = torch.log(depth_est * mask) - torch.log(depth_gt * mask)  # culprit: invalid_depth
-            return torch.sqrt((difference**2).mean() - 0.85 * (difference.mean() ** 2)) * 10.0
-
-    criterion = Silog()
-    depth, mask = torch.rand(3, 4) + 0.5, torch.ones(3, 4)
-    mask[1, 2] = 0
-
-    def loss(model: nn.Module, x: Tensor, depth: Tensor, mask: Tensor) -> Tensor:
-        return criterion(F.softplus(model(x)), depth, mask)
-
-    return encoder(), (torch.randn(3, 6), depth, mask), loss
-
-
 @thread("PeterPonyu/aether-3d/issues/134")
 def transport_kernel():
     def sinkhorn(cost: Tensor, a: Tensor, b: Tensor, reg: float = 0.01, steps: int = 5) -> Tensor:

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import nanwatch
 from nanwatch import __main__ as command
 from nanwatch import write_capsule
 from support.commands import run
 from support.html_page import Page
-from support.processes import forked
 from support.watching import watch
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
@@ -166,15 +164,3 @@ def test_command_bad_use(place, capsys):
         with pytest.raises(SystemExit) as stopped:
             run(capsys, "replay", *arguments)
         assert stopped.value.code == 2
-
-
-def test_command_in_a_process_of_its_own(place):
-    """--json is one document on stdout whatever the user's code prints; the current directory is found."""
-    arguments = ["replay", "bad", "--model", "zoo:make", "--json"]
-    done = forked("-m", "nanwatch", *arguments, cwd=place)
-    assert done.returncode == 1, done.stderr
-    document = json.loads(done.stdout)
-    assert "from the user's own code" in done.stderr
-    assert (document["dtype"], document["verdict"]) == (None, "non-finite")
-    report = nanwatch.Report.from_json(json.dumps(document["report"]))
-    assert report.finding.class_name == "Scale"

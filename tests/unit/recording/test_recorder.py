@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nanwatch.numerics import _extension
-from nanwatch.recording.events import Start
 from nanwatch.recording.walk import MAX_DEPTH, MAX_LEAVES, MAX_SCALARS, Unwalked, call_leaves, leaves
 from nanwatch.records.record import Frame
 from nanwatch.session.api import watch as start_watch
@@ -204,14 +203,6 @@ def test_the_start_of_a_batch_has_its_arguments_and_generators(recorder: str, mo
     assert inside == (1, "")
     assert [(id(x), version) for x, version in start.versions] == [(id(a), 0), (id(b), 1), (id(c), 0)]
     assert torch.equal(start.cuda[0], torch.Generator().manual_seed(1).get_state())
-
-
-def test_no_generator_is_asked_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's would raise. In the compiled recorder a batch that raises so has no start."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda, "default_generators", (None,))
-    assert Start.of(0, nn.Identity(), (), None, None).cuda == ()
 
 
 @pytest.mark.parametrize("recorder", RECORDERS)

@@ -105,12 +105,12 @@ FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagr
 @pytest.mark.parametrize("how", ["fused", "foreach", "plain"])
 @pytest.mark.parametrize("kind", FUSED)
 def test_weights_are_current_after_an_optimizer_step(kind: type[Any], how: str) -> None:
-    """No cache hit is stale over training steps; a weight that a step made nan is found in the next batch."""
+    """No cache hit is stale over training steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     arguments = {} if how == "plain" else {how: True}
     optimizer = kind(model.parameters(), lr=0.1, **arguments)
-    with watch(model, verify_hits=True, gradients=False) as w:
+    with watch(model, verify_hits=True) as w:
         for _ in range(4):
             model(torch.randn(3, 4)).square().sum().backward()
             for name in ("0", "2"):
@@ -118,11 +118,6 @@ def test_weights_are_current_after_an_optimizer_step(kind: type[Any], how: str) 
             optimizer.step()
             optimizer.zero_grad()
         assert w.counters["stale_hits"] == 0
-        model(torch.randn(3, 4)).sum().backward()
-        model[2].weight.grad[1, 2] = NAN
-        optimizer.step()
-        finding = fault_of(model, torch.randn(3, 4)).finding
-    assert (finding.module, finding.label, finding.origin, finding.index) == ("2", "weight", "weight", (1, 2))
 
 
 WITH_A_SIGN: dict[str, Callable[[Own], object]] = {

@@ -191,10 +191,7 @@ def train(model: nn.Module, loss_of: Any, rewrite: Any = id, **options: Any) -> 
 @pytest.mark.parametrize("every_module", [None, True])
 def test_the_loss_and_a_root_are_found_before_a_step(every_module: bool | None) -> None:
     """The line and the module are the same as with the gradients of all modules, and no step has been taken."""
-    for model, name in (
-        (nn.Linear(2, 1), ""),
-        (nn.Sequential(nn.Linear(2, 1)), "0"),
-    ):  # the second's root is unseen
+    for model, name in (nn.Linear(2, 1), ""), (nn.Sequential(nn.Linear(2, 1)), "0"):  # whose root is unseen
         options = {"gradients": every_module, "modules": name or "*"}
         finding, is_changed = train(model, lambda x: (x - x).sqrt().mean() + x.sum(), **options)
         assert (finding.module, finding.label, finding.is_of_loss) == (name, "output.grad", True)
@@ -204,6 +201,10 @@ def test_the_loss_and_a_root_are_found_before_a_step(every_module: bool | None) 
     assert "" in (finding.module, finding.source_module)
     finding, is_changed = train(Rooted(), lambda x: x.square().mean(), gradients=False)
     assert (finding.label, finding.batch, is_changed) == ("weight", 1, True)
+    with watch(model := Rooted(), gradients=every_module):
+        model(torch.ones(3, 2)).square().mean().backward()  # whose graph is gone before the step
+        finding = fault_of(torch.optim.SGD(model.parameters()).step).finding
+    assert finding.operation == "SqrtBackward0"
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -220,14 +221,6 @@ def test_a_bad_loss_of_finite_gradients_is_found_at_its_step(value: float) -> No
             loss.backward()
             if loss.isfinite():
                 optimizer.step()
-
-
-def test_a_backward_whose_graph_is_gone_before_the_step_is_run_again() -> None:
-    optimizer = torch.optim.SGD((model := Rooted()).parameters(), lr=0.1)
-    with watch(model):
-        model(torch.ones(3, 2)).square().mean().backward()
-        finding = fault_of(optimizer.step).finding
-    assert (finding.operation, finding.source_module) == ("SqrtBackward0", "")
 
 
 def test_a_finite_backward_leaves_nothing() -> None:
