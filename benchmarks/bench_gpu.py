@@ -44,7 +44,7 @@ NBYTES = tuple(1 << power for power in (10, 14, 18, 20, 22, 24, 26, 28, 30, 32))
 ROTATION_BYTES = 512 << 20
 # The options of watch in each way. The way `transformers` uses a class of transformers.
 OPTIONS: Row = {"watch": {}, "outputs": {"read": "outputs"}, "every16": {"every": 16}}
-OPTIONS["gradients"] = {"gradients": True}
+OPTIONS |= {"gradients": {"gradients": True}, "no-gradients": {"gradients": False}}
 wait: Step = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
 WAITS = {"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
 
