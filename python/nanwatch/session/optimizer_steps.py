@@ -295,7 +295,7 @@ class OptimizerSteps:
             # This optimizer steps inside the backward, as soon as a gradient is there.
             recorder.finish_nonfinite_backward()
         if not self._options.gradients:
-            # A finite backward goes unseen, so a later batch stands for it.
+            # A finite backward goes unseen, so a later batch takes its place.
             if self._loss is not None and self._loss[1] != batch:
                 self._loss = None  # its own step was left out
             self.settle(only_known=self.deferred is None or self.deferred.latest == batch)

@@ -215,7 +215,7 @@ class Proposer:
                 binding = match(self._site, pattern, node)
                 if binding is not None and self._causes & binding.nodes:
                     change = self._change(node, form, binding)
-                    kin = (self._change(x, row, other) for x in self._kin for row, other in self._rows(x))
+                    kin = (self._change(x, row, bound) for x in self._kin for row, bound in self._rows(x))
                     yield from self._new((_joined(change, kin), change), STABLE_WORDS, "stable")
 
     def _rows(self, node: ast.AST) -> Iterator[tuple[str, Binding]]:
@@ -228,7 +228,7 @@ class Proposer:
         The first ones are for all operations of its kind in the statement, of which others may fail in another batch.
         """
         if changes := self._guarded(node, row):
-            kin = [x for other in self._kin if other is not node for x in self._guarded(other, row)[-1:]]
+            kin = [change for x in self._kin if x is not node for change in self._guarded(x, row)[-1:]]
             wide = [_joined(change, kin) for change in changes]
             yield from self._new((*wide, changes[-1]), row.words, "guard")
 
