@@ -61,7 +61,7 @@ def test_an_unchanged_script(tmp_path):
     assert done.returncode == 3, done.stderr
     (folder,) = tmp_path.glob("found/batch-*")
     finding = nanwatch.Report.from_json((folder / "report.json").read_text()).finding
-    assert (finding.label, finding.origin) == ("output", "produced")
+    assert (finding.module, finding.label, finding.origin) == ("(loss)", "output", "received")
     assert finding.operation is not None
     assert f"What:  {finding.value} first seen in `output` of {finding.module}" in done.stderr
     assert f"of Net: {finding.value} first seen" in done.stderr
