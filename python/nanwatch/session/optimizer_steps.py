@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain
 from math import isfinite, isnan
 from typing import Any
 
@@ -245,7 +245,8 @@ class OptimizerSteps:
         if self._options.gradients is False:
             return None
         check = partial(self._check_gradients, optimizer)
-        changed = global_hooks.with_check_after_closure(optimizer, args, kwargs, check)
+        has_more = len(args) > 1 or bool(kwargs)
+        changed = global_hooks.with_check_after_closure(optimizer, args, kwargs, check) if has_more else None
         check()
         return changed
 
@@ -407,8 +408,13 @@ class OptimizerSteps:
 
 def _first_bad(optimizer: Optimizer) -> list[Tensor]:
     """Return the bad ones of the first small gradients, which a nan on its way through the model leaves nan."""
-    gradients = (x.grad for x in parameters_of(optimizer))
-    return nonfinite(islice((x for x in gradients if x is not None and x.numel() <= _SMALL), _NUM_FIRST))
+    first = list[Tensor]()
+    for x in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if (gradient := x.grad) is not None and gradient.numel() <= _SMALL:
+            first.append(gradient)
+            if len(first) == _NUM_FIRST:
+                break
+    return nonfinite(first)
 
 
 def _nonfinite_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
