@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import islice
 from math import isfinite, isnan
 from typing import Any
 
@@ -408,13 +408,8 @@ class OptimizerSteps:
 
 def _first_bad(optimizer: Optimizer) -> list[Tensor]:
     """Return the bad ones of the first small gradients, which a nan on its way through the model leaves nan."""
-    first = list[Tensor]()
-    for x in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-        if (gradient := x.grad) is not None and gradient.numel() <= _SMALL:
-            first.append(gradient)
-            if len(first) == _NUM_FIRST:
-                break
-    return nonfinite(first)
+    gradients = (x.grad for group in optimizer.param_groups for x in group["params"])
+    return nonfinite(islice((x for x in gradients if x is not None and x.numel() <= _SMALL), _NUM_FIRST))
 
 
 def _nonfinite_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
