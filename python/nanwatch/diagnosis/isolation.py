@@ -1,7 +1,7 @@
 """Isolation of re-runs: a forked child process where one can be had, else this process, in both under a clock.
 
 The child is a copy of the process at the moment of the failure, so what it runs changes neither the program's Python
-state nor its tensors. Files, pipes and sockets lead nowhere there. The child sends its result back over a pipe. A
+state nor its tensors. Open files, pipes and sockets lead nowhere there. The child sends its result back over a pipe. A
 parent that waits too long ends the child and goes on. CUDA does not survive a fork, and neither do macOS's frameworks.
 
 The clock ends a run that waits or loops, and notes at which line.

@@ -104,7 +104,7 @@ class Table:
 class Line(NamedTuple):
     """Line of a chart: a value `y` for each of the names `at`, side by side unless `x` says where.
 
-    What is no positive finite number is a gap. A line that `is_mark` is points alone.
+    A value that is not finite and positive leaves a gap. A line with `is_mark` has points only.
     """
 
     name: str

@@ -73,8 +73,8 @@ def watch(
     Args:
         model: any nn.Module, also a compiled one. Modules that it gets later are watched too.
         read: which tensors to read in the forward. Integer buffers are skipped.
-        gradients: stop a step before it takes a bad gradient. None looks at the gradients of the model's outputs and at
-            those of its first weights; True at all, of each module too, and names the one (docs/gradients.md).
+        gradients: stop a step before it takes a bad gradient. None reads the loss and the gradients of the model's
+            outputs and first weights. True reads those of every module, and False none (docs/gradients.md).
         optimizer: read this optimizer's state after each step. The state is moments, and weights of its own.
         modules: watch only modules whose names match, such as "encoder.*". A glob's `*` crosses dots. The prefix that
             DistributedDataParallel or another wrapper adds may be left out.

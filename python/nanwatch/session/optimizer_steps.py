@@ -245,8 +245,7 @@ class OptimizerSteps:
         if self._options.gradients is False:
             return None
         check = partial(self._check_gradients, optimizer)
-        has_more = len(args) > 1 or bool(kwargs)
-        changed = global_hooks.with_check_after_closure(optimizer, args, kwargs, check) if has_more else None
+        changed = global_hooks.with_check_after_closure(optimizer, args, kwargs, check)
         check()
         return changed
 

@@ -152,8 +152,8 @@ class Starts:
         """Keep the start of the batch, and the backward, under way or over, until a step takes the gradients."""
         self.keep(batch)
         # A later call is a part of what lies behind this one's outputs.
-        first = next((start for start in self._recorder.ended_starts() if start.batch <= batch), None)
-        if first is None:
+        starts = [start for start in self._recorder.ended_starts() if start.batch <= batch]
+        if (first := min(starts, key=lambda start: start.batch, default=None)) is None:
             return
         with suppressing("the statements of the loss could not be kept"):
             generators = [x for x in (self._generator, first.generator) if x is not None]
@@ -189,7 +189,7 @@ class Reports:
         self.model, self.recorder, self.options = model_ref(model), recorder, options
         self.starts, self._suspicion = Starts(self.model, recorder, options), suspicion
         self.describe: Describe | None = None
-        # Optimizers that have stepped, and what OptimizerSteps knows of each.
+        # Optimizers that have stepped: how many parameters each has, and whether it holds one of the model.
         self.steppers: Any = WeakIdKeyDictionary()
         self._mesh = parameter_mesh(model)  # kept: a report may be asked for when the model has gone
 

@@ -152,7 +152,7 @@ def of_an_infinite_number(x: Tensor) -> Tensor:
 
 
 def through_a_sparse_matrix(x: Tensor) -> Tensor:
-    """As the inverse degrees of a graph are."""
+    """Multiply by inverse degrees, as a graph network does."""
     inverse = 1 / (x[0] - 1)  # culprit aten.reciprocal.default
     return torch.sparse.mm(torch.sparse_coo_tensor(torch.arange(3).expand(2, 3), inverse), x)
 

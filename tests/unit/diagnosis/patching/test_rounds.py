@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanwatch import watch
-from nanwatch.diagnosis.patching.rounds import says_count
+from nanwatch.diagnosis.patching.proposer import says_count
 from nanwatch.report.finding import Cure, Finding
 from support.gradient_models import failing_backward
 from support.toys import Does, fault_of
@@ -155,7 +155,7 @@ def test_a_cure_is_for_all_operations_that_would_fail_of_the_same_value(
 ) -> None:
     """Others of its kind fail in another batch, and all uses of a name see one value: at 0 a turn has its gradient.
 
-    What the program guards already stays. A result of 5e12 where float64 fails is none to train on.
+    A cure leaves what the program guards. It does not work if the result is 5e12 and float64 fails.
     """
     (new,) = new_lines(works(failed(Does(function), *map(torch.tensor, values))))
     assert new.endswith(line)

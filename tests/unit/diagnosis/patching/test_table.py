@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanwatch.diagnosis.patching.matching import Site, match, written
-from nanwatch.diagnosis.patching.rounds import Proposer
+from nanwatch.diagnosis.patching.proposer import Proposer
 from nanwatch.diagnosis.patching.source import find_target
 from nanwatch.diagnosis.patching.table import GUARDS, STABLE, numbers_of
 from nanwatch.diagnosis.provenance import Expression, Step
