@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.compiler import is_compiling
 
 from ..instrumentation.global_hooks import Changes
@@ -34,6 +35,7 @@ from ..util.messages import visible, warn_user, with_utf8
 
 _MOST_FRAMES = 100_000  # the recorder reserves 0.2 kB for each
 _TRAINER, _NAME = "transformers.trainer", "DebugUnderflowOverflow"
+_break_graph = _disable_dynamo(lambda: None)
 
 
 class _PrintedCall(NamedTuple):
@@ -223,7 +225,7 @@ class DebugUnderflowOverflow:
     def forward_hook(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note the structure of a call, which the recorder reads next; PyTorch calls this when a forward returns."""
         if is_compiling():  # Dynamo would put this off to the end of its graph, and lose it where one raises
-            torch._dynamo.graph_break()
+            _break_graph()
         if self._recorder.paused:  # by stop(), or for a re-run
             return
         self._batch = batch = self.batch_number

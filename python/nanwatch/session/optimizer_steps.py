@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from math import isfinite, isnan
 from typing import Any
 
@@ -236,15 +236,16 @@ class OptimizerSteps:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (box := process_box()) is not None:
             box.step_begins()
+        takes_ours = False
         if not self._recorder.paused:
             self._unread_step = self._recorder.latest_batch
-            self._reports.steppers.setdefault(optimizer, (0, False))
-            self._check_rates(optimizer)
+            takes_ours = self._takes_gradients(optimizer)
+            self._check_rates(optimizer, takes_ours)
         if not self._has_read_state and optimizer.state:  # from a checkpoint
             self._read_state(optimizer)
         if self._options.gradients is False:
             return None
-        check = partial(self._check_gradients, optimizer)
+        check = partial(self._check_gradients, optimizer, takes_ours)
         changed = global_hooks.with_check_after_closure(optimizer, args, kwargs, check)
         check()
         return changed
@@ -254,21 +255,23 @@ class OptimizerSteps:
 
         One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
         """
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known_count, takes = self._reports.steppers.get(optimizer, (0, False))
-        if not takes and count != known_count:
-            takes = self._recorder.gathers_weights or self._steps_given(optimizer)
+        known_count, takes = self._reports.steppers.get(optimizer, (-1, False))
+        if (
+            not takes
+            and (count := sum(len(group["params"]) for group in optimizer.param_groups)) != known_count
+        ):
+            takes = bool(self._recorder.gathers_weights) or self._steps_given(optimizer)
             if not takes and (model := self._model()) is not None:
                 takes = not {*map(id, parameters_of(optimizer))}.isdisjoint(map(id, each_parameter(model)))
             self._reports.steppers[optimizer] = count, takes
-        return bool(takes)
+        return takes
 
     def _steps_given(self, stepping: Optimizer) -> bool:
         """Return whether `stepping` is the optimizer in the options, or in it: Accelerate's calls no hooks."""
         given = self._options.optimizer
         return given is not None and stepping.param_groups is given.param_groups
 
-    def _check_rates(self, optimizer: Optimizer) -> None:
+    def _check_rates(self, optimizer: Optimizer, takes_ours: bool) -> None:
         """Stop a step whose learning rate is nan or inf, as every weight would be. Waits for no device."""
         batch = self._recorder.latest_batch
         if batch < 0 or self._failures.knows(batch):
@@ -278,19 +281,19 @@ class OptimizerSteps:
             is_bad = isinstance(rate, float) and not isfinite(rate)
             if isinstance(rate, Tensor) and rate.device.type == "cpu":  # may require a gradient
                 is_bad = bool(nonfinite([rate]))
-            if is_bad and self._takes_gradients(optimizer):
+            if is_bad and takes_ours:
                 record = observe(torch.as_tensor(rate), f"lr[{number}]", "input")
                 frame = Frame(batch, OPTIMIZER, type(optimizer).__name__, (record,), "step")
                 self._failures.step_follows(self._reports.of_frame(frame))
                 return
 
-    def _check_gradients(self, optimizer: Optimizer) -> None:
+    def _check_gradients(self, optimizer: Optimizer, takes_ours: bool) -> None:
         """Stop a step that is about to change the weights with a non-finite gradient."""
         recorder = self._recorder
         recorder.settle()
         if recorder.paused:
             return
-        batch, takes_ours = recorder.latest_batch, self._takes_gradients(optimizer)
+        batch = recorder.latest_batch
         if torch._C._current_graph_task_id() != -1:
             # This optimizer steps inside the backward, as soon as a gradient is there.
             recorder.finish_nonfinite_backward()
@@ -298,7 +301,8 @@ class OptimizerSteps:
             # A finite backward goes unseen, so a later batch takes its place.
             if self._loss is not None and self._loss[1] != batch:
                 self._loss = None  # its own step was left out
-            self.settle(only_known=self.deferred is None or self.deferred.latest == batch)
+            if self.deferred is not None:
+                self.settle(only_known=self.deferred.latest == batch)
             is_quiet = self.deferred is None and self._loss is None and not self._in_a_row
             if is_quiet and not (takes_ours and _first_bad(optimizer)):
                 if takes_ours:
@@ -407,8 +411,9 @@ class OptimizerSteps:
 
 def _first_bad(optimizer: Optimizer) -> list[Tensor]:
     """Return the bad ones of the first small gradients, which a nan on its way through the model leaves nan."""
-    gradients = (x.grad for group in optimizer.param_groups for x in group["params"])
-    return nonfinite(islice((x for x in gradients if x is not None and x.numel() <= _SMALL), _NUM_FIRST))
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    gradients = (x for parameter in parameters if (x := parameter.grad) is not None and x.numel() <= _SMALL)
+    return nonfinite(islice(gradients, _NUM_FIRST))
 
 
 def _nonfinite_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..diagnosis.batch_snapshot import (
     BatchSnapshot,
@@ -139,7 +138,7 @@ class Starts:
     def let_go(self) -> None:
         """Let go of all that was kept for a backward, as a step takes its gradients."""
         self._recorder.forget_starts()
-        self._generator = torch.get_rng_state() if self._recorder.keeps_starts else None  # 3 µs
+        self._generator = torch.default_generator.get_state() if self._recorder.keeps_starts else None
         self._backwards.clear()
         self._failed = None
 
@@ -190,7 +189,7 @@ class Reports:
         self.starts, self._suspicion = Starts(self.model, recorder, options), suspicion
         self.describe: Describe | None = None
         # Optimizers that have stepped: how many parameters each has, and whether it holds one of the model.
-        self.steppers: Any = WeakIdKeyDictionary()
+        self.steppers: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._mesh = parameter_mesh(model)  # kept: a report may be asked for when the model has gone
 
     def look_at_mesh(self) -> None:

@@ -13,10 +13,11 @@ LISTED = """
 torch._C.DisableTorchFunction torch._C.DispatchKey.CPU torch._C.DispatchKeySet
 torch._C._autograd._get_sequence_nr torch._C._autograd._unsafe_set_version_counter
 torch._C._current_autograd_node torch._C._current_graph_task_id
-torch._C._dynamo.eval_frame._debug_get_cache_entry_list torch._C._functorch.is_functorch_wrapped_tensor
+torch._C._dynamo.eval_frame._debug_get_cache_entry_list
+torch._C._dynamo.eval_frame.get_eval_frame_callback torch._C._functorch.is_functorch_wrapped_tensor
 torch._C._functorch.peek_interpreter_stack torch._C._get_tracing_state torch._C._set_tracing_state
 torch._compile._disable_dynamo torch._dynamo.convert_frame.input_codes
-torch._dynamo.eval_frame.skip_code torch._dynamo.graph_break torch._dynamo.source.AttrSource
+torch._dynamo.eval_frame.skip_code torch._dynamo.source.AttrSource
 torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable
 torch.autograd.Variable._execution_engine.queue_callback
 torch.nn.Module._call_impl.__code__ torch.nn.Module._compiled_call_impl torch.nn.Module._wrapped_call_impl.__code__
