@@ -359,10 +359,10 @@ def _takes_statistics(module: nn.Module) -> bool:
 
 def _in_evaluation_mode(step: Step) -> Iterator[Suspect]:
     """Yield the model, if it is trained in evaluation mode, and would behave otherwise in training mode."""
-    for name, _, module in named_modules(step.model) if not step.model.training else ():
-        if name in step.calls and (_drops(module) or (_takes_statistics(module) and step.window.has_trained)):
-            yield Suspect("train-mode-wrong", "", None)
-            return
+    called = (item.module for item in named_modules(step.model) if item.name in step.calls)
+    has_trained = step.window.has_trained
+    if not step.model.training and any(_drops(x) or (_takes_statistics(x) and has_trained) for x in called):
+        yield Suspect("train-mode-wrong", "", None)
 
 
 def _statistics_not_frozen(step: Step) -> Iterator[Suspect]:

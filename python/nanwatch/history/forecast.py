@@ -1,23 +1,27 @@
-"""Forecasts of overflow: which module will leave its format first, and in which batch.
+"""Forecasts of overflow, and the history of largest magnitudes that they, spikes and suspicion are made from.
 
-A forecast is a least-squares line on log2 of a tensor's largest magnitudes. The forecaster never reads a clock, so two
-runs of one seed make the same forecasts.
+A forecast says which module will leave its format first, and in which batch. It is a least-squares line on log2 of a
+tensor's largest magnitudes. The forecaster never reads a clock, so two runs of one seed make the same forecasts.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import inf, log2, nan
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ..numerics.formats import limits
 from ..recording.events import PeakName
 from ..records.record import Frame, Note, event_frame
+from ..report.events import Departure
 from ..util.messages import module_name, visible
-from .peaks import Floats, PeakHistory
+
+Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"
 
 # Looks: at batches 0, 1, 2, 4, 8 and every 16th, from batch 1,024 on after a 64th of the run, at most 64 batches apart.
 # More often where the line through the latest two points ends soon. The further looks are at most 32 and one in eight
@@ -76,13 +80,6 @@ class Forecast:
         return event_frame(batch, self.module, self.label, type(self).__name__, Note("forecast", str(self)))
 
 
-@cache
-def _end_bits(dtype: str) -> float:
-    """Return log2 of the largest finite number of the format; nan for a dtype without limits."""
-    ends = limits(dtype)
-    return nan if ends is None else log2(ends.largest)
-
-
 def _usual_pause(batch: int) -> int:
     return min(max(_EVERY, batch // _LONGEST), _LONGEST)
 
@@ -115,8 +112,10 @@ class Forecaster:
         if names:
             self.history.add_names(names)
             self._dtypes += [dtype for _, _, dtype in names]
-            ends = [nan if label.startswith("input[") else _end_bits(dtype) for _, label, dtype in names]
-            self._ends = np.append(self._ends, ends)
+            known = [None if label.startswith("input[") else limits(dtype) for _, label, dtype in names]
+            self._ends = np.append(
+                self._ends, [nan if ends is None else log2(ends.largest) for ends in known]
+            )
 
     def end(self, batch: int, values: bytes) -> Forecast | None:
         """Take the values of a batch as Recorder.take_peaks gives them. Return the forecast that is new, if any."""
@@ -158,22 +157,15 @@ class Forecaster:
         self._expected = middle - margin_of, middle + margin_of
         if before is None or before[0] > middle + margin_of or before[1] < middle - margin_of:
             return None  # one look is not believed
-        names = self.history.names
         if not self._is_new(batch, middle, margin_of):
             return None
+        names = self.history.names
         followers = {names[i][0] for i in np.flatnonzero(left <= 2 * (left[place] + margin_of))}
-        module, label = names[place]
-        forecast = Forecast(
-            module,
-            label,
-            self._dtypes[place],
-            float(headroom[-1, place]),
-            100 * float(loss[place]),
-            round(middle),
-            round(margin_of),
-            len(followers - {module}),
-            self._announced[-1][1].batch if self._announced else None,
-        )
+        num_followers = len(followers - {names[place][0]})
+        bits, bits_lost = float(headroom[-1, place]), 100 * float(loss[place])
+        replaces = self._announced[-1][1].batch if self._announced else None
+        expected, dtype = (round(middle), round(margin_of)), self._dtypes[place]
+        forecast = Forecast(*names[place], dtype, bits, bits_lost, *expected, num_followers, replaces)
         self._announced.append((batch, forecast))
         return forecast
 
@@ -229,3 +221,125 @@ def fit(batches: Floats, headroom: Floats) -> tuple[Floats, Floats, Floats]:
         deviation = np.sqrt(variance * (1 + 1 / count + far * far / spread)) / -slope
     is_falling = (slope < 0) & (left > 0) & (count >= max(3, len(batches) // 2)) & is_known[-1]
     return np.where(is_falling, left, inf), np.where(is_falling, deviation, inf), -slope
+
+
+# The history.
+
+# The distance of a magnitude is how many bits it is above or below the median of the 8 steps before, so that a trend is
+# no distance. A tensor leaves its history when its distance is so many deviations from the median of the 64 distances
+# before. The deviation is robust: 1.48 times the median distance from that median, or the way from there to the 90 % or
+# 10 % quantile where that is longer, as it is in a skewed or heavy-tailed history. docs/spikes.md states the rates of
+# false alarms, and tests/unit/history/test_spikes_peaks.py measures them.
+
+# Distances that a value's own is compared with, and the fewest of them. Values that a distance is measured from, and
+# the fewest of them.
+WINDOW, LEAST = 64, 32
+LEVEL, LEAST_LEVEL = 8, 4
+# Deviations at which a tensor counts, and the least deviation in bits (1.4 %).
+CHANGED, LEAST_BITS = 8.0, 0.02
+# A deviation of normal values by their median distance, and by the gap between median and 90 % quantile.
+OF_DISTANCE, OF_QUANTILE = 1.4826, 1 / 1.2816
+OF_CALL = re.compile(r"(output|input)(\[|\.|$)")  # labels of tensors that are neither weights nor buffers
+DEPTH = WINDOW + LEVEL + 1
+# Rows of a full history, and how many it drops.
+ROWS, DROPPED = 96, 24
+
+
+def _quantiles(values: Floats, fewest: int, *parts: float) -> list[Floats]:
+    """Return these quantiles of the numbers in each column; nan for a column with too few."""
+    ordered, count = np.sort(values, axis=0), np.isfinite(values).sum(axis=0)
+    is_enough = count >= fewest
+    last, columns = np.where(is_enough, count, 1) - 1, np.arange(values.shape[1])
+    return [
+        np.where(is_enough, ordered[np.round(part * last).astype(np.intp), columns], nan) for part in parts
+    ]
+
+
+def _usual_bits(before: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return the level of each tensor after these steps, and the median and the deviations of the distances."""
+    windows = np.moveaxis(sliding_window_view(before, LEVEL, axis=0), -1, 0)
+    levels = _quantiles(windows.reshape(LEVEL, -1), LEAST_LEVEL, 0.5)[0].reshape(windows.shape[1:])
+    distances = before[LEVEL:] - levels[:-1]
+    middle, low, high = _quantiles(distances, LEAST, 0.5, 0.1, 0.9)
+    spread = np.fmax(OF_DISTANCE * _quantiles(np.abs(distances - middle), LEAST, 0.5)[0], LEAST_BITS)
+    up, down = (np.fmax(spread, OF_QUANTILE * gap) for gap in (high - middle, middle - low))
+    return levels[-1], middle, up, down
+
+
+class PeakHistory:
+    """Largest magnitudes of tensors in log2: a row for each step or batch, a column for each tensor.
+
+    A magnitude of 0 counts as missing: a tensor that was not there and one that was all zero look alike. The rows are
+    the latest 72 to 96 steps. A tensor takes 0.4 KiB.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[tuple[str, str]] = []  # module and label
+        self._bits: Floats = np.full((ROWS, 0), nan, np.float32)
+        self._steps: Floats = np.zeros(ROWS)  # float32 cannot count past 2^24
+        self._num_rows = 0
+        # First and latest magnitudes, 0 for what was always missing.
+        self._first: Floats = np.zeros(0)
+        self._latest: Floats = np.zeros(0)
+
+    def add_names(self, names: Sequence[PeakName]) -> None:
+        """Add tensors, in the order of the forward or of the backward."""
+        if not names:  # as in nearly all steps
+            return
+        self.names += [(module, label) for module, label, _ in names]
+        more = len(self.names) - len(self._first)
+        self._first, self._latest = (np.append(x, np.zeros(more)) for x in (self._first, self._latest))
+        self._bits = np.pad(self._bits, ((0, 0), (0, more)), constant_values=nan)
+
+    def add(self, step: int, values: Floats) -> None:
+        """Take the magnitudes of a step, of which the latest names may be missing."""
+        if self._num_rows == ROWS:
+            for rows in (self._bits, self._steps):
+                rows[:-DROPPED] = rows[DROPPED:].copy()
+            self._num_rows -= DROPPED
+        count = len(values)
+        is_known = (values > 0) & (values < inf)  # the modulus of a complex number may be inf
+        row = self._bits[self._num_rows]
+        row[:] = nan
+        np.log2(values, out=row[:count], where=is_known, casting="same_kind")
+        self._steps[self._num_rows] = step
+        self._num_rows += 1
+        np.copyto(self._latest[:count], values, where=is_known)
+        np.copyto(self._first[:count], values, where=is_known & (self._first[:count] == 0))
+
+    def rows(self) -> tuple[Floats, Floats]:
+        """Return the numbers of the steps and their magnitudes in bits, oldest first; nan for what was missing."""
+        return self._steps[: self._num_rows], self._bits[: self._num_rows]
+
+    def ends(self) -> list[tuple[tuple[str, str], float, float]]:
+        """Return the names of the tensors that were there, with their first and their latest magnitude.
+
+        Another thread may be adding a step.
+        """
+        magnitudes = zip(self.names, self._first.tolist(), self._latest.tolist(), strict=False)
+        return [(name, first, latest) for name, first, latest in magnitudes if first]
+
+    def departures(self, *, falls: bool = False) -> list[Departure]:
+        """Return the tensors that left their history in the latest step, in their order; with `falls`, also downwards.
+
+        A tensor that was always missing leaves it by coming. With `falls`, one that always was there leaves it by
+        being zero, if other tensors of its module are there: else the module may not have been called.
+        """
+        rows = self._bits[max(0, self._num_rows - DEPTH) : self._num_rows]
+        if len(rows) <= LEAST:
+            return []
+        before, latest = rows[:-1], rows[-1]
+        level, middle, up, down = _usual_bits(before)
+        distance = latest - level - middle
+        far = np.where(distance > 0, distance / up, -distance / down if falls else 0.0)
+        is_here = np.isfinite(latest)
+        far[is_here & np.isnan(before).all(axis=0)] = inf
+        if falls:
+            called = {self.names[place][0] for place in np.flatnonzero(is_here)}
+            for place in np.flatnonzero(~is_here & np.isfinite(before).all(axis=0)):
+                far[place] = inf if self.names[place][0] in called else 0.0
+        values, usual = (np.nan_to_num(np.exp2(bits)) for bits in (latest, level))
+        return [
+            Departure(*self.names[place], float(values[place]), float(usual[place]), float(far[place]))
+            for place in np.flatnonzero(far >= CHANGED)
+        ]

@@ -23,10 +23,9 @@ from ..recording.events import PeakName, Recorder
 from ..recording.observe import may_be_called, observe
 from ..records.record import Frame
 from ..report.events import Suspect
-from ..util.messages import suppressed
+from ..util.messages import suppressing
 from ..util.program import each_parameter
-from .forecast import Forecast, Forecaster
-from .peaks import PeakHistory
+from .forecast import Forecast, Forecaster, PeakHistory
 
 Take: TypeAlias = Callable[[int, list[PeakName], bytes], object]
 Key: TypeAlias = tuple[str, str]  # module and label
@@ -45,11 +44,9 @@ class Monitor:
     """Reader of a Watch's magnitudes, one batch in `every`."""
 
     def __init__(self, recorder: Recorder, model: nn.Module, *, every: int, forecasts: bool) -> None:
-        self._recorder = recorder
-        self._every = every
+        self._recorder, self._every = recorder, every
         self._forecaster = Forecaster() if forecasts else None
         self._take: Take | None = None
-        self._names: list[PeakName] = []  # that the forecaster has not met
         history = PeakHistory() if self._forecaster is None else self._forecaster.history
         self.suspicion = Suspicion(model, history, recorder)
         self._looking = threading.Lock()
@@ -71,19 +68,15 @@ class Monitor:
             return None
         try:
             gathered, names, values = self._recorder.take_peaks()
-            forecaster, take = self._forecaster, self._take
-            if take is not None:
-                take(gathered, names, values)
-            if forecaster is None:
-                return None
-            self._names += names
-            forecast = None
-            if batch >= forecaster.next:
-                names, self._names = self._names, []
+            forecaster, forecast = self._forecaster, None
+            if self._take is not None:
+                self._take(gathered, names, values)
+            if forecaster is not None:
                 forecaster.add_names(names)
-                forecast = forecaster.end(batch, values) if gathered == batch else None
-            if take is None:
-                self._recorder.gathers_from = max(batch + self._every, forecaster.next)
+                if batch == gathered >= forecaster.next:
+                    forecast = forecaster.end(batch, values)
+                if self._take is None:
+                    self._recorder.gathers_from = max(batch + self._every, forecaster.next)
             return forecast
         finally:
             self._looking.release()
@@ -93,27 +86,21 @@ class Suspicion:
     """Reader of a model's weights for its reports, over the history that the forecaster keeps."""
 
     def __init__(self, model: nn.Module, history: PeakHistory, recorder: Recorder) -> None:
-        self._model = weakref.ref(model)
-        self._history = history
-        self._recorder = recorder
+        self._model, self._history, self._recorder = weakref.ref(model), history, recorder
         self._versions: dict[int, int] = {}
-        try:
-            with torch._C.DisableTorchFunction():
-                self._versions = {id(x): _version(x) for x in each_parameter(model)}
-        except Exception:
-            suppressed("the versions of weights could not be noted")
+        with suppressing("the versions of weights could not be noted"), torch._C.DisableTorchFunction():
+            self._versions = {id(x): _version(x) for x in each_parameter(model)}
 
     def suspects(self, frames: Iterable[Frame] = ()) -> tuple[Suspect, ...]:
         """Return the weight that grew most and the one that is farthest above its siblings, where either is far.
 
         `frames` have later values than the batches that were looked at.
         """
-        try:
-            first, latest = self._of_weights(frames)
-        except Exception:
-            suppressed("the growth of weights could not be told")
-            return ()
         suspects: dict[Key, Suspect] = {}
+        first: dict[Key, float] = {}
+        latest: dict[Key, float] = {}
+        with suppressing("the growth of weights could not be told"):
+            first, latest = self._of_weights(frames)
         if (grown := grown_most(first, latest)) is not None:
             suspects[grown] = Suspect(*grown, latest[grown], first=first[grown])
         if (apart := max(apart_from_siblings(latest), key=itemgetter(0), default=None)) is not None:
@@ -161,25 +148,24 @@ class Suspicion:
         model, called = self._model(), self.called
         if model is None or not called:
             return ()
-        try:
-            with torch._C.DisableTorchFunction():
-                called |= {frame.name for frame in frames}
-                return tuple(self._never_called(model, called, observes))
-        except Exception:
-            suppressed("the modules that were never called could not be told")
-            return ()
+        with (
+            suppressing("the modules that were never called could not be told"),
+            torch._C.DisableTorchFunction(),
+        ):
+            called |= {frame.name for frame in frames}
+            return tuple(self._never_called(model, called, observes))
+        return ()
 
     def _never_called(
         self, model: nn.Module, called: set[str], observes: Callable[[str], bool]
     ) -> Iterator[str]:
-        named = [(item, weights) for item in named_modules(model) if (weights := _weights(item.module))]
+        parameters = ((item, item.module._parameters.values()) for item in named_modules(model))
+        named = [
+            (item, weights) for item, each in parameters if (weights := [x for x in each if x is not None])
+        ]
+        may_be_meant = [pair for pair in named if pair[0].name not in called and observes(pair[0].name)]
         uncalled = [
-            (item, weights)
-            for item, weights in named
-            if item.name not in called
-            and observes(item.name)
-            and is_recorded(item.module)
-            and may_be_called(item.module)
+            pair for pair in may_be_meant if is_recorded(pair[0].module) and may_be_called(pair[0].module)
         ]
         if not uncalled:  # most models: no tensor is asked for anything
             return
@@ -189,26 +175,15 @@ class Suspicion:
         steps = max(map(self._num_writes, used.values()), default=0)
         for item, weights in uncalled:
             is_shared = any(id(x) in used for x in weights)
+            has_gradient = any(x.is_leaf and x.grad is not None for x in weights)
+            is_trained = has_gradient or any(self._num_writes(x) >= max(2, steps / 2) for x in weights)
             # A module that is all zero has no magnitude by which it would be known.
-            if (
-                not is_shared
-                and any(self._is_trained(x, steps) for x in weights)
-                and any(observe(x, "", "weight").abs_max for x in weights)
-            ):
+            if is_trained and not is_shared and any(observe(x, "", "weight").abs_max for x in weights):
                 yield item.name
-
-    def _is_trained(self, x: Tensor, steps: int) -> bool:
-        if x.is_leaf and x.grad is not None:
-            return True
-        return self._num_writes(x) >= max(2, steps / 2)
 
     def _num_writes(self, x: Tensor) -> int:
         version = _version(x)
         return version - self._versions.get(id(x), version)
-
-
-def _weights(module: nn.Module) -> list[Tensor]:
-    return [x for x in module._parameters.values() if x is not None]
 
 
 def _version(x: Tensor) -> int:

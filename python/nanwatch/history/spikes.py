@@ -11,9 +11,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from math import sqrt
+from math import isfinite, log2, sqrt
 from statistics import median
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +26,17 @@ from ..recording.events import Event, PeakName, Recorder
 from ..report.events import Cause, Departure, SpikeReport
 from ..util.job import rank
 from ..util.messages import is_due, spell, suppressed, warn_user
-from .peaks import OF_CALL, Floats, PeakHistory, Signal
+from .forecast import (
+    LEAST,
+    LEAST_BITS,
+    LEVEL,
+    OF_CALL,
+    OF_DISTANCE,
+    OF_QUANTILE,
+    WINDOW,
+    Floats,
+    PeakHistory,
+)
 
 _T = TypeVar("_T")
 
@@ -80,8 +90,10 @@ class _Track:
 
     def add_rate(self, optimizer: Optimizer) -> None:
         """Take the largest learning rate of a step that is about to be made."""
-        rates = [float(group["lr"]) for group in optimizer.param_groups if _is_number(group.get("lr"))]
-        rate = max(rates, default=0.0)
+        rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
+        # Reading one of another device would wait for it.
+        plain = [x for x in rates if isinstance(x, float | int) or getattr(x, "is_cpu", False)]
+        rate = max(map(float, plain), default=0.0)
         usual = median(self._rates) if len(self._rates) == _RATE_STEPS else 0.0
         if 0 < usual <= rate / _RATE_FACTOR and self.rates() is None:
             self._rate_jump = self.step, (usual, rate)
@@ -94,41 +106,25 @@ class _Track:
         return self._rate_jump[1]
 
 
-def _is_number(rate: object) -> bool:
-    """Return whether this is a number, and reading it waits for no device."""
-    return rate.device.type == "cpu" if isinstance(rate, Tensor) else isinstance(rate, float | int)
-
-
-class LossScale(Protocol):
-    """Scale of the losses, and the steps that a GradScaler has skipped."""
-
-    num_skipped: int
-
-    def find_scale(self) -> Tensor | None:
-        """Return the present scale on its own device. Does not wait for the device."""
-
-
 class SpikeWatch:
     """Part of a Watch with `spikes`: histories of its tensors, and reports of spikes.
 
-    `write` writes a report and returns it with its files. For it, `keep` gets the number of each batch whose backward
-    begins. An exception in here ends the search for spikes, by one warning, and not the run.
+    `loss_scale` has a `find_scale()` that waits for no device, and `num_skipped` steps of a GradScaler. `write` writes
+    a report and returns it with its files. For it, `keep` gets the number of each batch whose backward begins. An
+    exception in here ends the search for spikes, by one warning, and not the run.
     """
 
     def __init__(
         self,
         recorder: Recorder,
-        loss_scale: LossScale,
+        loss_scale: Any,
         keep: Callable[[int], object],
         write: Callable[[SpikeReport], SpikeReport] | None,
         tell: Callable[[SpikeReport], object],
     ) -> None:
-        self._tell = tell
         self.reports: deque[SpikeReport] = deque(maxlen=_MOST_REPORTS)
-        self._recorder = recorder
-        self._loss_scale = loss_scale
-        self._keep = keep
-        self._write = write
+        self._recorder, self._loss_scale = recorder, loss_scale
+        self._keep, self._write, self._tell = keep, write, tell
         self._turn = threading.Lock()
         self._tracks: weakref.WeakKeyDictionary[Optimizer, _Track] = weakref.WeakKeyDictionary()
         self._names: list[PeakName] = []  # of the forward, to which batches of other threads add at any time
@@ -138,10 +134,7 @@ class SpikeWatch:
         self._loss_place: int | None = None  # among the tensors of the forward, of an output called loss
         self._scale: Numbers | None = None
         self._first_scale: float | None = None
-        self._num_skipped = 0
-        self._step = 0
-        self._quiet_until = 0
-        self._num_spikes = 0
+        self._num_skipped = self._step = self._quiet_until = self._num_spikes = 0
         recorder.gathers_inputs = recorder.gathers_gradient_peaks = True
         self._backward_starts = recorder.subscribe(Event.BACKWARD_START)
 
@@ -222,10 +215,8 @@ class SpikeWatch:
         is_new = self._step > self._quiet_until
         if jumps:
             self._quiet_until = self._step + _EPISODE
-        if not jumps or not is_new:
-            return None
-        self._num_spikes += 1
-        if not is_due(self._num_spikes):
+            self._num_spikes += is_new
+        if not jumps or not is_new or not is_due(self._num_spikes):
             return None
         report = self._report(track, jumps, batch, [x for samples in by_sample for x in samples])
         return report if self._write is None else self._write(report)
@@ -290,3 +281,69 @@ def _shares(losses: list[float]) -> tuple[tuple[int, float], ...]:
         return ()
     order = sorted(range(len(losses)), key=lambda i: -losses[i])[:_SHOWN_SAMPLES]
     return tuple((i, losses[i] / total) for i in order)
+
+
+# The rule for a loss or a gradient norm that jumps is that of a tensor, upwards alone. Distances of a loss are also
+# judged as shares of its level, so that a loss that has fallen by a factor of ten has one history. By these alone more
+# deviations are needed, because small losses have heavy tails.
+
+# Deviations at which a loss or the gradients jump; those of gradients that are at least 4 times their level; those of a
+# loss by shares of its level alone.
+_JUMP, _JUMP_OF_FOUR, _JUMP_OF_SHARE = 12.0, 10.0, 30.0
+# A level below this share of the first one counts as that: there a loss differs by factors.
+_FLOOR = 0.02
+# The least deviation of a loss, as a share of its level and of its first level. That of distances over the level, as a
+# share of the first level. By these alone it jumps by at least 5 % of the first level.
+_LEAST_SHARE, _LEAST_OF_FIRST, _LEAST_JUMP = 0.01, 0.001, 0.05
+
+
+class Signal:
+    """One number of each step that may jump: the loss, or the size of the gradients in bits."""
+
+    def __init__(self, label: str, *, in_bits: bool) -> None:
+        self._label = label
+        self._in_bits = in_bits
+        self._latest: deque[float] = deque(maxlen=LEVEL)
+        self._distances: deque[float] = deque(maxlen=WINDOW)
+        self._shares: deque[float] = deque(maxlen=WINDOW)  # distances over the level
+        self._first = 0.0  # level
+
+    def add(self, value: float) -> Departure | None:
+        """Take the value of a step. Return its departure if it has jumped."""
+        value = log2(value) if self._in_bits and value > 0 else value
+        if not isfinite(value):
+            return None
+        departure = None
+        if len(self._latest) == LEVEL:
+            level = median(self._latest)
+            self._first = self._first or abs(level)
+            unit = 1.0 if self._in_bits else max(abs(level), _FLOOR * self._first) or 1.0
+            distance = value - level
+            if distance > 0 and len(self._shares) >= LEAST:
+                departure = self._judge(value, level, unit)
+            self._distances.append(distance)
+            self._shares.append(distance / unit)
+        self._latest.append(value)
+        return departure
+
+    def _judge(self, value: float, level: float, unit: float) -> Departure | None:
+        distance, size, first = value - level, abs(level), self._first
+        if self._in_bits:
+            far = _deviations(self._distances, distance, LEAST_BITS)
+            is_jump = far >= _JUMP or (far >= _JUMP_OF_FOUR and distance >= 2)
+            value, level = 2.0**value, 2.0**level
+        else:
+            plain = _deviations(self._distances, distance, _LEAST_SHARE * max(size, first) or LEAST_BITS)
+            least = max(_LEAST_SHARE * size, _LEAST_OF_FIRST * first) or LEAST_BITS
+            share = _deviations(self._shares, distance / unit, least / unit)
+            far = max(plain, share)
+            is_jump = plain >= _JUMP or (share >= _JUMP_OF_SHARE and distance >= _LEAST_JUMP * first)
+        return Departure("", self._label, value, level, far) if is_jump else None
+
+
+def _deviations(before: Sequence[float], distance: float, least: float) -> float:
+    """Return how many deviations a distance is above those before, where a deviation is at least this."""
+    ordered, last = sorted(before), len(before) - 1
+    middle, high = (ordered[round(part * last)] for part in (0.5, 0.9))
+    spread = OF_DISTANCE * sorted(abs(x - middle) for x in ordered)[round(0.5 * last)]
+    return (distance - middle) / max(spread, OF_QUANTILE * (high - middle), least)

@@ -93,14 +93,6 @@ def publish(store: Any, observation: RankObservation) -> None:
         present = latest
 
 
-def read_origin(store: Any, world_size: int) -> Origin:
-    """Return the origin as far as it is known now, when a rank has failed."""
-    num_reported = store.add(NUM_REPORTED, 0)  # before the rest, which those ranks have sent
-    first = RankObservation.from_json(store.get(FIRST))
-    num_alike, num_failed = store.add(f"at/{first.place}", 0), store.add(NUM_FAILED, 0)
-    return Origin(first, num_alike, num_failed, num_reported, world_size)
-
-
 class OriginConsensus:
     """One rank's part in the consensus, from its construction to `stop()`.
 
@@ -225,7 +217,10 @@ class OriginConsensus:
             if not is_settling and not is_stuck and self._known is not None:
                 self._pause(store, _INTERVAL)
                 continue
-            self._known = origin = read_origin(store, self.world_size)
+            num_reported = store.add(NUM_REPORTED, 0)  # before the rest, which those ranks have sent
+            first = RankObservation.from_json(store.get(FIRST))
+            num_alike, num_failed = store.add(f"at/{first.place}", 0), store.add(NUM_FAILED, 0)
+            self._known = origin = Origin(first, num_alike, num_failed, num_reported, self.world_size)
             if is_stuck and (origin.is_complete or time.monotonic() > news + self.peer_timeout * 2 / 3):
                 try:
                     self.on_stuck(origin)

@@ -49,6 +49,9 @@ class Side(NamedTuple):
     more: dict[str, Any]
 
 
+Judge: TypeAlias = Callable[[list[Side]], Verdict]
+
+
 class _Check(NamedTuple):
     number: int
     values: dict[str, int]
@@ -59,14 +62,16 @@ class Exchange:
     """This rank's part in the comparisons of one watch, for each group of ranks that share weights.
 
     All ranks make the first check in a process group in the same order. `judge(sides)` returns a verdict for JSON, with
-    the `names` to leave out from now on. A difference waits `timeout` seconds for ranks that do not report.
+    the `names` to leave out from now on. `take(check, ranks, verdict)` gets each verdict. A difference waits `timeout`
+    seconds for ranks that do not report.
     """
 
-    def __init__(self, kind: str, judge: Callable[[list[Side]], Verdict], timeout: float) -> None:
-        self._kind, self._judge, self._timeout = kind, judge, timeout
+    def __init__(self, kind: str, judge: Judge, take: Callable[..., object], timeout: float) -> None:
+        self._kind, self._judge, self._take, self._timeout = kind, judge, take, timeout
         self._job: Callable[[], Any] = lambda: None
         self._groups: dict[Ranks, _Group] = {}
         self._process, self._looks, self.has_ended = os.getpid(), 0, False
+        self.warning = ""  # of an error that ends the comparisons
 
     @property
     def is_over(self) -> bool:
@@ -74,15 +79,15 @@ class Exchange:
         return self.has_ended or os.getpid() != self._process
 
     @contextmanager
-    def ending_by_errors(self, warning: str = "") -> Iterator[None]:
+    def ending_by_errors(self) -> Iterator[None]:
         """Suppress an error of the block and end the comparisons: the store may have gone, or the network."""
         try:
             yield
         except Exception as error:
             suppressed("ranks could not be compared")
             self.has_ended = True
-            if warning:
-                warn_user(f"{warning}: {spell(error)}", may_raise=False)
+            if self.warning:
+                warn_user(f"{self.warning}: {spell(error)}", may_raise=False)
 
     def post(self, ranks: Ranks, number: int, values: dict[str, int], more: dict[str, Any]) -> None:
         """Compare the values of check `number`, which counts up, with those of the other ranks."""
@@ -97,50 +102,48 @@ class Exchange:
         self._looks = _LOOKS
 
     def _present(self) -> dict[Ranks, _Group]:
-        return self._groups if self._job() is process_group() else {}
+        return self._groups if not self.is_over and self._job() is process_group() else {}
 
-    def look(self) -> Iterator[tuple[int, Ranks, Verdict]]:
-        """Yield the verdicts that came since the last call, with their checks. Asks nobody long after a check."""
-        groups = self._present()
-        if self._looks or any(group.is_pending for group in groups.values()):
-            self._looks = max(0, self._looks - 1)
+    def look(self) -> None:
+        """Take the verdicts that came since the last call. Asks nobody long after a check. Never raises."""
+        with self.ending_by_errors():
+            groups = self._present()
+            if self._looks or any(group.pending for group in groups.values()):
+                self._looks = max(0, self._looks - 1)
+                for ranks, group in groups.items():
+                    if (answer := group.look()) is not None:
+                        self._take(answer[0], ranks, answer[1])
+
+    def end(self) -> None:
+        """Wait for the other ranks' last check, at most 2 s, 4 s with a difference. Take the last verdicts."""
+        with self.ending_by_errors():
+            begun, groups = time.monotonic(), self._present()
             for ranks, group in groups.items():
-                if (answer := group.look()) is not None:
-                    yield answer[0], ranks, answer[1]
-
-    def end(self) -> Iterator[tuple[int, Ranks, Verdict]]:
-        """Wait for the other ranks' last check, at most 2 s, 4 s with a difference. Yield the last verdicts."""
-        begun, groups = time.monotonic(), self._present()
-        for ranks, group in groups.items():
-            while time.monotonic() - begun < FAREWELL * (1 + group.is_pending):
-                have_left = group.have_left()  # and before that, posted all their checks
-                if (answer := group.look(is_over=True)) is not None:
-                    yield answer[0], ranks, answer[1]
-                elif have_left and not group.is_pending:
-                    break
-                else:
-                    group.leave()
-                    time.sleep(_PAUSE)
-        if groups and rank_and_world_size()[0] == 0:
-            time.sleep(5 * _PAUSE)  # its process may hold the store, and others ask it once more
+                while time.monotonic() - begun < FAREWELL * (1 + bool(group.pending)):
+                    have_left = group.have_left()  # and before that, posted all their checks
+                    if (answer := group.look(is_over=True)) is not None:
+                        self._take(answer[0], ranks, answer[1])
+                    elif have_left and not group.pending:
+                        break
+                    else:
+                        group.leave()
+                        time.sleep(_PAUSE)
+            if groups and rank_and_world_size()[0] == 0:
+                time.sleep(5 * _PAUSE)  # its process may hold the store, and others ask it once more
+        self.has_ended = True
 
 
 class _Group:
     """Keys of one group of ranks. Each difference begins a new generation of them, so that no rank meets an old one."""
 
-    def __init__(self, store: Any, size: int, judge: Callable[[list[Side]], Verdict], timeout: float) -> None:
+    def __init__(self, store: Any, size: int, judge: Judge, timeout: float) -> None:
         self._store, self._size, self._judge, self._timeout = store, size, judge, timeout
         self._checks: deque[_Check] = deque(maxlen=_KEPT)
         self._seen: dict[str, str] = {}
         self._left_out: set[str] = set()
         self._generation, self._left = 0, -1  # the latest generation in which it has left
-        self._number = 0  # the check of the difference that is known, 0: none
+        self.pending = 0  # the check with a difference that has no verdict yet, 0: none
         self._deadline = 0.0
-
-    @property
-    def is_pending(self) -> bool:
-        """Return whether a difference is known that has no verdict yet."""
-        return self._number > 0
 
     def _get(self, name: str) -> bytes | None:
         key = f"{self._generation}/{name}"
@@ -174,19 +177,19 @@ class _Group:
         return total.hexdigest()
 
     def look(self, *, is_over: bool = False) -> tuple[int, Verdict] | None:
-        if not self._number:
+        if not self.pending:
             number = int(self._get("differ") or 0)
             # A rank that is behind comes to that check first, or its values would not count.
             if not number or not (is_over or (self._checks and self._checks[-1].number >= number)):
                 return None
-            self._number, self._deadline = number, time.monotonic() + self._timeout
+            self.pending, self._deadline = number, time.monotonic() + self._timeout
             self._report()
         verdict = self._get("verdict")
         if verdict is None:
             if self._count("reported", 0) < self._size and time.monotonic() < self._deadline:
                 return None
             verdict = self._keep_first("verdict", json.dumps(self._judge([*self._sides()]))).encode()
-        number, self._number = self._number, 0
+        number, self.pending = self.pending, 0
         judged: Verdict = json.loads(verdict)
         self._left_out.update(judged["names"])
         self._generation += 1
@@ -198,7 +201,7 @@ class _Group:
 
     def _report(self) -> None:
         """Send what this rank had at that check, unless it has forgotten."""
-        check = next((check for check in self._checks if check.number == self._number), None)
+        check = next((check for check in self._checks if check.number == self.pending), None)
         if check is not None:
             digest = self._digest(check)
             place = self._count(f"count/{digest}")
@@ -223,7 +226,7 @@ class _Group:
 
     def leave(self) -> None:
         """Say that this rank posts no more in this generation, unless it still waits for a verdict."""
-        if not self.is_pending and self._left < self._generation:
+        if not self.pending and self._left < self._generation:
             self._left = self._generation
             self._count("left")
 

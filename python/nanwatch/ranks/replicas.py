@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from math import sqrt
 from typing import Any, NamedTuple, TypeAlias
@@ -134,10 +134,10 @@ class ReplicaWatch:
         self.differences: deque[ReplicaDifference] = deque(maxlen=16)
         self._every, self._tell = every, tell
         self._replicas = Replicas(model)
-        self._exchange = Exchange("replicas", judge, timeout)
+        self._exchange = Exchange("replicas", judge, self._judged, timeout)
+        self._exchange.warning = "nanwatch compares replicas no more"
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._has_stepped = self._has_warned = False
-        self._warning = "nanwatch compares replicas no more"
         self._batch = self._step = 0  # a step is a batch that followed one of the optimizer
         self._hooks = Handles(self, [after_steps.add(weakly(self._stepped))])
 
@@ -156,9 +156,9 @@ class ReplicaWatch:
             return
         self._has_stepped, self._batch = False, batch
         self._step += 1
-        with self._exchange.ending_by_errors(self._warning):
-            self._tell_all(self._exchange.look())
-            if self._step % self._every == 0:
+        self._exchange.look()
+        if self._step % self._every == 0 and not self._exchange.is_over:
+            with self._exchange.ending_by_errors():
                 self._check()
 
     def _check(self) -> None:
@@ -177,32 +177,28 @@ class ReplicaWatch:
                 why = "this job has one rank"
             warn_user(f"nanwatch compares no replicas so far, as {why}", may_raise=False)
 
-    def _tell_all(self, verdicts: Iterable[tuple[int, Ranks, Verdict]]) -> None:
-        for number, ranks, verdict in verdicts:
-            if names := verdict.pop("names"):
-                difference = ReplicaDifference(
-                    step=number * self._every,
-                    equal_at=(number - 1) * self._every,
-                    tensors=tuple(names[:_MOST_NAMES]),
-                    num_tensors=len(names),
-                    size=len(ranks),
-                    batch=self._batch,
-                    ranks=tuple(verdict.pop("ranks")),
-                    hosts=tuple(verdict.pop("hosts")),
-                    **verdict,
-                )
-                self.differences.append(difference)
-                self._tell(difference)
+    def _judged(self, number: int, ranks: Ranks, verdict: Verdict) -> None:
+        if names := verdict.pop("names"):
+            difference = ReplicaDifference(
+                step=number * self._every,
+                equal_at=(number - 1) * self._every,
+                tensors=tuple(names[:_MOST_NAMES]),
+                num_tensors=len(names),
+                size=len(ranks),
+                batch=self._batch,
+                ranks=tuple(verdict.pop("ranks")),
+                hosts=tuple(verdict.pop("hosts")),
+                **verdict,
+            )
+            self.differences.append(difference)
+            self._tell(difference)
 
     def remove(self) -> None:
         """End the comparison. Waits for the other ranks' last check, at most 2 s while nothing differs."""
         self._hooks.remove()
-        self._warning = ""  # rank 0, and the store in it, may have ended
+        self._exchange.warning = ""  # rank 0, and the store in it, may have ended
         self.batch_started(self._batch)
-        if not self._exchange.is_over:
-            with self._exchange.ending_by_errors():
-                self._tell_all(self._exchange.end())
-        self._exchange.has_ended = True
+        self._exchange.end()
 
 
 # The comparison of steps.
@@ -251,7 +247,13 @@ def judge_steps(sides: list[Side]) -> Verdict:
     if verdict["is_over"] or len({side.more["forwards"] for side in sides}) > 1:
         return verdict
     names = dict.fromkeys(name for side in sides for name in side.values)
-    pairs = {name: [_hash_and_before(side, name) for side in sides] for name in names if name != "step "}
+    before = [{name: WeightPrint(*x) for name, x in side.more["before"].items()} for side in sides]
+    both = list(zip(sides, before, strict=True))
+    pairs: dict[str, _Pairs] = {
+        name: [(side.values.get(name), known.get(name)) for side, known in both]
+        for name in names
+        if name != "step "
+    }
     parted = [name for name, each in pairs.items() if len({now for now, _ in each}) > 1]
     causes = {name: cause for name in parted if (cause := _cause(pairs[name], sides)) is not None}
     moved = {name for name, each in pairs.items() if any(was and was.hash != now for now, was in each)}
@@ -265,11 +267,6 @@ def judge_steps(sides: list[Side]) -> Verdict:
         kind = "rank-lost"
     faults = [(kind, name, more["step"], causes[name][1]) for name in meant]
     return {"names": parted, "faults": faults, "is_over": any(_is_shifted(pairs[name]) for name in parted)}
-
-
-def _hash_and_before(side: Side, name: str) -> tuple[int | None, WeightPrint | None]:
-    before = side.more["before"].get(name)
-    return side.values.get(name), None if before is None else WeightPrint(*before)
 
 
 def _is_shifted(pairs: _Pairs) -> bool:
@@ -315,7 +312,7 @@ class StepRanks:
 
     def __init__(self, model: nn.Module, timeout: float) -> None:
         self._replicas = Replicas(model)
-        self._exchange = Exchange("steps", judge_steps, timeout)
+        self._exchange = Exchange("steps", judge_steps, self._judged, timeout)
         self._number = self._step = self._num_forwards = self._num_differences = 0
         self._prints: dict[str, WeightPrint] = {}  # of each weight's latest check: optimizers step in turn
         self._faults: list[tuple[str, str, int, int]] = []
@@ -329,7 +326,7 @@ class StepRanks:
             if size == 1 or self._replicas.are_local_steps():
                 self._exchange.has_ended = True
                 return
-            self._take(self._exchange.look())
+            self._exchange.look()
             if not self._exchange.has_ended and self._num_differences < _MOST_DIFFERENCES:
                 self._number += 1
                 self._post(step, num_forwards, weights, size)
@@ -365,22 +362,17 @@ class StepRanks:
         self._prints[weight.name] = WeightPrint(now, known is not None and known.hash != now, sketch)
         return now
 
-    def _take(self, verdicts: Iterable[tuple[int, Ranks, Verdict]]) -> None:
-        if self._exchange.is_over:
-            return
-        with self._exchange.ending_by_errors():
-            for _, _, verdict in verdicts:
-                self._num_differences += 1
-                self._exchange.has_ended |= verdict["is_over"]
-                self._faults += [] if self._exchange.has_ended else verdict["faults"]
+    def _judged(self, number: int, ranks: Ranks, verdict: Verdict) -> None:
+        self._num_differences += 1
+        self._exchange.has_ended |= verdict["is_over"]
+        self._faults += [] if self._exchange.has_ended else verdict["faults"]
 
     def faults(self) -> list[tuple[str, str, int, int]]:
         """Return the faults that became certain since the last call: kind, weight, step, and a rank or -1."""
-        self._take(self._exchange.look())
+        self._exchange.look()
         faults, self._faults = self._faults, []
         return faults
 
     def remove(self) -> None:
         """End the comparison. Waits for the other ranks' last check, at most 2 s while nothing differs."""
-        self._take(self._exchange.end())
-        self._exchange.has_ended = True
+        self._exchange.end()
