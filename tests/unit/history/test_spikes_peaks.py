@@ -5,10 +5,8 @@ from math import inf
 import numpy as np
 import pytest
 
-from nanwatch.history.forecast import CHANGED, LEAST, LEVEL, WINDOW, PeakHistory
+from nanwatch.history.forecast import CHANGED, DEPTH, LEAST, LEVEL, WINDOW, PeakHistory
 from nanwatch.history.spikes import Signal
-
-DEPTH = WINDOW + LEVEL + 1
 
 
 def histories(bits: np.ndarray) -> PeakHistory:
