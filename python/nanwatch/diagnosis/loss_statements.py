@@ -11,7 +11,7 @@ import copy
 import inspect
 import sys
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,12 +22,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..recording.observe import observe
+from ..report.finding import Place
 from ..util.messages import spell
-from ..util.program import SKIPPED_FILES, frame_values
+from ..util.program import SKIPPED_FILES, frame_values, is_library, parameters_of
 from . import isolation
 from .batch_snapshot import BatchSnapshot
 from .causes import tensors_in
@@ -89,9 +90,7 @@ class ProgramCall:
         """
         callers, to_step = list[Caller](), list[Caller]()
         for caller in _callers(sys._getframe(1)):
-            file = source.SourceFile.load(caller.code.co_filename)
-            top = None if file is None else source.node_of(file, caller.code)
-            lines = [] if top is None else [x.lineno for x in ast.walk(top) if is_backward(x)]
+            lines = [x.lineno for x in ast.walk(caller.source()[1]) if is_backward(x)]
             if before := [line for line in lines if line <= caller.line]:
                 callers.append(caller._replace(line=max(before), positions=None))
                 to_step.append(caller._replace(since=max(before)))
@@ -104,7 +103,7 @@ class ProgramCall:
         """
         kept = model if keeps_outputs else None
         for caller in self.callers:
-            file = source.SourceFile.load(caller.code.co_filename)
+            file, _ = caller.source()
             if file is not None and (part := part_of(caller, file, kept)) is not None:
                 yield LossStatements(model, caller, file, part)
 
@@ -151,39 +150,78 @@ def _raise(error: BaseException, *_: Any, **__: Any) -> None:
     raise error
 
 
-def with_loss(batch: BatchSnapshot, model: nn.Module) -> BatchSnapshot:
-    """Return the batch with the statements behind its call, up to a backward; as it is where none is known."""
-    inner = list[LossStatements]()
-    for caller in _callers(sys._getframe(1)) if isolation.is_child() and batch.grad else ():
-        file = source.SourceFile.load(caller.code.co_filename)
-        top = None if file is None else source.node_of(file, caller.code)
-        if file is None or top is None or (span := file.at(caller.positions)) is None:
+def _bound(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a function that get these arguments, with their values."""
+    function = function.forward if isinstance(function, nn.Module) else function
+    return inspect.signature(function).bind(*args, **kwargs).arguments
+
+
+def place_of_step(weight: Tensor | None) -> Place | None:
+    """Return where the program steps the optimizer that holds the weight; without one the optimizer that steps now.
+
+    None where no line is known, or several are.
+    """
+    for caller in _callers(sys._getframe(1)):
+        (file, top), lines = caller.source(), set[int]()
+        for call in (x for _, _, x in calls_in(top) if source.called_name(x) == "step"):
+            values = [Part(caller).value_of(x) for x in (getattr(call.func, "value", call), *call.args)]
+            optimizers = [x for x in values if isinstance(x, Optimizer)]
+            holds = any(x is weight for optimizer in optimizers for x in parameters_of(optimizer))
+            is_of_step = holds if weight is not None else optimizers and call.lineno == caller.line
+            lines |= {call.lineno} if is_of_step else set()
+        if file is not None and lines:
+            return Place(file.name, lines.pop()) if len(lines) == 1 else None
+    return None
+
+
+def with_loss(batch: BatchSnapshot, model: nn.Module, depth: int = -1) -> BatchSnapshot | None:
+    """Return the batch with the statements behind its call, up to a backward; as it is where none is known.
+
+    With a depth the statements of that caller, the innermost is 0, make the arguments too, and those of the callers
+    inside it lead on from there. Then None where they make none.
+    """
+    chosen = level = None
+    has_loss = False
+    for number, caller in enumerate(_callers(sys._getframe(1)) if isolation.is_child() else ()):
+        makes_arguments, (file, top) = number <= depth, caller.source()
+        is_over = is_library(caller.code.co_filename) if makes_arguments else has_loss or not batch.grad
+        if is_over or file is None or (span := file.at(caller.positions)) is None:
             break
         calls = [(text, number) for text, number, call in calls_in(top) if file.span(call) == span]
-        caller = caller._replace(behind=calls[0] if calls else ("", 0))
-        if (part := part_of(caller, file)) is None:
+        caller = caller._replace(around=calls[0] if calls else ("", 0))
+        caller = caller._replace(makes_arguments=makes_arguments, ends_there=has_loss)
+        if (part := part_of(caller, file)) is None or (number == depth and not part.makes_arguments):
             break
-        statements = LossStatements(model, caller, file, part)
-        if part.has_backward:
-            statements.called, statements.inner = batch.module, nn.ModuleList(inner)
-            return replace(batch, module=statements)
-        inner.append(statements)
-    return batch
+        level = LossStatements(model, caller, file, part, batch.module, level)
+        level.has_loss = has_loss = has_loss or part.has_backward
+        if number == depth:
+            batch = replace(batch, args=(), kwargs=level.inputs, versions=(), draws=[])
+        chosen = level if number == depth or (number > depth and has_loss) else chosen
+    if chosen is None:
+        return batch if depth < 0 else None
+    return replace(batch, module=chosen)
 
 
 class LossStatements(LossModule):
     """The statements as a module, whose call runs them. `inputs` are what they read, by name.
 
     A call returns the loss, if they make one, and the outputs of the model's calls, these without a graph; of
-    statements that lead to a step the gradients that it would take. Those behind a call of `called` make that first,
-    and get its value from the `inner` functions. `untried` says in words that the latest call made no loss.
+    statements that lead to a step the gradients that it would take. Those around a call make it: of `called`, or of the
+    function that the `inner` statements are in. `untried` says in words that the latest call made no loss.
     """
 
-    def __init__(self, model: nn.Module, caller: Caller, file: source.SourceFile, part: Part) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        caller: Caller,
+        file: source.SourceFile,
+        part: Part,
+        called: nn.Module | None = None,
+        inner: LossStatements | None = None,
+    ) -> None:
         super().__init__()
-        self.model, self.untried = model, ""
-        self.called = None
-        self.inner: Any = ()
+        self.model, self.called, self.inner = model, called, inner
+        self.has_loss, self.untried = False, ""
         self.is_whole, self.data, self.leads_to_step = part.is_whole, part.data, caller.since > 0
         first, last = part.body[0].lineno, part.body[-1].end_lineno or 0
         self._lines = range(first, last + 1)
@@ -211,18 +249,18 @@ class LossStatements(LossModule):
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
         """Run the statements with these values of the names they read, or behind a call with these arguments."""
-        outputs = list[Tensor]()
+        outputs = list[Any]()
         with ExitStack() as stack:
             if not isolation.is_child():  # it would add to gradients that the program is about to use
                 refused = Refused("a function that the statements call makes a backward of its own")
                 stand_in = isolation.in_place_of(torch.autograd, "backward", partial(_raise, refused))
                 stack.enter_context(stand_in)
+            model = self.model if self.called is None else self.called
+            stack.callback(model.register_forward_hook(lambda *call: outputs.append(call[-1])).remove)
             if self.called is not None:
-                return self._lead_on(self.called(*args, **inputs))
-            hook = self.model.register_forward_hook(lambda *call: outputs.extend(tensors_in(call[-1])))
-            stack.callback(hook.remove)
+                return self._lead_on(args, inputs, outputs)
             if not self.leads_to_step:
-                return self.run(inputs), [x.detach() for x in outputs]
+                return self.run(inputs), [x.detach() for x in tensors_in(outputs)]
             stack.callback(register_optimizer_step_pre_hook(partial(_raise, _Reached())).remove)
             self.model.zero_grad()
             for scaler in self._scalers:  # which unscales no gradients twice
@@ -231,9 +269,20 @@ class LossStatements(LossModule):
             self.run(inputs)
         return [x.grad for x in self.model.parameters() if x.grad is not None]
 
-    def run(self, inputs: dict[str, Any], value: Any = None) -> Any:
-        """Run the statements, with the value of the call that they follow, and return what they end with."""
-        names = {**self._names, **inputs, VALUE: lambda: value, RETURN: _Reached}
+    def run(self, inputs: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
+        """Run the statements, with these values of their names, and return what they end with.
+
+        Those that make no arguments of the call that they are around give it these `args` and `inputs`.
+        """
+        leads_on = self._caller.around is not None and not self._caller.makes_arguments
+
+        def value(function: Any = None, /, *made: Any, **named: Any) -> Any:
+            called: Any = function if isinstance(function, nn.Module) else self.called
+            if self.inner is None:
+                return called(*args, **inputs) if leads_on else called(*made, **named)
+            return self.inner.run(inputs, args) if leads_on else self.inner.run(_bound(function, made, named))
+
+        names = {**self._names, **({} if leads_on else inputs), VALUE: value, RETURN: _Reached}
         # The statements may fill containers of the program, so they get copies.
         for name in self._filled & names.keys():
             if isinstance(names[name], list | dict | set):
@@ -249,23 +298,32 @@ class LossStatements(LossModule):
                 return next(iter(reached.args), None)
         return None
 
-    def _lead_on(self, output: Any) -> Any:
+    def _lead_on(self, args: Sequence[Any], inputs: Mapping[str, Any], outputs: list[Any]) -> Any:
         """Return the outputs of the call and the loss behind it; the output alone where none is made."""
-        value, self.untried = output, UNTRIED
+        self.untried = UNTRIED
         try:
-            for statements in (*self.inner, self):
-                value = statements.run({}, value)
+            value = self.run(inputs, args)
         except Exception as error:
+            if not outputs:
+                raise
             self.untried += f", as it raised {spell(error)}"
         else:
-            if any(x.requires_grad for x in tensors_in(value)):
+            if self.has_loss and any(x.requires_grad for x in tensors_in(value)):
                 self.untried = ""
-                return [x.detach() for x in tensors_in(output)], value
-        return output
+                return [x.detach() for x in tensors_in(outputs[-1])], value
+        return outputs[-1]
+
+    def _levels(self) -> Iterator[LossStatements]:
+        level: LossStatements | None = self
+        while level is not None:
+            yield level
+            level = level.inner
 
     def target(self, place: Expression) -> source.Target | str:
         """Return the statements as what runs a line, if it is one of theirs; else as `find_target` does."""
-        for statements in (*self.inner, self):
+        # A function between the statements has a name.
+        is_of_statements = place.code is None or place.code.co_name[0] == "<"
+        for statements in self._levels() if is_of_statements else ():
             node, file = source.node_of(statements._file, statements._caller.code), statements._file
             if place.filename == file.name and place.line in statements._lines and node is not None:
                 function = FunctionType(statements._code, statements._names)

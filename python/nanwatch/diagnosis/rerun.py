@@ -35,7 +35,7 @@ from .causes import addressable, came_in, memory_of, named_arguments, nonfinite
 from .cures import try_formats, try_patches
 from .experiment import Allows, Experiment, Trials, nothing_allowed, run
 from .incident import Incident, attempt, write_failure
-from .loss_statements import LossStatements, ProgramCall, with_loss
+from .loss_statements import LossStatements, ProgramCall, place_of_step, with_loss
 from .patching.source import find_target
 from .provenance import Step, values_of
 from .statements import Refused
@@ -46,6 +46,8 @@ _NOT_KEPT = (
 )
 # Runs of a part of the batch. One of 64 samples takes 9.
 _MOST_RUNS = 24
+# Callers of the model's call whose statements may have made its arguments.
+_MOST_CALLERS = 4
 # Beyond this a bool for every element asks too much of a device that is full.
 _MAX_ELEMENTS = 1 << 31
 
@@ -69,6 +71,7 @@ def examine(
     `allows` tells which infinities are meant.
     """
     rerun = _Rerun(incident, model, allows, loss_scale)
+    attempt("the search for the line of the step", rerun.find_step, incident.remark)
     try:
         if examines and (reason or (snapshot is None and call is None)):
             incident.remark(f"no re-run was made: {reason or _NOT_KEPT}")
@@ -91,16 +94,30 @@ class _Rerun:
     def __init__(self, incident: Incident, model: nn.Module, allows: Allows, scale: float | None) -> None:
         self._incident, self._model = incident, model
         self._find = partial(find_operation, model=model, allows=allows)
+        self._find_in = partial(_of_forward, model=model, allows=allows)
         self._trials = partial(Trials, model=model, allows=allows, loss_scale=scale)
 
     def send(self) -> None:
         """Send what is known to the process of the program, should a later step not end."""
         isolation.send(self._incident.report.to_json())
 
+    def find_step(self) -> None:
+        """Find the line of the step that wrote a bad weight, or that a bad learning rate has stopped."""
+        finding, called = self._incident.finding, None
+        if finding.origin == "weight" and finding.operation is not None:
+            called = find_called(self._model, finding.module)
+        weights = {} if called is None else dict(called.module.named_parameters())
+        weight, is_rate = weights.get(finding.label), finding.phase == "step" and finding.label[:3] == "lr["
+        if (weight is not None or is_rate) and (place := place_of_step(weight)) is not None:
+            operation = finding.operation or f"the step of {finding.class_name}"
+            self._incident.learn(place=place, operation=operation)
+
     def examine_batch(self, snapshot: BatchSnapshot) -> None:
         """Run the forward of the batch again to find the operation, cures and samples."""
         incident, was_there = self._incident, self._incident.finding.origin in ("data", "buffer")
-        incident.finding, step, self.call, holder = self._find(snapshot, incident.finding)
+        found = self._find_maker(snapshot)
+        start, diagnosis = found or (snapshot, self._find(snapshot, incident.finding))
+        incident.finding, step, self.call, holder = diagnosis
         self.send()
         if holder is not None:
             frames = with_earlier(incident.report.frames, holder)
@@ -109,9 +126,32 @@ class _Rerun:
         if may_cure and (doubts := snapshot.doubts()):
             incident.remark(f"no cure was tried, as {doubts[0]}")
         elif may_cure:
-            self._cure(with_loss(snapshot, self._model), step, "forward")
+            start = start if found else with_loss(snapshot, self._model) or snapshot
+            self._cure(start, step, "forward", is_outside=found is not None)
+        if found and isinstance(start.module, LossStatements):
+            incident.remark(f"found by running {start.module.where} again")
         if step is not None or incident.finding.origin == "data":
             self._find_samples(snapshot, batch_size(snapshot))
+
+    def _find_maker(self, snapshot: BatchSnapshot) -> tuple[BatchSnapshot, Diagnosis] | None:
+        """Find the statement of the program that made a bad argument of the batch before the call, if one did."""
+        finding, module = self._incident.finding, snapshot.module
+        is_given = finding.origin in ("data", "received") and finding.label in snapshot.tensors()
+        if not is_given or module_names(self._model).get(module) != finding.module or no_second_run(module):
+            return None
+        extent = describe(snapshot.tensors()[finding.label])
+        finding = replace(finding, origin="received", source_module=None)
+        for depth in range(_MOST_CALLERS):
+            if (start := with_loss(snapshot, self._model, depth)) is not None:
+                diagnosis = self._find_in(start, finding, module)
+                step = diagnosis.step
+                # Else it was bad before, as data is, or is a constant that stands for a missing value.
+                remarks = [] if step is None else step.remarks
+                is_constant = any(x.endswith(("= nan", "= inf", "= -inf")) for x in remarks)
+                is_made = step is not None and not (step.strangers or step.meant or is_constant)
+                if is_made and diagnosis.finding.extent == extent:
+                    return start, diagnosis._replace(call=None)
+        return None
 
     def examine_backward(self, snapshot: BatchSnapshot | None, call: ProgramCall | None) -> None:
         """Run the batch again with its backward to find the operation, cures and samples."""
@@ -140,9 +180,8 @@ class _Rerun:
             completed.phase != finding.phase
         ):  # the backward was finite, and what was behind it wrote the value
             *earlier, frame = incident.report.frames
-            incident.report = replace(
-                incident.report, frames=(*earlier, frame._replace(phase=completed.phase))
-            )
+            frames = *earlier, frame._replace(phase=completed.phase)
+            incident.report = replace(incident.report, frames=frames)
         self.send()
         self._cure(start, step, "forward" if call is not None and call.is_bad else "backward")
         size = batch_size(start if snapshot is None else snapshot)
@@ -187,15 +226,20 @@ class _Rerun:
         if snapshot is not None and phase == "backward" and not (is_of_loss and label.startswith("output")):
             yield snapshot
 
-    def _cure(self, start: BatchSnapshot, step: Step | None, phase: Phase) -> None:
-        """Try changes of the source first, as they are the smallest, then other formats. `phase` is the source's."""
+    def _cure(
+        self, start: BatchSnapshot, step: Step | None, phase: Phase, *, is_outside: bool = False
+    ) -> None:
+        """Try changes of the source first, as they are the smallest, then other formats. `phase` is the source's.
+
+        is_outside: the source is that of the program before the model's call, which has no format.
+        """
         incident, finding, statements = self._incident, self._incident.finding, start.module
         trials = self._trials(start, replace(finding, phase=phase))
         at = statements.target if isinstance(statements, LossStatements) else find_target
         patches = partial(try_patches, trials, step, at)
         try:
             attempt("the search for a change of the source", patches, trials.remarks.append)
-            if not (finding.is_of_loss or finding.phase == "step"):
+            if not (finding.is_of_loss or finding.phase == "step" or is_outside):
                 # The cure is judged at the gradient, also where the loss fails.
                 trials.finding = finding
                 attempt("the search for another format", partial(try_formats, trials), trials.remarks.append)

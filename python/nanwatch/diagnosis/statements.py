@@ -57,7 +57,8 @@ class Caller(NamedTuple):
     """A function of the program that is under way at a line, and has called what leads to the backward or the step.
 
     `names` are its own, behind which its caller has those of its parameters, as it may have deleted them. `since`: the
-    line of the backward before a step. `behind`: the call that the statements follow, as its source and its number.
+    line of the backward before a step. `around`: the call that the statements are around, as what it calls, in source,
+    and its number. `makes_arguments`: they make what the call is given too. `ends_there`: they end with the call.
     """
 
     code: CodeType
@@ -66,16 +67,24 @@ class Caller(NamedTuple):
     globals: dict[str, Any]
     positions: Sequence[int | None] | None = None
     since: int = 0
-    behind: tuple[str, int] | None = None
+    around: tuple[str, int] | None = None
+    makes_arguments: bool = False
+    ends_there: bool = False
+
+    def source(self) -> tuple[source.SourceFile | None, ast.AST]:
+        """Return its file, None where that is not at hand, and the node of its function in it."""
+        file = source.SourceFile.load(self.code.co_filename)
+        top = None if file is None else source.node_of(file, self.code)
+        return file, top or ast.Module([], [])
 
 
 def part_of(caller: Caller, file: source.SourceFile, kept: nn.Module | None = None) -> Part | None:
     """Return the statements that led to the call under way, or are behind it; None where they make nothing."""
     top = source.node_of(file, caller.code) or ast.Module([], [])
     paths = [*source.paths_to(top, caller.line)]
-    if caller.behind is not None:
-        calls = [call for text, number, call in calls_in(top) if (text, number) == caller.behind]
-        parts = (Part(caller).behind(path, x) for x in calls for path in source.paths_to(top, x.lineno))
+    if caller.around is not None:
+        calls = [call for text, number, call in calls_in(top) if (text, number) == caller.around]
+        parts = (Part(caller).around(path, x) for x in calls for path in source.paths_to(top, x.lineno))
     elif not caller.since:
         parts = (Part(caller).led_to(path, kept) for path in paths)
     elif isolation.is_child():
@@ -92,10 +101,10 @@ def is_backward(node: ast.AST) -> TypeGuard[ast.Call]:
 
 
 def calls_in(top: ast.AST) -> Iterator[tuple[str, int, ast.Call]]:
-    """Yield the calls in the node, with their source and their number among those of the same."""
+    """Yield the calls in the node, with the source of what they call and their number among those of the same."""
     counts = Counter[str]()
     for call in (x for x in ast.walk(top) if isinstance(x, ast.Call)):
-        yield (text := ast.unparse(call)), counts[text], call
+        yield (text := ast.unparse(call.func)), counts[text], call
         counts[text] += 1
 
 
@@ -113,15 +122,15 @@ class Part:
 
     `body`: they raise the loss, or what the function returns, or end with the call; [] where they make nothing.
     `reads`: values of the names that they read. `is_whole`: they make all that has a graph. Else a parameter of the
-    function has one that its caller has made. `has_backward`: behind them is one. `data`: bad values that have no
-    graph, by name.
+    function has one that its caller has made. `has_backward`: behind them is one. `makes_arguments`: they make a bad
+    argument of the call. `data`: bad values that have no graph, by name.
     """
 
     def __init__(self, caller: Caller) -> None:
         self._caller, self._values = caller, caller.names
         self.kept: nn.Module | None = None
         self.body: list[ast.stmt] = []
-        self.is_whole, self.has_backward = True, False
+        self.is_whole, self.has_backward, self.makes_arguments = True, False, False
         self.reads: dict[str, Any] = {}
         self.data: dict[str, Any] = {}
         self._ends: _Ends = {}
@@ -155,12 +164,13 @@ class Part:
             self.reads |= known
         return self
 
-    def behind(self, path: _Path, call: ast.Call) -> Part:
+    def around(self, path: _Path, call: ast.Call) -> Part:
         """Find the statements that lead on from the value of a call in the path's last one to a backward or a `return`.
 
-        A loop is left after the turn under way. Names that no statement behind the call binds keep their values.
+        A loop is left after the turn under way. Names that no statement behind the call binds keep their values, but
+        for bad ones that an earlier statement made, where the arguments are to be made too.
         """
-        last, memo = path[-1][1], dict[int, Any]()
+        last, caller, memo = path[-1][1], self._caller, dict[int, Any]()
         later = [x for block, inner in reversed(path) for x in block[block.index(inner) + 1 :]]
         following = copy.deepcopy([last, *later], memo)
         # These may make many calls, as `list(map(model, batches))`.
@@ -168,22 +178,42 @@ class Part:
         is_many = any(call in ast.walk(x) for x in many) or source.called_name(call) in dir(builtins)
         if is_many or (known := memo.get(id(call))) is None:
             return self
-        known.func, known.args, known.keywords = ast.Name(VALUE, ast.Load()), [], []
+        given = [known.func, *known.args] if caller.makes_arguments else []
+        known.func, known.args = ast.copy_location(ast.Name(VALUE, ast.Load()), call), given
+        known.keywords = known.keywords if caller.makes_arguments else []
         self._values = self._values.new_child({VALUE: None})
         changed = (source.names_in(x, ast.Store) | filled_by(x, directly=True) for x in following)
         self._bound = {VALUE}.union(*changed)
         inner = [x for top in following if not isinstance(top, _APART) for x in ast.walk(top)]
         returns: _Ends = {x: x.value for x in inner if isinstance(x, ast.Return) and x.value}
-        for number, ends in enumerate([*map(self._losses_of, following), returns], 1):
+        losses = [] if caller.ends_there else [*map(self._losses_of, following)]
+        itself: list[_Ends] = [{following[0]: known}] if caller.makes_arguments else []
+        for number, ends in enumerate([*losses, *([] if caller.ends_there else [returns]), *itself], 1):
             self._ends, self._needs_graph = ends, True  # `fake.detach()` leads to another's loss
             is_made = ends and VALUE in self._block(following[:number], set())[1]
             self._needs_graph, self.reads = False, {}
             if is_made:
                 self.body, needed = self._block(following[:number], set())
-                self.has_backward = ends is not returns
+                self.has_backward = any(ends is x for x in losses)
                 self.reads |= {name: self._values[name] for name in needed & self._values.keys()}
                 break
+        if self.body and caller.makes_arguments:
+            self._make(path, call)
         return self
+
+    def _make(self, path: _Path, call: ast.Call) -> None:
+        """Put before the statements those that make the bad values that they read."""
+        before = Part(self._caller._replace(around=None))
+        bad = {name for name, x in self.reads.items() if name != VALUE and _is_bad(x)}
+        earlier = [x for block, inner in path for x in block[: block.index(inner)]]
+        body, needed = before._block(earlier, bad)
+        made = {name for x in body for name in source.names_in(x, ast.Store) | filled_by(x)}
+        given = [*call.args, *(x.value for x in call.keywords)]
+        is_computed = any(isinstance(x, ast.Call | ast.BinOp) for y in given for x in ast.walk(y))
+        self.makes_arguments = is_computed or not made.isdisjoint(bad)
+        self.body = [*body, *self.body]
+        kept = {name: x for name, x in self.reads.items() if name not in made}
+        self.reads = {**kept, **before.reads, **{name: self._values[name] for name in needed}}
 
     def _losses_of(self, top: ast.stmt) -> _Ends:
         """Return the loss of each statement in the node that makes a backward."""
@@ -195,7 +225,7 @@ class Part:
 
     def _once(self, statements: Sequence[ast.stmt]) -> ast.stmt:
         """Return the statements as a loop of one turn, which they may leave. Counters have counted already."""
-        values = [self._value_of(x.target) if isinstance(x, ast.AugAssign) else None for x in statements]
+        values = [self.value_of(x.target) if isinstance(x, ast.AugAssign) else None for x in statements]
         body = [x for x, value in zip(statements, values, strict=True) if not isinstance(value, int | float)]
         turns = ast.Tuple([ast.Constant(0)], ast.Load())
         loop = ast.For(ast.Name(_TURN, ast.Store()), turns, body or [ast.Pass()], [])
@@ -207,7 +237,7 @@ class Part:
         for call in calls:
             if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
                 owner = call.func.value
-                if not isinstance(self._value_of(owner), Tensor | NoneType):
+                if not isinstance(self.value_of(owner), Tensor | NoneType):
                     calls = [call]  # as of an accelerator
                     break
                 is_call = any(isinstance(x, ast.Call) for x in ast.walk(owner))
@@ -219,7 +249,7 @@ class Part:
 
     def _read(self, node: ast.AST) -> set[str]:
         """Return the names in the node that earlier statements have to make. Keep the values of the others."""
-        needed, is_behind = set(), self._caller.behind is not None
+        needed, is_behind = set(), self._caller.around is not None
         detached = [x for x in ast.walk(node) if isinstance(x, ast.Attribute) and x.attr in _DETACHES]
         nodes = {*ast.walk(node)}.difference(*map(ast.walk, detached))
         with_graph = {x.id for x in nodes if isinstance(x, ast.Name)}
@@ -285,7 +315,7 @@ class Part:
         read = {name: self._values.get(name) for name in self.reads.keys() - needed}
         modules = {name for name, value in read.items() if isinstance(value, nn.Module)}
         objects = {name for name, value in read.items() if not isinstance(value, Tensor | nn.Module)}
-        filled = filled_by(statement, directly=self._caller.behind is not None)
+        filled = filled_by(statement, directly=self._caller.around is not None)
         return filled & (needed | objects) | filled_by(statement, plainly=True) & modules
 
     def _statement(self, statement: ast.stmt, needed: set[str]) -> tuple[ast.stmt, set[str]]:
@@ -307,7 +337,7 @@ class Part:
             needed = first | second
         # A DataLoader would hand out other data, and an iterator would be further on than before.
         elif isinstance(statement, ast.For) and not any(
-            isinstance(self._value_of(x), Iterator | DataLoader) for x in ast.walk(statement.iter)
+            isinstance(self.value_of(x), Iterator | DataLoader) for x in ast.walk(statement.iter)
         ):
             # A second time, as an iteration reads what an earlier one has made.
             body, needed = self._block(statement.body, needed | self._block(statement.body, needed)[1])
@@ -330,16 +360,16 @@ class Part:
     def _calls_kept(self, statement: ast.stmt) -> bool:
         """Return whether the statement assigns what a call of the kept model, or of a part of it, returned."""
         modules = [] if self.kept is None or not isinstance(statement, ast.Assign) else self.kept.modules()
-        callees = [self._value_of(x.func) for x in ast.walk(statement) if isinstance(x, ast.Call)]
+        callees = [self.value_of(x.func) for x in ast.walk(statement) if isinstance(x, ast.Call)]
         return any(module is callee for module in modules for callee in callees[:1])  # the outermost
 
-    def _value_of(self, node: ast.AST) -> Any:
+    def value_of(self, node: ast.AST) -> Any:
         """Return the value of `name` or `name.attribute`, None where it is not known."""
         if isinstance(node, ast.Name):
             return self._values.get(node.id, self._caller.globals.get(node.id))
         if not isinstance(node, ast.Attribute):
             return None
-        owner = getattr(self._value_of(node.value), "__dict__", {})
+        owner = getattr(self.value_of(node.value), "__dict__", {})
         return {**owner, **owner.get("_modules", {})}.get(node.attr)
 
     def _refuse_twice(self, *nodes: ast.AST) -> None:
@@ -352,7 +382,7 @@ class Part:
         """Return whether a second call would do more than make a value. A program's own `step` may return a loss."""
         if (name := source.called_name(call)) != "step" or not isolation.is_child():
             return name in _NOT_TWICE
-        function = getattr(self._value_of(getattr(call.func, "value", call)), "step", None)
+        function = getattr(self.value_of(getattr(call.func, "value", call)), "step", None)
         return str(getattr(function, "__module__", "torch")).partition(".")[0] == "torch"
 
     def _refused(self, node: Any) -> Refused:
@@ -368,6 +398,10 @@ def _raising(value: ast.expr, statement: ast.stmt) -> ast.stmt:
 def _tensors(value: Any) -> list[Tensor]:
     """Return the tensors of a value, those of a distribution included: it holds tensors of a graph that is gone."""
     return [x for _, x in leaves(value, "", isinstance(value, Distribution)) if isinstance(x, Tensor)]
+
+
+def _is_bad(value: Any) -> bool:
+    return any(observe(x, "", "output").is_fault for x in _tensors(value))
 
 
 def _has_graph(value: Any) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Adam, AdamW
 
 from nanwatch import watch
+from support.examined import comment_of
 from support.toys import fault_of
 
 
@@ -53,12 +54,14 @@ def test_a_fused_step_is_taken_apart_too() -> None:
     """Its arithmetic is float32's, so eps is not 0, and it is lr that leaves the format: there is no cure."""
     model = nn.Linear(2, 1)
     optimizer = AdamW(model.parameters(), lr=1e39, fused=True)
+    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()  # which holds no weight of the model
     w = watch(model)
     model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
+    optimizer.step()  # the step
     finding = fault_of(w.stop).finding
     update = "exp_avg / (exp_avg_sq.sqrt() + eps) with lr=1e+39 and eps=1e-08"
     assert (finding.operation, finding.cures) == (f"the step of AdamW, {update}", ())
+    assert comment_of(finding) == "the step"
 
 
 @pytest.mark.parametrize(("momentum", "how"), [(0.0, "report"), (0.9, "stop"), (0.9, "with")])
@@ -79,6 +82,21 @@ def test_the_last_step_of_a_run_is_looked_at(momentum: float, how: str) -> None:
     assert (finding.label, finding.phase, finding.batch) == ("weight", "step", 0)
     key = "momentum_buffer" if momentum else "gradient"
     assert finding.operation == f"the step of SGD, weight - lr * {key} with lr=1e+38"
+
+
+def test_the_line_of_a_step_that_a_learning_rate_has_stopped() -> None:
+    optimizer = torch.optim.SGD((model := nn.Linear(8, 1)).parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = torch.nan
+
+    def step() -> None:
+        for _ in ():
+            optimizer.step()
+        optimizer.step()  # the step of SGD
+
+    with watch(model):
+        model(torch.randn(4, 8)).sum().backward()
+        finding = fault_of(step).finding
+    assert comment_of(finding) == finding.operation
 
 
 def test_a_step_that_leaves_finite_weights_finite_is_not_named() -> None:

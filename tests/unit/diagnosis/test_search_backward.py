@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,23 +36,14 @@ def loss_of(model: nn.Module, size: float = 1e20) -> Tensor:
     return (model(torch.full((2,), size)) * size).sum()
 
 
-def closure_of(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        found = loss()
-        found.backward()
-        return found
-
-    return closure
-
-
 @pytest.mark.parametrize("recorder", WITH_DEVICE)
 def test_the_operation_behind_a_weights_gradient_is_found(recorder: str) -> None:
     """The frames are those of the one backward, and no weight changes."""
     model = nn.Sequential(Product())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watched(model, recorder, gradients=True) as w:
-        finding = fault_of(optimizer.step, closure_of(optimizer, lambda: loss_of(model))).finding
+        loss_of(model).backward()
+        finding = fault_of(optimizer.step).finding
         phases = [(frame.phase, frame.name) for frame in w.frames]
     assert phases == [(phase, name) for phase in ("forward", "backward") for name in ("0", "")]
     assert (finding.module, finding.label, finding.operation) == ("0", "weight.grad", "MulBackward0")
@@ -73,11 +63,15 @@ def test_a_run_that_goes_on_is_as_it_was(recorder: str) -> None:
 
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for size in (1.0, 0.0, 1.0):
-        optimizer.step(closure_of(optimizer, lambda size=size: loss_of(plain, size)))
+        optimizer.zero_grad()
+        loss_of(plain, size).backward()
+        optimizer.step()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watched(model, recorder, gradients=True, on_nonfinite=drop, rerun=True) as w:
         for size in (1.0, 1e20, 1.0):
-            optimizer.step(closure_of(optimizer, lambda size=size: loss_of(model, size)))
+            optimizer.zero_grad()
+            loss_of(model, size).backward()
+            optimizer.step()
         assert w.skipped_steps == ()
     assert [one.finding.operation for one in reports if one.finding] == ["MulBackward0"]
     assert_same_bits(plain.state_dict(), model.state_dict())
@@ -90,7 +84,8 @@ def test_hooks_and_other_watches_are_not_called_for_it() -> None:
     calls: list[float] = []
     model[0].weight.register_hook(lambda g: calls.append(g.max().item()))
     with watch(model, gradients=True, on_nonfinite="record") as other, watch(model, gradients=True):
-        finding = fault_of(optimizer.step, closure_of(optimizer, lambda: loss_of(model))).finding
+        loss_of(model).backward()
+        finding = fault_of(optimizer.step).finding
         assert (len([f for f in other.frames if f.phase == "backward"]), other.skipped_steps) == (2, ())
     assert (finding.operation, len(calls)) == ("MulBackward0", 1)
     assert list(model[0]._parameters) == ["weight"]

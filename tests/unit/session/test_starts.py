@@ -302,4 +302,4 @@ def test_what_an_operation_made_between_two_models_is_no_data() -> None:
     with watch(encoder := nn.Linear(2, 2)), watch(head):
         z = encoder(torch.zeros(1, 2)) * 0
         finding = fault_of(head, z / z.norm()).finding
-    assert (finding.origin, finding.source_module, finding.operation) == ("received", None, "DivBackward0")
+    assert (finding.origin, finding.source_module, finding.operation) == ("received", None, "aten.div.Tensor")
