@@ -1,7 +1,7 @@
 """Recorder in Python, for an installation without the compiled part; and `make_recorder`, which chooses.
 
 CallRecorder of the compiled part gives the same answers, and does not read again what has not changed. It also sees
-calls inside torch.compile. PythonRecorder reads every tensor of every call. Tests compare the two.
+calls inside torch.compile. PythonRecorder reads every tensor, and reports every event. Tests compare the two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from ..numerics import _extension
 from ..records.record import PLAIN_MASK, Frame, Note, Record, Role
 from .backward import Gradient, backward_frames, is_loss_finite
-from .events import Event, Part, PeakName, Recorder, RecorderEvents, Settings, Start
+from .events import Part, PeakName, Recorder, RecorderEvents, Settings, Start
 from .masks import Excuses
 from .observe import call_values, completed_record, observe
 from .walk import is_container, leaves, spell_key
@@ -35,34 +35,22 @@ _FULL_STACK = Note("not_checked", "the stack is nearly full (sys.getrecursionlim
 
 
 @dataclass(eq=False)
-class _Node:
-    name: str
-    class_name: str
-    observed: bool
-    allow_inf: bool | Excuses
-
-
-@dataclass(eq=False)
 class _Call:
-    """Call under way, and then one that gradients may come for: the hooks of its outputs keep it.
+    """Call under way, and then one that gradients may come for: the hooks of its outputs keep it."""
 
-    `frame` has no records. `added` are outputs that `add_output` gave it. An outermost call stands for its batch:
-    `given` are its arguments, None once it is over, and `start` returns the batch's start with `keeps_starts`.
-    """
-
-    node: _Node
+    node: int
+    observed: bool
     caller: _Call | None
-    frame: Frame
-    given: tuple[Any, Any] | None = None
-    added: list[tuple[Role, str, Any]] = field(default_factory=list)
+    frame: Frame  # without records
+    around: _Call | None = None  # the innermost observed call around: DDP's is none
+    added: list[tuple[Role, str, Any]] = field(default_factory=list)  # by `add_output`
     number: int = 0
     backward: int = -1  # the latest run of the engine in which one of its outputs had a gradient
-    start: Callable[[], Start | None] = lambda: None
+    start: Callable[[], Start | None] = lambda: None  # of the batch, with `keeps_starts`
 
 
 class _Thread(threading.local):
     call: _Call | None = None  # the innermost under way
-    outermost: Any = None
     recording = False  # what is read or called back may call other modules: they are not recorded
 
 
@@ -87,17 +75,17 @@ class PythonRecorder:
         self._lock = threading.RLock()
         self._settings, self._events = settings, events
         self._is_paused, self._num_suspended = False, 0
-        self._subscriptions: list[SimpleNamespace] = []
-        self._nodes: list[_Node] = []
+        self._nodes: list[SimpleNamespace] = []
         self._thread = _Thread()
-        self._batches: weakref.WeakSet[_Call] = weakref.WeakSet()  # their outermost calls
+        self._outermost: dict[int, tuple[_Call, Any, Any]] = {}  # by thread, with its arguments
+        self._ended = weakref.WeakValueDictionary[int, _Call]()  # outermost calls, by batch
         self._called = set[str]()
         self._frames: deque[Frame] = deque(maxlen=settings.max_frames)
         self._num_frames: dict[int, int] = {}  # by batch, of the latest ones
-        self._peaks, self._gradient_peaks = Peaks(), Peaks()
+        self._peaks = {"forward": Peaks(), "backward": Peaks()}
         self._kept: _Call | None = None
         self._follows = settings.gradients or settings.output_gradients
-        self._hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # their handles
+        self._hooks = weakref.WeakSet[Any]()  # their handles
         # By the engine's run: the callback at its end, which is gone if an exception has ended it, and the gradients by
         # place in the graph; past a leaf, by tensor and version, too.
         self._backwards: dict[int, tuple[weakref.ref[Any], dict[object, list[Gradient]]]] = {}
@@ -106,8 +94,9 @@ class PythonRecorder:
 
     def add_node(self, name: str, module: object, observed: bool, allow_inf: bool | Excuses) -> int:
         """Return a number for a module, for its WatchedCall; or for an optimizer."""
+        frame = Frame(-1, name, type(module).__name__, ())
         with self._lock:
-            self._nodes.append(_Node(name, type(module).__name__, observed, allow_inf))
+            self._nodes.append(SimpleNamespace(frame=frame, observed=observed, allow_inf=allow_inf))
             return len(self._nodes) - 1
 
     def set_allow_inf(self, node: int, allow_inf: bool | Excuses, /) -> None:
@@ -129,13 +118,9 @@ class PythonRecorder:
 
     def subscribe(self, events: int) -> Any:
         """Report these events until `remove()`, while `active`. Several subscriptions to one event are counted."""
-        subscription = SimpleNamespace(events=events, active=True)
+        subscription = SimpleNamespace(active=True)
         subscription.remove = partial(setattr, subscription, "active", False)
-        self._subscriptions.append(subscription)
         return subscription
-
-    def _reports(self, event: Event) -> bool:
-        return any(each.active and each.events & event for each in self._subscriptions)
 
     def watch_buffers(self, *_: object) -> None:
         """Do nothing: this recorder has no cache, and calls `on_batch_start` for each batch."""
@@ -146,14 +131,15 @@ class PythonRecorder:
 
     def enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> _Call | None:
         """Begin a call of a module. Return None where it is not recorded."""
-        thread, node = self._thread, self._nodes[number]
-        if thread.recording or (thread.call is None and self.paused):
+        thread, caller, node = self._thread, self._thread.call, self._nodes[number]
+        if thread.recording or (caller is None and self.paused):
             return None
-        frame = self._frame_of_batch() if thread.call is None else thread.call.frame
-        call = _Call(node, thread.call, frame._replace(name=node.name, class_name=type(module).__name__))
-        if thread.call is None:
+        call = _Call(number, node.observed, caller, node.frame._replace(class_name=type(module).__name__))
+        if caller is None:
             self._begin_batch(call, module, args, kwargs or None)
-            thread.outermost = call
+        else:
+            call.around = caller if caller.observed else caller.around
+            call.frame = call.frame._replace(batch=caller.frame.batch, recomputed=caller.frame.recomputed)
         thread.call = call
         with self._lock:
             self.counters["calls"] += 1
@@ -164,7 +150,7 @@ class PythonRecorder:
         completed, self._thread.recording = False, True
         # No context managers, which need more of the stack than is perhaps left.
         try:
-            if outputs and call.node.observed and self._is_due(call):
+            if outputs and call.observed and self._is_due(call):
                 self._record(call, module, args, kwargs, *outputs)
             completed = bool(outputs)
         finally:
@@ -177,8 +163,8 @@ class PythonRecorder:
     def add_output(self, label: str, tensor: Tensor) -> None:
         """Give the innermost observed call under way in this thread one more output."""
         call = self._thread.call
-        while call is not None and not call.node.observed:
-            call = call.caller
+        if call is not None and not call.observed:
+            call = call.around
         if call is not None and self._settings.outputs:
             call.added.append(("output", label, tensor))
 
@@ -189,7 +175,8 @@ class PythonRecorder:
 
     def outermost(self) -> str | None:
         """Return the name of the module of this thread's outermost call."""
-        return None if self._thread.call is None else str(self._thread.outermost.node.name)
+        call, *_ = self._outermost.get(threading.get_ident(), (None,))
+        return None if call is None else call.frame.name
 
     def _is_due(self, call: _Call) -> bool:
         return not self.paused and call.frame.batch % self._settings.every == 0
@@ -199,94 +186,82 @@ class PythonRecorder:
         try:
             values = call_values(settings, module, args, kwargs, output) + call.added
             call.added.clear()
-            read = partial(observe, allow_inf=call.node.allow_inf, batch=batch, wanted=settings)
+            read = partial(observe, allow_inf=self._nodes[call.node].allow_inf, batch=batch, wanted=settings)
             records = [read(x, label, role) for role, label, x in values]
-            around = call.caller
-            while around is not None and not around.node.observed:  # DDP's call is not
-                around = around.caller
-            if self._follows and (settings.gradients or around is None):
+            if self._follows and (settings.gradients or call.around is None):
                 self._follow(call, values)
         except RecursionError:
             # The call itself was made: it needed less of the stack than its observation.
             records = [Record("output", "output", None, "", None, None, None, None, _FULL_STACK)]
         frame = call.frame._replace(records=tuple(records))
         self._keep(frame, sum(record.isfinite is not None for record in records))
-        if self._reports(Event.FRAME) or batch in settings.traced:
-            self._events.on_frame(frame)
+        self._events.on_frame(frame)
         if any(record.is_fault for record in records):
-            caller = None if call.caller is None else call.caller.node.name
-            args, kwargs = self._thread.outermost.given
+            caller = None if call.caller is None else call.caller.frame.name
+            _, args, kwargs = self._outermost[threading.get_ident()]
             self._events.on_nonfinite(frame, caller, args, kwargs, False)
 
     # Batches, and their starts
 
-    def _frame_of_batch(self) -> Frame:
+    def _begin_batch(self, call: _Call, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.settle()
         # Called from a backward: activation checkpointing runs the forward again. That is no new batch.
         recomputed = torch._C._current_graph_task_id() != -1
         with self._lock:
-            self.latest_batch += not recomputed
-            return Frame(self.latest_batch, "", "", (), "forward", recomputed)
-
-    def _begin_batch(self, call: _Call, module: nn.Module, args: Any, kwargs: Any) -> None:
-        batch, call.given = call.frame.batch, (args, kwargs)
-        if call.frame.recomputed:
-            return
-        # Also of a batch that is not recorded: its thread is inside the model.
-        extra = self._events.on_batch_start(batch, batch in self._settings.traced, module, args, kwargs)
-        if self.keeps_starts:
-            if not hasattr(type(module), "is_watched_function"):
-                self.forget_starts(keeps_numbers=True)
-            start = Start.of(batch, module, args, kwargs, extra)._replace(module=None)
-            module_of, began = weakref.ref(module), time.monotonic()  # a model may keep its own output
-            call.start = lambda: start._replace(module=module_of(), elapsed=time.monotonic() - began)
-        with self._lock:
-            self._batches.add(call)
+            self.latest_batch = batch = self.latest_batch + (not recomputed)
+        call.frame = call.frame._replace(batch=batch, recomputed=recomputed)
+        if not recomputed:
+            # Also of a batch that is not recorded: its thread is inside the model.
+            extra = self._events.on_batch_start(batch, batch in self._settings.traced, module, args, kwargs)
+            if self.keeps_starts:
+                if not hasattr(type(module), "is_watched_function"):
+                    self.forget_starts(keeps_numbers=True)
+                start = Start.of(batch, module, args, kwargs, extra)._replace(module=None)
+                module_of, began = weakref.ref(module), time.monotonic()  # a model may keep its own output
+                call.start = lambda: start._replace(module=module_of(), elapsed=time.monotonic() - began)
+        self._outermost[threading.get_ident()] = call, args, kwargs
 
     def _end_batch(self, call: _Call, completed: bool) -> None:
         error, batch = None if completed else sys.exc_info()[1], call.frame.batch
-        is_reported = not completed or self._reports(Event.BATCH_END) or batch >= self.gathers_from
         try:
-            if is_reported and not call.frame.recomputed:
+            if not call.frame.recomputed:
                 self._events.on_batch_end(batch, completed)
         except BaseException as raised:
             # KeyboardInterrupt and SystemExit end the program, whatever came first.
             if error is None or raised.__cause__ is error or not isinstance(raised, Exception):
                 raise
         finally:
-            call.given = self._thread.outermost = None
+            self._outermost.pop(threading.get_ident(), None)
+            self._ended.setdefault(batch, call)  # a recomputation is no batch
 
     @property
     def num_other_threads(self) -> int:
         """Return how many other threads are inside a batch."""
-        with self._lock:
-            return sum(call.given is not None for call in self._batches if call is not self._thread.outermost)
+        return len(self._outermost.keys() - {threading.get_ident()})
 
     def start(self) -> Start | None:
         """Return the start of the batch under way in this thread."""
-        return None if self._thread.outermost is None else self._thread.outermost.start()
+        call, *_ = self._outermost.get(threading.get_ident(), (None,))
+        return None if call is None else call.start()
 
     def ended_starts(self) -> list[Start]:
         """Return the starts of ended batches of which a gradient may still come: of the latest with its call."""
-        with self._lock:
-            starts = [call.start() for call in self._batches if call.given is None]
-        return sorted([start for start in starts if start is not None and start.grad], key=lambda x: x.batch)
+        starts = [call.start() for reference in self._ended.valuerefs() if (call := reference()) is not None]
+        return [start for start in starts if start is not None and start.grad]
 
     def forget_starts(self, *, keeps_numbers: bool = False) -> None:
         """Forget the starts of ended batches, or no more than their calls."""
-        self._kept = None
-        with self._lock:
-            for call in self._batches:
-                if call.given is None and (start := call.start()) is not None:
-                    rest = start._replace(module=None, args=(), kwargs=None, versions=[], extra=None)
-                    call.start = partial(Start, *rest) if keeps_numbers else lambda: None
+        for reference in self._ended.valuerefs():
+            if (call := reference()) is not None and (start := call.start()) is not None:
+                rest = start._replace(module=None, args=(), kwargs=None, versions=[], extra=None)
+                call.start = partial(Start, *rest) if keeps_numbers else lambda: None
+        self._kept = self._kept if keeps_numbers else None
 
     # Frames, of calls, steps and backwards
 
     def add_frame(self, batch: int, node: int, records: list[Record]) -> None:
         """Keep a frame of an optimizer's step."""
-        known = self._nodes[node]
-        self._keep(Frame(batch, known.name, known.class_name, tuple(records), "step"))
+        self._keep(self._nodes[node].frame._replace(batch=batch, records=tuple(records), phase="step"))
 
     def _keep(self, frame: Frame, num_read: int = 0) -> None:
         with self._lock:
@@ -294,9 +269,11 @@ class PythonRecorder:
             if frame.phase == "forward":
                 self._called |= {frame.name for record in frame.records if record.role == "weight"}
                 if frame.batch >= self.gathers_from and not frame.recomputed:
-                    self._peaks.add(frame, self.gathers_inputs)  # an input counts at the module that made it
+                    self._peaks["forward"].add(
+                        frame, self.gathers_inputs
+                    )  # an input counts at the module that made it
             elif frame.phase == "backward" and self.gathers_gradient_peaks:
-                self._gradient_peaks.add(frame)
+                self._peaks["backward"].add(frame)
             # Each tensor is read. The methods of a Counter would need more of the stack.
             self.counters["frames"] = self.frames_kept = self.frames_kept + 1
             self.counters["tensors"] = self.counters["tensors_read"] = self.counters["tensors"] + num_read
@@ -324,33 +301,36 @@ class PythonRecorder:
         """Return the names of the modules that were called and have weights."""
         return self._called.copy()
 
-    def take_peaks(self) -> tuple[int, list[PeakName], bytes]:
+    def take_peaks(self, phase: str = "forward") -> tuple[int, list[PeakName], bytes]:
         """Return `(batch, new, values)`, and forget the peaks: `new` are the names that were not returned before.
 
         `values` are float64 by name, in the order in which the names came, 0 for a name that the batch did not have.
         """
         with self._lock:
-            return self._peaks.take()
+            peaks = self._peaks[phase]
+            batch, new, values = peaks.batch, list(peaks)[peaks.num_taken :], array("d", peaks.values())
+            peaks.batch, peaks.num_taken = -1, len(peaks)
+            peaks.update(dict.fromkeys(peaks, 0.0))
+            return batch, new, values.tobytes()
 
-    def take_gradient_peaks(self) -> tuple[int, list[PeakName], bytes]:
-        """Return the peaks of gradients likewise, and the latest of their batches."""
-        with self._lock:
-            return self._gradient_peaks.take()
+    take_gradient_peaks = partialmethod(
+        take_peaks, "backward"
+    )  # of all backwards since, and their latest batch
 
     # Gradients. A recorded call leaves a hook at each of its tensors; csrc/gradients/gradient_recorder.h says how.
 
     def _follow(self, call: _Call, values: Iterable[tuple[Any, str, Any]]) -> None:
         with torch._C.DisableTorchFunction():
-            places = [(part, label, x, _place_of(x)) for part, label, x in values if part != "buffer"]
-            outputs = {place for part, _, x, place in places if part == "output" and place and not x.is_leaf}
+            parts = ("weight", "input", "output") if self._settings.gradients else ("output",)
+            tensors = [value for value in values if value[0] in parts]
+            places = [(*value, place) for value in tensors if (place := _place_of(value[2])) is not None]
+            outputs = {place for part, _, x, place in places if part == "output" and not x.is_leaf}
             if not outputs or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
                 return
             call.number = self.frames_kept
             for part, label, x, place in places:
-                if not self._settings.gradients and part != "output":
-                    continue
                 # An output that is a leaf is handed through. An input that the module writes into is its output.
-                if place is None or (part == "output" if x.is_leaf else part == "input" and place in outputs):
+                if part == "output" if x.is_leaf else part == "input" and place in outputs:
                     continue
                 # An output alone keeps the call: an input would keep itself, by the start, and a leaf outlives graphs.
                 call_of = (lambda: call) if part == "output" else weakref.ref(call)
@@ -390,18 +370,12 @@ class PythonRecorder:
         if not recorder._settings.gradients and not record.is_fault and is_loss_finite(sys._getframe(1)):
             recorder._kept = call  # and so its start: the graph may be gone before the step
             return
-        recorder._gradients_of(task).setdefault(key, []).append((call, part, is_reached, record))
-
-    def _gradients_of(self, task: int) -> dict[object, list[Gradient]]:
-        end = partial(self._finish, task)
-        with self._lock:
-            if task in self._backwards:
-                return self._backwards[task][1]
-            _, gradients = self._backwards[task] = weakref.ref(end), {}
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-        if self._reports(Event.BACKWARD_START):
-            self._events.on_backward_start()
-        return gradients
+        end = partial(recorder._finish, task)
+        known_end, gradients = recorder._backwards.setdefault(task, (weakref.ref(end), {}))
+        if known_end() is end:  # the first gradient
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+            recorder._events.on_backward_start()
+        gradients.setdefault(key, []).append((call, part, is_reached, record))
 
     def settle(self) -> None:
         """Make frames of the backwards that an exception ended without a sign."""
@@ -420,14 +394,13 @@ class PythonRecorder:
             return
         calls, arrivals = backward_frames(gradients.values())
         try:
-            for frame, *_ in calls:
-                if frame.batch in self._settings.traced:
-                    self._events.on_frame(frame)
-            if any(frame.fault is not None for frame, *_ in calls):
+            for call in (call for call in calls if call.frame.batch in self._settings.traced):
+                self._events.on_frame(call.frame)
+            if any(call.frame.fault is not None for call in calls):
                 self._events.on_backward_end(calls, arrivals)
         finally:
-            for frame, *_ in calls:
-                self._keep(frame, len(frame.records))
+            for call in calls:
+                self._keep(call.frame, len(call.frame.records))
 
     def excuse_gradients(self, batches: Sequence[int], note: Note) -> None:
         """Note on every non-finite gradient of these batches why it is meant."""
@@ -440,8 +413,7 @@ class PythonRecorder:
 
 def _place_of(x: Any) -> tuple[Any, ...] | None:
     """Return the place of a tensor in the graph: an output of a node, or a leaf's own; None where hooks see nothing."""
-    is_followed = issubclass(type(x), Tensor) and x.requires_grad and not x.is_meta
-    if not is_followed or is_functorch_wrapped_tensor(x):
+    if not issubclass(type(x), Tensor) or not x.requires_grad or x.is_meta or is_functorch_wrapped_tensor(x):
         return None
     try:
         return ("leaf", id(x)) if x.grad_fn is None else (x.grad_fn._sequence_nr(), x.output_nr)
@@ -461,29 +433,18 @@ class Peaks(dict[PeakName, float]):
         self.batch = max(self.batch, frame.batch) if frame.phase == "backward" else frame.batch
         for record in frame.records:
             name = (frame.name, record.label, record.dtype)
-            is_known = name in self or record.ends is not None
-            is_meant = record.is_excused or (record.role == "input" and not with_inputs)
-            if record.isfinite and is_known and not is_meant:
+            is_taken = record.isfinite and not record.is_excused and (with_inputs or record.role != "input")
+            if is_taken and (name in self or record.ends is not None):
                 self[name] = max(self.get(name, 0.0), record.abs_max or 0.0)
-
-    def take(self) -> tuple[int, list[PeakName], bytes]:
-        """Return `(batch, new, values)`, and forget the peaks; see PythonRecorder.take_peaks."""
-        batch, new, values = self.batch, list(self)[self.num_taken :], array("d", self.values())
-        self.batch, self.num_taken = -1, len(self)
-        self.update(dict.fromkeys(self, 0.0))
-        return batch, new, values.tobytes()
-
-
-if _extension.C is not None:
-    _extension.C.bind_record(Record, Note)
 
 
 def make_recorder(settings: Settings, events: RecorderEvents) -> Recorder:
     """Make the compiled recorder, or the Python one where there is none."""
     if _extension.C is None:
         return cast(Recorder, PythonRecorder(settings, events))
-    functions: Iterable[Any] = (leaves, is_container, spell_key, completed_record)
-    helpers = {function.__name__: function for function in functions}
+    _extension.C.bind_record(Record, Note)
+    functions = (leaves, is_container, spell_key, completed_record)
+    helpers: dict[str, Any] = {function.__name__: function for function in functions}
     helpers |= {"observe": partial(observe, wanted=settings), "plain_mask": PLAIN_MASK}
     native: Callable[..., Recorder] = _extension.C.CallRecorder
     return native(settings, events=events, frame_type=Frame, start_type=Start, helpers=helpers)
