@@ -21,7 +21,7 @@ from nanwatch.blackbox import reader
 from nanwatch.report import events, report
 from nanwatch.report.finding_text import Explanation
 from nanwatch.scan import scan as scans
-from nanwatch.trace import result
+from nanwatch.trace import comparison
 
 PLACE = Path(__file__).with_name("schemas")
 # Each document: its class, its name and version, and the members that are no fields: those it may have, and must have.
@@ -29,7 +29,7 @@ DOCUMENTS: dict[str, tuple[type, str, int, dict[str, Any], dict[str, Any]]] = {
     "report": (report.Report, report.SCHEMA, report.VERSION, {"explanation": Explanation}, {}),
     "spike": (events.SpikeReport, events.SPIKE_SCHEMA, events.SPIKE_VERSION, {}, {}),
     "blackbox": (reader.BlackBoxReport, reader.SCHEMA, reader.VERSION, {}, {}),
-    "comparison": (result.Comparison, result.SCHEMA, result.VERSION, {}, {}),
+    "comparison": (comparison.Comparison, comparison.SCHEMA, comparison.VERSION, {}, {}),
     "scan": (scans.Scan, scans.SCHEMA, scans.VERSION, {"is_faithful": bool}, {"is_sound": bool}),
 }
 _PLAIN = {str: "string", int: "integer", bool: "boolean", type(None): "null"}

@@ -1,7 +1,7 @@
 """The audit of an optimizer's steps: which steps are audited, and what becomes of a fault.
 
-Audits the steps 1, 2, 3 and every n-th, four steps after the gradients, the modes or the rates become what they were
-never before, and up to ten in a row while a suspicion is neither certain nor gone.
+Audits the steps 1, 2, 3 and every n-th, the four steps after a combination of gradients, modes and rates that is new,
+and up to ten in a row while a suspicion is neither certain nor gone.
 """
 
 from __future__ import annotations

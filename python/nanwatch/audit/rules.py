@@ -64,7 +64,7 @@ def _no_gradient(step: Step) -> Iterator[Suspect]:
     if not trained:  # and yet gradients come, or somebody has made them
         yield from (_suspect("no-gradient", weight) for weight in step.in_optimizer if weight.is_meant)
         return
-    # Some were set to None on purpose, as those of a last layer that rests. All were not.
+    # A user sets some to None on purpose, as those of a last layer that rests, and never all.
     cleared = {weight.key for weight in trained if weight.arrivals}
     without = [weight for weight in trained if weight.grad == "none"]
     if not (cleared and len(without) == len(trained)):
@@ -213,10 +213,8 @@ def _frozen_moved(step: Step) -> Iterator[Suspect]:
 def _stale(step: Step) -> Iterator[Suspect]:
     """Yield weights whose `.grad` holds gradients of before the latest step, or of another optimizer's backward."""
     for weight in step.trained if step.previous else ():
-        is_foreign = any(
-            late.was_full and early.place != late.place and early.time < late.time
-            for early, late in pairwise(weight.arrivals)
-        )
+        pairs = [(early, late) for early, late in pairwise(weight.arrivals) if late.was_full]
+        is_foreign = any(early.place != late.place and early.time < late.time for early, late in pairs)
         if is_foreign or (weight.arrivals and all(arrival.was_full for arrival in weight.arrivals)):
             yield _suspect("missing-zero-grad", weight)
 

@@ -107,17 +107,13 @@ class ProcessBox:
                 is_noted = hangs
 
     def _note_hang(self, idle: float) -> None:
-        stacks = {
-            thread.name: _places(thread) for thread in threading.enumerate() if thread is not self._thread
-        }
+        threads = (thread for thread in threading.enumerate() if thread is not self._thread)
+        stacks = {thread.name: _places(thread) for thread in threads}
         self.note("stall", seconds=round(idle), stacks=stacks)
-        _log.warning(
-            "nanwatch: no call of a watched module has begun or ended for %.0f s; the main thread is in %s. "
-            "`nanwatch show %s` has the module and the stacks of all threads",
-            idle,
-            " < ".join(_chosen(stacks.get(threading.main_thread().name, []))),
-            self.path,
-        )
+        where = " < ".join(_chosen(stacks.get(threading.main_thread().name, [])))
+        seen = f"no call of a watched module has begun or ended for {idle:.0f} s"
+        show = f"`nanwatch show {self.path}` has the module and the stacks of all threads"
+        _log.warning("nanwatch: %s; the main thread is in %s. %s", seen, where, show)
 
     def _exits(self) -> None:
         """Note that Python ends. The file goes when the process has ended well, unless the user gave a folder."""
@@ -165,11 +161,8 @@ def open_box(output_dir: Path | None, stall_timeout: float | None) -> ProcessBox
                     _prune(folder)
                 _process = ProcessBox(_extension.C, folder / name, is_kept=output_dir is not None)
             except (OSError, RuntimeError) as error:
-                _has_failed = True
-                warn_user(
-                    f"nanwatch keeps no black box: {error}; give a folder with output_dir=, or black_box=False",
-                    may_raise=False,
-                )
+                _has_failed, hint = True, "give a folder with output_dir=, or black_box=False"
+                warn_user(f"nanwatch keeps no black box: {error}; {hint}", may_raise=False)
                 return None
         _process.num_watches += 1
         if stall_timeout is not None:

@@ -53,10 +53,9 @@ def read(path: str | os.PathLike[str]) -> BlackBoxReport:
     except OSError:
         raise
     except Exception as error:
-        raise ValueError(
-            f"{path} cannot be read as a black box: {spell(error)}; copy all of it again if it is a copy, read it with"
-            " the nanwatch that wrote it, or leave out --box for a report or a trace"
-        ) from error
+        hint = "copy all of it again if it is a copy, read it with the nanwatch that wrote it, or leave out --box"
+        why = f"{path} cannot be read as a black box: {spell(error)}"
+        raise ValueError(f"{why}; {hint} for a report or a trace") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +223,8 @@ def read_job(path: Path) -> Job:
     reports.sort(key=lambda report: report.begun)
     newest = reports[-1]
     # A rank that had ended before the newest began was of another run.
-    by_rank = {
-        report.rank: report
-        for report in reports
-        if report.world_size == newest.world_size
-        and (report.end == "runs" or report.latest + _PULSE > newest.begun)
-    }
+    lived = (x for x in reports if x.end == "runs" or x.latest + _PULSE > newest.begun)
+    by_rank = {x.rank: x for x in lived if x.world_size == newest.world_size}
     ranks = tuple(by_rank[rank] for rank in sorted(by_rank))
     return Job(ranks, len(reports) - len(ranks), tuple(unread))
 
@@ -287,7 +282,6 @@ def _end_words(report: BlackBoxReport) -> str:
 
 
 def _where_words(report: BlackBoxReport, *, with_time: bool = True) -> str:
-    """Return what the process was doing."""
     if (call := report.under_way) is not None:
         return _under_way(call, with_time=with_time)
     raised = [*takewhile(lambda call: call.raised, reversed(report.calls))]
@@ -402,7 +396,7 @@ def _report(file: BoxFile) -> BlackBoxReport:
     now = state["signal_ticks"] if end == "signal" else latest
     threads = _threads(file, now)
     calls = tuple(file.call(item, now) for item in file.calls[-_MOST_CALLS:])
-    # Of equal ones the first: nothing has happened yet.
+    # Where nothing has happened yet, all are equal, and the first counts.
     ended = max(int(file.calls["ended"][-1]) if calls else 0, state["backward_ticks"])
     ticks = {"": ended, "backward": state["gradient_ticks"], "step": state["step_ticks"]}
     phase = "forward" if threads else max(ticks, key=lambda phase: ticks[phase])

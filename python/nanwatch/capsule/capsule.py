@@ -218,7 +218,6 @@ class _Contents:
         self._copies: dict[int, tuple[Tensor, Any]] = {}
 
     def encoded_state(self, module: nn.Module) -> dict[str, Any]:
-        """Return the weights and buffers of a module by name."""
         state: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
         state |= module.named_buffers(remove_duplicate=False)
         for key in sorted(state, key=lambda key: state[key].numel() * state[key].element_size()):

@@ -20,6 +20,7 @@ from ..util.messages import close_names, first_few, spell, suppressing, visible,
 from .capsule import MARK, Capsule
 
 _DEEPEST = 64  # parts of a module's name: a capsule may hold any text
+_BUILT = "build the model as the recorded one was built"
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 Model: TypeAlias = "nn.Module | Callable[[], nn.Module]"
@@ -92,10 +93,8 @@ def _module(capsule: Capsule, model: Model) -> nn.Module:
     try:
         return copy.deepcopy(fitting[0]) if made is model else fitting[0]
     except Exception as error:
-        raise ValueError(
-            f"the module {capsule.module!r} cannot be copied ({spell(error)}); pass a callable that makes the"
-            " model, and that one is used"
-        ) from error
+        why, hint = spell(error), "pass a callable that makes the model, and that one is used"
+        raise ValueError(f"the module {capsule.module!r} cannot be copied ({why}); {hint}") from error
 
 
 def _whole(module: nn.Module, name: str) -> nn.Module:
@@ -124,10 +123,8 @@ class _Call:
             with suppressing("a device cannot be used here"):
                 self.target = torch.device(torch.empty(1, device=self.recorded.type).device.type)
         if self.target.type != self.recorded.type:
-            self.remarks.append(
-                f"the recorded call ran on {self.recorded}, this one on {self.target}: other kernels, other random"
-                " numbers"
-            )
+            devices = f"the recorded call ran on {self.recorded}, this one on {self.target}"
+            self.remarks.append(f"{devices}: other kernels, other random numbers")
         version, here = capsule.versions.get("torch"), str(torch.__version__)
         if version != here:
             self.remarks.append(f"the recorded call ran in torch {version}, this one in {here}")
@@ -142,7 +139,6 @@ class _Call:
         return self._moved[id(x)][1]
 
     def load(self, module: nn.Module) -> None:
-        """Give the module the weights, buffers and training flags."""
         flags = self.capsule.training
         places = {}
         for path, submodule in module.named_modules(remove_duplicate=False):
@@ -152,10 +148,8 @@ class _Call:
                     if x is not None:
                         places[f"{path}.{name}".removeprefix(".")] = (tensors, name, x)
         if unknown := sorted(self.capsule.state.keys() - places.keys()):
-            raise ValueError(
-                f"this {visible(self.capsule.class_name)} has no weight or buffer {visible(first_few(unknown, 1))},"
-                " which the capsule has; build the model as the recorded one was built"
-            )
+            kind, names = visible(self.capsule.class_name), visible(first_few(unknown, 1))
+            raise ValueError(f"this {kind} has no weight or buffer {names}, which the capsule has; {_BUILT}")
         loaded: dict[int, Tensor] = {}  # a tied weight stays one
         for path, (tensors, name, x) in places.items():
             if id(x) not in loaded:
@@ -166,21 +160,17 @@ class _Call:
         recorded = self.capsule.state.get(path)
         if isinstance(recorded, Tensor):
             if recorded.shape != x.shape and not nn.parameter.is_lazy(x):
-                raise ValueError(
-                    f"{path!r} has the shape {list(recorded.shape)} in the capsule and {list(x.shape)} in this model;"
-                    " build the model as the recorded one was built"
-                )
+                shapes = f"{list(recorded.shape)} in the capsule and {list(x.shape)} in this model"
+                raise ValueError(f"{path!r} has the shape {shapes}; {_BUILT}")
             return self._move(recorded)
         if x.is_meta or nn.parameter.is_lazy(x):
-            raise ValueError(
-                f"{path!r} has no values, neither in the capsule nor in this model; load a checkpoint first"
-            )
+            where = "neither in the capsule nor in this model; load a checkpoint first"
+            raise ValueError(f"{path!r} has no values, {where}")
         why = f"without {_left_out(recorded)}" if _left_out(recorded) else f"{path} is not in the capsule"
         self.remarks.append(f"{why}; the model's own values were used")
         return self._move(x)
 
     def arguments(self, module: nn.Module) -> tuple[list[Any], dict[str, Any]]:
-        """Return the positional and the keyword arguments."""
         parameters: Mapping[str, Parameter] = {}
         with suppress(TypeError, ValueError):  # of a forward without one, as of C
             parameters = signature(module.forward).parameters

@@ -171,12 +171,8 @@ class Parser(argparse.ArgumentParser):
     """Parser of a command. Its error for an unknown flag names close ones; argparse lists the words that there are."""
 
     def __init__(self, name: str, description: str, notes: str) -> None:
-        super().__init__(
-            prog=f"nanwatch {name}".rstrip(),
-            description=description,
-            epilog=notes,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        program, form = f"nanwatch {name}".rstrip(), argparse.RawDescriptionHelpFormatter
+        super().__init__(program, description=description, epilog=notes, formatter_class=form)
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and exit with status 2."""
@@ -189,9 +185,8 @@ class Parser(argparse.ArgumentParser):
 def command_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
     """Return the parser of a command that prints for people, or with --json for programs."""
     parser = Parser(name, description, examples)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document on stdout and nothing else"
-    )
+    words = "print one JSON document on stdout and nothing else"
+    parser.add_argument("--json", action="store_true", help=words)
     return parser
 
 
@@ -227,9 +222,8 @@ def imported(spelt: str, option: str) -> Any:
         is_ours = error.__traceback__ is not None and error.__traceback__.tb_next is None
         if not is_ours and (not isinstance(error, ModuleNotFoundError) or error.name != module_name):
             traceback.print_exc()
-        hint = (
-            "; what makes it is called without arguments" if is_ours and isinstance(error, TypeError) else ""
-        )
+        needs_more = is_ours and isinstance(error, TypeError)
+        hint = "; what makes it is called without arguments" if needs_more else ""
         raise UseError(f"{option} {spelt}: {type(error).__name__}: {error}{hint}") from None
 
 

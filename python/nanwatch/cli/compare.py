@@ -63,13 +63,8 @@ def compare_main(arguments: list[str]) -> int:
     parser.add_argument("a", metavar="A", help="the reference, or what makes it; or its trace")
     parser.add_argument("b", metavar="B", help="the other implementation, or what makes it; or its trace")
     parser.add_argument("inputs", metavar="INPUTS", nargs="?", help="the inputs of both, or what makes them")
-    parser.add_argument(
-        "--factor",
-        type=float,
-        default=8.0,
-        metavar="N",
-        help="how many times the noise floor a difference must have (default: %(default)g)",
-    )
+    words = "how many times the noise floor a difference must have (default: %(default)g)"
+    parser.add_argument("--factor", type=float, default=8.0, metavar="N", help=words)
     _add_batches_and_page(parser)
 
     def find(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
@@ -95,20 +90,10 @@ def diff_main(arguments: list[str]) -> int:
     parser = command_parser("diff", what, _DIFF)
     parser.add_argument("a", metavar="A", help="a trace: what watch(trace=...) was given")
     parser.add_argument("b", metavar="B", nargs="?", help="another; without it --batches compares two of A")
-    parser.add_argument(
-        "--rtol",
-        type=float,
-        default=RTOL,
-        help="relative difference of ranges that is equal (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--ignore",
-        nargs="+",
-        action="extend",
-        default=[],
-        choices=KINDS,
-        help="kinds of difference to pass over",
-    )
+    words = "relative difference of ranges that is equal (default: %(default)g)"
+    parser.add_argument("--rtol", type=float, default=RTOL, help=words)
+    words = "kinds of difference to pass over"
+    parser.add_argument("--ignore", nargs="+", action="extend", default=[], choices=KINDS, help=words)
     _add_batches_and_page(parser)
 
     def find(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
@@ -121,13 +106,8 @@ def diff_main(arguments: list[str]) -> int:
 
 
 def _add_batches_and_page(parser: Any) -> None:
-    parser.add_argument(
-        "--batches",
-        nargs=2,
-        type=int,
-        metavar=("N", "M"),
-        help="of traces: batch N of A against batch M of B",
-    )
+    words = "of traces: batch N of A against batch M of B"
+    parser.add_argument("--batches", nargs=2, type=int, metavar=("N", "M"), help=words)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
 
 
@@ -139,15 +119,10 @@ def twice_main(arguments: list[str]) -> int:
     )
     parser = command_parser("twice", what, _TWICE)
     add_script(parser)
-    parser.add_argument(
-        "--batches",
-        type=int,
-        metavar="N",
-        help="end each run after N calls of the model (default: at its end)",
-    )
-    parser.add_argument(
-        "--times", type=int, metavar="N", default=2, help="number of runs to compare (default: %(default)s)"
-    )
+    words = "end each run after N calls of the model (default: at its end)"
+    parser.add_argument("--batches", type=int, metavar="N", help=words)
+    words = "number of runs to compare (default: %(default)s)"
+    parser.add_argument("--times", type=int, metavar="N", default=2, help=words)
     if request := os.environ.pop(VARIABLE, ""):
         run = parser.parse_args(arguments)
         return record(request, lambda: run_script(run.target, run.arguments, is_module=run.m))
@@ -177,22 +152,16 @@ def replay_main(arguments: list[str]) -> int:
     """Run the command and return the exit status."""
     what = "Make the module call in a capsule again and say whether a value is not finite again."
     parser = command_parser("replay", what, _REPLAY)
-    parser.add_argument(
-        "capsule", metavar="CAPSULE", help="a capsule, the failure's folder, or output_dir: the newest in it"
+    words = "a capsule, the failure's folder, or output_dir: the newest in it"
+    parser.add_argument("capsule", metavar="CAPSULE", help=words)
+    words = (
+        "the model, or what makes it when called without arguments; imported from the current directory too."
+        " This runs its code: name only what you trust"
     )
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="PKG.MOD:NAME",
-        help="the model, or what makes it when called without arguments; imported from the current directory too."
-        " This runs its code: name only what you trust",
-    )
+    parser.add_argument("--model", required=True, metavar="PKG.MOD:NAME", help=words)
     parser.add_argument("--device", help="where to run; by default where the recorded call ran, or the CPU")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16", "float64"),
-        help="cast weights and inputs to it, with autocast off; by default as recorded",
-    )
+    words = "cast weights and inputs to it, with autocast off; by default as recorded"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help=words)
     return print_answer(parser, arguments, _replay)
 
 
@@ -206,9 +175,8 @@ def _replay(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
     tell(f"importing {options.model}")
     model = imported(options.model, "--model")
     if not isinstance(model, torch.nn.Module):
-        raise UseError(
-            f"--model {options.model} should be a torch.nn.Module or make one, got {type(model).__name__}"
-        )
+        kind = type(model).__name__
+        raise UseError(f"--model {options.model} should be a torch.nn.Module or make one, got {kind}")
     tell("making the call")
     try:
         done = rerun(capsule, model, options.dtype and getattr(torch, options.dtype), options.device)

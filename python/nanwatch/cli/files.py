@@ -47,38 +47,19 @@ examples:
 
 def show_main(arguments: list[str]) -> int:
     """Run `nanwatch show` and return the exit status."""
-    parser = command_parser(
-        "show", "Print a batch of a trace, a report, the reports of all ranks as one, or black boxes.", _SHOW
-    )
-    parser.add_argument(
-        "paths",
-        metavar="PATH",
-        type=Path,
-        nargs="*",
-        help="a trace, a report.json, a black box, or a folder; without it the black boxes of runs without output_dir",
-    )
+    what = "Print a batch of a trace, a report, the reports of all ranks as one, or black boxes."
+    parser = command_parser("show", what, _SHOW)
+    words = "a trace, a report.json, a black box, or a folder; without it the black boxes of runs without output_dir"
+    parser.add_argument("paths", metavar="PATH", type=Path, nargs="*", help=words)
     parser.add_argument("--ranks", action="store_true", help="merge the reports of several ranks")
     parser.add_argument("--box", action="store_true", help="show the black boxes")
-    parser.add_argument(
-        "--live",
-        action="store_const",
-        const=2,
-        default=0,
-        help="on a terminal look again every 2 s until Ctrl-C",
-    )
-    parser.add_argument(
-        "--format",
-        choices=sorted(FORMS),
-        default="text",
-        help="form of a report on stdout (default: %(default)s)",
-    )
+    words = "on a terminal look again every 2 s until Ctrl-C"
+    parser.add_argument("--live", action="store_const", const=2, default=0, help=words)
+    words = "form of a report on stdout (default: %(default)s)"
+    parser.add_argument("--format", choices=sorted(FORMS), default="text", help=words)
     parser.add_argument("--batch", type=int, metavar="N", help="of a trace: this batch (default: the latest)")
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="PAGE",
-        help="write a page in place of the text; of a trace without --batch a picture of the run",
-    )
+    words = "write a page in place of the text; of a trace without --batch a picture of the run"
+    parser.add_argument("--html", type=Path, metavar="PAGE", help=words)
     return print_answer(parser, arguments, _show)
 
 
@@ -146,11 +127,9 @@ def _newest_report(path: Path) -> Path:
     The last frames of a rank that did not fail, in a folder peer-rank-N, come after every failure.
     """
     for pattern in ("report.json", "*/report.json"):
-        reports = [
-            (not x.parent.name.startswith("peer-"), x.stat().st_mtime_ns, x) for x in path.glob(pattern)
-        ]
-        if reports:
-            return max(reports)[-1]
+        files = [(not x.parent.name.startswith("peer-"), x.stat().st_mtime_ns, x) for x in path.glob(pattern)]
+        if files:
+            return max(files)[-1]
     return path
 
 
@@ -167,9 +146,8 @@ def _is_report(file: Path) -> bool:
     with file.open("rb") as opened:
         start = opened.read(64).lstrip()
     if not start.startswith((b"{", b"PAR1")):
-        raise ValueError(
-            f"{file} is neither a report nor a trace: show reads {_READS}; nanwatch scan reads a checkpoint"
-        )
+        kinds = f"show reads {_READS}; nanwatch scan reads a checkpoint"
+        raise ValueError(f"{file} is neither a report nor a trace: {kinds}")
     return start.startswith(b"{")
 
 
@@ -216,8 +194,8 @@ def _top(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
             "rank": picture.rank,
             "lost_frames": picture.lost_frames,
             "batches": [picture.batches[0][0], picture.batches[-1][0]],  # the first and the last of them
-            "modules": [plain(row) for row in rows],
-            "marks": [plain(mark) for mark in picture.marks],
+            "modules": plain(rows),
+            "marks": plain(picture.marks),
         }
         return json.dumps(document, allow_nan=False, indent=2), 0
     shown_batches = f"; below are the latest {_LATEST:,}" if len(trace.batches) > _LATEST else ""
@@ -231,12 +209,11 @@ def _top(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
 
 
 def _table(rows: list[Row]) -> list[str]:
-    cells = [
-        (bits_words(row.bits), trend_words(row.trend), str(row.batch), f"{row.abs_max:.2e}",
-         str(row.num_failed or ""), row.place)
-        for row in rows
-    ]  # fmt: skip
-    return ["  ".join([f"{cell:>10}" for cell in line[:-1]]) + f"  {line[-1]}" for line in (_COLUMNS, *cells)]
+    table = [_COLUMNS]
+    for row in rows:
+        bits, trend, failed = bits_words(row.bits), trend_words(row.trend), str(row.num_failed or "")
+        table.append((bits, trend, str(row.batch), f"{row.abs_max:.2e}", failed, row.place))
+    return ["  ".join([f"{cell:>10}" for cell in line[:-1]]) + f"  {line[-1]}" for line in table]
 
 
 _FITS = """\
@@ -254,26 +231,13 @@ examples:
 
 def fits_main(arguments: list[str]) -> int:
     """Run `nanwatch fits` and return the exit status."""
-    parser = command_parser(
-        "fits",
-        "Tell whether a format fits what a model computed, and name the narrowest that fits each module.",
-        _FITS,
-    )
+    what = "Tell whether a format fits what a model computed, and name the narrowest that fits each module."
+    parser = command_parser("fits", what, _FITS)
     parser.add_argument("trace", metavar="TRACE", help="a trace: what watch(trace=...) was given")
-    parser.add_argument(
-        "--for",
-        dest="format",
-        choices=FORMATS,
-        metavar="FORMAT",
-        help=f"tell whether this format fits, and where it does not: {', '.join(FORMATS)}",
-    )
-    parser.add_argument(
-        "--margin-bits",
-        type=float,
-        default=1.0,
-        metavar="BITS",
-        help="room to leave, in doublings of the largest value (default: %(default)g)",
-    )
+    words = f"tell whether this format fits, and where it does not: {', '.join(FORMATS)}"
+    parser.add_argument("--for", dest="format", choices=FORMATS, metavar="FORMAT", help=words)
+    words = "room to leave, in doublings of the largest value (default: %(default)g)"
+    parser.add_argument("--margin-bits", type=float, default=1.0, metavar="BITS", help=words)
 
     def find(options: argparse.Namespace, tell: Tell) -> tuple[str, int]:
         margin_bits, name = options.margin_bits, options.format
@@ -309,10 +273,8 @@ def _narrowest(needs: tuple[Need, ...], margin_bits: float) -> list[str]:
 
 def _verdicts(needs: tuple[Need, ...], bad: list[Need], name: str, margin_bits: float) -> list[str]:
     if not bad:
-        return [
-            f"{name}: fits all {len(needs)} outputs and weights of modules. Nothing overflows, even"
-            f" {2**margin_bits:g} times as large."
-        ]
+        grown = f"Nothing overflows, even {2**margin_bits:g} times as large."
+        return [f"{name}: fits all {len(needs)} outputs and weights of modules. {grown}"]
     head = f"{name}: does not fit {len(bad)} of {len(needs)} outputs and weights of modules."
     rows = [f"{need.abs_max:8.2e}  {need.verdicts[name]:<12}  {_of(need)}" for need in bad]
     return [head, "", f"{'largest':>8}  {'verdict':<12}  module", *rows]
@@ -347,11 +309,8 @@ def scan_main(arguments: list[str]) -> int:
     )
     parser = command_parser("scan", description, _SCAN)
     parser.add_argument("files", metavar="FILE", nargs="+", help="the files of one checkpoint, or its folder")
-    parser.add_argument(
-        "--against",
-        metavar="OTHER",
-        help="what became of FILE, the original, such as a conversion: tell which tensors differ, and how far",
-    )
+    words = "what became of FILE, the original, such as a conversion: tell which tensors differ, and how far"
+    parser.add_argument("--against", metavar="OTHER", help=words)
 
     def find(options: argparse.Namespace, tell: Tell) -> tuple[Any, int]:
         result = scan(*options.files, against=options.against, tell=tell)

@@ -93,9 +93,8 @@ def _add_flag(group: argparse._ArgumentGroup, option: Field[Any]) -> None:
         text = "; ".join(filter(None, [text, "may be repeated"]))
     if default not in (None, False, ()):
         text += f" (default: {'on' if default is True else default})"
-    group.add_argument(
-        f"--{option.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text.replace("%", "%%"), **how
-    )
+    name, text = f"--{option.name.replace('_', '-')}", text.replace("%", "%%")
+    group.add_argument(name, default=argparse.SUPPRESS, help=text, **how)
 
 
 # The script

@@ -96,11 +96,9 @@ class ModuleCall:
         sides = [own_tensors(part.module) for part in self.parts or (self,) if part.module is not None]
         if len(sides) < 2:
             return sides[0] if sides else {}
-        return {
-            name: torch.cat([torch.atleast_1d(side[name]).cpu() for side in sides])
-            for name in sides[0]
-            if all(name in side for side in sides) and len({side[name].shape[1:] for side in sides}) == 1
-        }
+        names = (name for name in sides[0] if all(name in side for side in sides))
+        columns = {name: [torch.atleast_1d(side[name]).cpu() for side in sides] for name in names}
+        return {name: torch.cat(x) for name, x in columns.items() if len({part.shape[1:] for part in x}) == 1}
 
     def in_run(self, run: Run) -> ModuleCall | None:
         """Return the same call of another run, or None."""
@@ -186,7 +184,7 @@ def rows_of_both(a: Tensor | None, b: Tensor | None, tokens: Tensor | None) -> t
 class Errors(NamedTuple):
     """Distance of two tensors: relative error of all, each row and the worst, cosine, largest difference of an element.
 
-    Between two models also the noise floor, how many times the floor the error is, and which values were compared.
+    The last three are of two models: the noise floor, the error over the floor, and the places of the values compared.
     """
 
     total: float

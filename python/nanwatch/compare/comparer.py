@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.readable import dtype_name
-from ..trace.result import Comparison, Place
+from ..trace.comparison import Comparison, Place
 from ..util.messages import module_name, plural
 from .calls import MOST_VALUES, SUM, CallPair, Errors, ModuleCall, Run, coarsest, errors_between, rows_of_both
 
@@ -191,10 +191,9 @@ class Comparer:
             return pair, ""
         where = f"in its own code, between {_spell(last)}, which agrees, and {_spell(event)}, which does not"
         spans = [sorted((last[1][side].time(last[0]), pair[side].time(kind))) for side in (0, 1)]
-        innermost = (
-            [call for call in run.values() if call.start <= start and call.end >= end][-1]
-            for run, (start, end) in zip(self.runs, spans, strict=True)
-        )
+        innermost = []
+        for run, (start, end) in zip(self.runs, spans, strict=True):
+            innermost.append([x for x in run.values() if x.start <= start and x.end >= end][-1])
         return CallPair(*innermost), where
 
     def _looks_like(self, event: Event, pair: CallPair) -> list[str]:

@@ -96,11 +96,10 @@ class ModelRuns:
     def __init__(
         self, model: nn.Module, call: Caller | None, inputs: Any, restore: Callable[[], None], most_bytes: int
     ) -> None:
-        # A compiled module comes before the one that it was made of.
-        self.modules = {_plain_path(path): module for path, module in each_module(model)}
-        self.compiled = {_plain_path(path) for path, module in each_module(model) if _is_compiled(module)}
-        self._call, self._inputs = call, inputs
-        self._restore, self._most_bytes = restore, most_bytes
+        modules = [(_plain_path(path), module) for path, module in each_module(model)]
+        self.modules = dict(modules)  # a compiled module comes before the one that it was made of
+        self.compiled = {path for path, module in modules if _is_compiled(module)}
+        self._call, self._inputs, self._restore, self._most_bytes = call, inputs, restore, most_bytes
         restore()
         self.run = self._run(model, None)
         self.dtype = _dtype_of(self.run)
@@ -155,13 +154,12 @@ class ModelRuns:
 
         inputs = _pytree.tree_map_only(Tensor, moved, self._inputs)
         log = _CallLog(self._most_bytes)
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
         with torch.no_grad(), attached(log.wrappers(model)):
             if self._call is not None:
                 self._call(model, inputs)
-            elif isinstance(inputs, Mapping):
-                model(**inputs)
             else:
-                model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+                model(**inputs) if isinstance(inputs, Mapping) else model(*args)
         if (root := log.root) is None:
             raise ValueError(f"no module of the {type(model).__name__} was called: see call_a and call_b")
         return run_of(call for call in log.calls if call is root or root.holds(call))
@@ -209,7 +207,6 @@ class _CallLog:
                 yield TemporaryWrapper(module, partial(self._record, _plain_path(path)))
 
     def _record(self, path: str, wrapper: TemporaryWrapper, args: Any, kwargs: Any) -> Any:
-        """Make and record a call of the wrapper's module."""
         if is_compiling() or threading.get_ident() != self._thread:
             return wrapper.run_inner(args, kwargs)
         module = wrapper.module
@@ -241,9 +238,9 @@ class _CallLog:
                 known = self._copies[x] = version, flat.to("cpu", copy=True)
                 self._left -= known[1].nbytes
             if self._left < 0:
+                hint = "pass fewer tokens, a part of the model, or a larger most_bytes"
                 raise ValueError(
-                    f"the tensors of a run take more than most_bytes={self._most_bytes:,}; pass fewer tokens, a part of"
-                    " the model, or a larger most_bytes"
+                    f"the tensors of a run take more than most_bytes={self._most_bytes:,}; {hint}"
                 )
             copies.append(known[1])
         return copies

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
 from ..records.fields import read
-from ..trace.result import Comparison
+from ..trace.comparison import Comparison
 from ..trace.trace_file import Trace, in_order, sketches
 from ..util.messages import module_name, spell
 from ..util.program import is_in

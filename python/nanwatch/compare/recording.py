@@ -125,9 +125,8 @@ def _stop_clocks() -> None:
     forget_methods = partial(ctypes.pythonapi.PyType_Modified, ctypes.py_object(datetime))
     _undoes.callback(forget_methods)
     _undoes.callback(methods.update, now=methods["now"], utcnow=methods["utcnow"])
-    methods.update(
-        now=classmethod(read), utcnow=classmethod(lambda kind: read(kind, timezone.utc).replace(tzinfo=None))
-    )
+    utcnow = classmethod(lambda kind: read(kind, timezone.utc).replace(tzinfo=None))
+    methods.update(now=classmethod(read), utcnow=utcnow)
     forget_methods()
 
 
@@ -306,12 +305,10 @@ class _Recorder:
         after_steps.add(partial(self._add_parameters, "step"))
 
     def _may_read(self) -> bool:
-        return (
-            self.is_running
-            and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-            and torch._C._functorch.peek_interpreter_stack() is None
-            and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
-        )
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return self.is_running and not (is_traced or is_transformed or is_captured)
 
     def _call(self, module: nn.Module, make: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # A compiler reads this function too; to it the module is itself.

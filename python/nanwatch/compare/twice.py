@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ..trace.result import Comparison, Place
+from ..trace.comparison import Comparison, Place
 from ..util.messages import Tell, first_few, plural, silent, spell
 from .recording import TRIALS, Recording, TensorPrint
 
@@ -74,12 +74,9 @@ def twice(
         if difference is None and first.error:
             raise RuntimeError(f"the runs are bit-equal, but each ended by {first.error}")
         facts = [] if difference is None else _facts(run, difference, batches, tell)
-    remarks = []
-    if unread := [tensor for tensor in first.tensors if "not compared" in tensor.form]:
-        words = f"the first {unread[0].label}: {unread[0].form}"
-        remarks.append(f"{len(unread):,} tensors could not be compared, {words}")
-    if first.error:
-        remarks.append(f"the run ended by {first.error}")
+    unread = [f"{tensor.label}: {tensor.form}" for tensor in first.tensors if "not compared" in tensor.form]
+    remarks = [f"{len(unread):,} tensors could not be compared, the first {words}" for words in unread[:1]]
+    remarks += [f"the run ended by {first.error}"] if first.error else []
     headline, place = f"Repeatable: {times} runs of {name} are bit-equal", None
     if difference is not None:
         tensor = difference[1]
@@ -183,9 +180,7 @@ def _run(
         environment |= TRIALS[trial].environment
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     interpreter = [sys.executable, *flags, "-m", "nanwatch", "twice", *command]
-    done = subprocess.run(
-        interpreter, env=environment, capture_output=True, text=True, errors="replace", check=False
-    )
+    done = subprocess.run(interpreter, env=environment, capture_output=True, text=True, errors="replace")
     last = done.stderr.strip().rpartition("\n")[2] or "it printed nothing on stderr"
     if not file.exists():
         raise RuntimeError(f"the script ended by status {done.returncode}: {last}")

@@ -23,14 +23,14 @@ from ..util.messages import module_name, visible
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.floating[Any]]]"
 
-# Looks: at batches 0, 1, 2, 4, 8 and every 16th, from batch 1,024 on after a 64th of the run, at most 64 batches apart.
-# More often where the line through the latest two points ends soon. The further looks are at most 32 and one in eight
-# batches. A look takes 0.2 to 0.3 ms, which in every 16th batch is a quarter of the cost of watching a small MLP.
+# The forecaster looks at batches 0, 1, 2, 4, 8 and every 16th, from batch 1,024 on after a 64th of the run, at most 64
+# batches apart. It looks more often where the line through the latest two points ends soon: at most 32 times and in one
+# of eight batches. A look takes 0.2 to 0.3 ms, in every 16th batch a quarter of the cost of watching a small MLP.
 _EVERY, _LONGEST = 16, 64
 _FURTHER, _FURTHER_A_BATCH = 32, 1 / 8
 _LOOKS_TO_END = 32
-# Points of a line: the latest 16 or 24, whichever gives the narrowest interval. Noise asks for more of them, growth
-# that bends for fewer.
+# A line goes through the latest 16 or 24 points, whichever gives the narrowest interval. Noise asks for more points,
+# and growth that bends for fewer.
 _POINTS, _FEWEST = (16, 24), 10
 # An interval is so many standard deviations to either side, and a share of the time that is left.
 _DEVIATIONS, _LEAST_SHARE = 2.0, 0.15
@@ -113,9 +113,8 @@ class Forecaster:
             self.history.add_names(names)
             self._dtypes += [dtype for _, _, dtype in names]
             known = [None if label.startswith("input[") else limits(dtype) for _, label, dtype in names]
-            self._ends = np.append(
-                self._ends, [nan if ends is None else log2(ends.largest) for ends in known]
-            )
+            bits = [nan if ends is None else log2(ends.largest) for ends in known]
+            self._ends = np.append(self._ends, bits)
 
     def end(self, batch: int, values: bytes) -> Forecast | None:
         """Take the values of a batch as Recorder.take_peaks gives them. Return the forecast that is new, if any."""
@@ -250,9 +249,8 @@ def _quantiles(values: Floats, fewest: int, *parts: float) -> list[Floats]:
     ordered, count = np.sort(values, axis=0), np.isfinite(values).sum(axis=0)
     is_enough = count >= fewest
     last, columns = np.where(is_enough, count, 1) - 1, np.arange(values.shape[1])
-    return [
-        np.where(is_enough, ordered[np.round(part * last).astype(np.intp), columns], nan) for part in parts
-    ]
+    rows = (np.round(part * last).astype(np.intp) for part in parts)
+    return [np.where(is_enough, ordered[row, columns], nan) for row in rows]
 
 
 def _usual_bits(before: Floats) -> tuple[Floats, Floats, Floats, Floats]:
@@ -339,7 +337,5 @@ class PeakHistory:
             for place in np.flatnonzero(~is_here & np.isfinite(before).all(axis=0)):
                 far[place] = inf if self.names[place][0] in called else 0.0
         values, usual = (np.nan_to_num(np.exp2(bits)) for bits in (latest, level))
-        return [
-            Departure(*self.names[place], float(values[place]), float(usual[place]), float(far[place]))
-            for place in np.flatnonzero(far >= CHANGED)
-        ]
+        numbers = np.stack((values, usual, far), 1).astype(float).tolist()
+        return [Departure(*self.names[place], *numbers[place]) for place in np.flatnonzero(far >= CHANGED)]

@@ -35,7 +35,7 @@ Key: TypeAlias = tuple[str, str]  # module and label
 _FACTOR = 8
 # A bias or a LoRA matrix grows from 0 by any factor. Growth counts from here on.
 _LEAST = 0.1
-# Fewer have no middle from which one could be far.
+# With fewer siblings their median says nothing.
 _LEAST_SIBLINGS = 4
 _NUMBER = re.compile(r"\d+")
 
@@ -104,13 +104,10 @@ class Suspicion:
         if (grown := grown_most(first, latest)) is not None:
             suspects[grown] = Suspect(*grown, latest[grown], first=first[grown])
         if (apart := max(apart_from_siblings(latest), key=itemgetter(0), default=None)) is not None:
-            _, key, group, siblings = apart
-            suspects[key] = replace(
-                suspects.get(key) or Suspect(*key, latest[key]),
-                siblings=group,
-                num_siblings=len(siblings),
-                median=median(siblings),
-            )
+            _, key, pattern, siblings = apart
+            middle, count = median(siblings), len(siblings)
+            suspect = suspects.get(key) or Suspect(*key, latest[key])
+            suspects[key] = replace(suspect, siblings=pattern, num_siblings=count, median=middle)
         return tuple(suspects.values())
 
     def _of_weights(self, frames: Iterable[Frame]) -> tuple[dict[Key, float], dict[Key, float]]:
@@ -148,10 +145,8 @@ class Suspicion:
         model, called = self._model(), self.called
         if model is None or not called:
             return ()
-        with (
-            suppressing("the modules that were never called could not be told"),
-            torch._C.DisableTorchFunction(),
-        ):
+        reason = "the modules that were never called could not be told"
+        with suppressing(reason), torch._C.DisableTorchFunction():
             called |= {frame.name for frame in frames}
             return tuple(self._never_called(model, called, observes))
         return ()
@@ -159,14 +154,13 @@ class Suspicion:
     def _never_called(
         self, model: nn.Module, called: set[str], observes: Callable[[str], bool]
     ) -> Iterator[str]:
-        parameters = ((item, item.module._parameters.values()) for item in named_modules(model))
-        named = [
-            (item, weights) for item, each in parameters if (weights := [x for x in each if x is not None])
-        ]
-        may_be_meant = [pair for pair in named if pair[0].name not in called and observes(pair[0].name)]
-        uncalled = [
-            pair for pair in may_be_meant if is_recorded(pair[0].module) and may_be_called(pair[0].module)
-        ]
+        named, uncalled = [], []
+        for item in named_modules(model):
+            if weights := [x for x in item.module._parameters.values() if x is not None]:
+                named.append((item, weights))
+                is_meant = item.name not in called and observes(item.name)
+                if is_meant and is_recorded(item.module) and may_be_called(item.module):
+                    uncalled.append((item, weights))
         if not uncalled:  # most models: no tensor is asked for anything
             return
         # A weight may be shared with a module that was called.

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from math import isfinite, log2, sqrt
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,19 +26,7 @@ from ..recording.events import Event, PeakName, Recorder
 from ..report.events import Cause, Departure, SpikeReport
 from ..util.job import rank
 from ..util.messages import is_due, spell, suppressed, warn_user
-from .forecast import (
-    LEAST,
-    LEAST_BITS,
-    LEVEL,
-    OF_CALL,
-    OF_DISTANCE,
-    OF_QUANTILE,
-    WINDOW,
-    Floats,
-    PeakHistory,
-)
-
-_T = TypeVar("_T")
+from .forecast import LEAST, LEAST_BITS, LEVEL, OF_CALL, OF_DISTANCE, OF_QUANTILE, WINDOW, Floats, PeakHistory
 
 # Jumps within so many steps belong to one spike.
 _EPISODE = 16
@@ -52,15 +40,13 @@ _RATE_FACTOR, _RATE_STEPS, _RATE_LASTS = 3.0, 16, 32
 _MOST_OPTIMIZERS = 4
 
 
-def _harmless(method: Callable[..., _T]) -> Callable[..., _T | None]:
+def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
     """Let an exception of the method end the search for spikes, by one warning, and not the user's run."""
 
     @functools.wraps(method)
-    def safe(self: SpikeWatch, *args: Any) -> _T | None:
-        if not self._backward_starts.active:  # removed, or something went wrong
-            return None
-        try:
-            return method(self, *args)
+    def safe(self: SpikeWatch, *args: Any) -> Any:
+        try:  # not after `remove`, or once something went wrong
+            return method(self, *args) if self._backward_starts.active else None
         except Exception as error:
             suppressed("spikes could not be looked for")
             self.remove()
@@ -82,7 +68,6 @@ class _Track:
         self._rate_jump: tuple[int, tuple[float, float]] | None = None
 
     def add_names(self, forward: Sequence[PeakName], backward: Sequence[PeakName]) -> None:
-        """Add the tensors that are new here."""
         self.forward.add_names(forward[len(self.forward.names) :])
         start = len(self.backward.names)
         self.backward.add_names(backward[start:])
@@ -258,8 +243,8 @@ def cause_of(
 ) -> tuple[Cause, Departure | None]:
     """Return the class of the first signal that left its history, and the tensor that shows it.
 
-    The learning rate comes before the tensors of the forward, in their order, and these before the gradients. Of
-    these none changes the loss of its own step.
+    The learning rate comes before the tensors of the forward, in their order, and these before the gradients. No
+    gradient changes the loss of its own step.
     """
     if rates is not None:
         return "learning rate", next(iter(forward), None)

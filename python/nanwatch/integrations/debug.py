@@ -65,7 +65,6 @@ class _PrintedCall(NamedTuple):
         return rows
 
     def text(self, rows: list[Record]) -> str:
-        """Return the lines of the call, with the header above it."""
         plain = [row._replace(note=None) if row.is_excused else row for row in rows]
         lines = [*self.header, text.frame_line(self.name, self.class_name)]
         return "\n".join(lines + [text.record_line(row) for row in plain])
@@ -89,12 +88,11 @@ class _DebugEvents(EventDispatch):
             raise NonFiniteError(debug._watch.report())
 
     def on_batch_end(self, batch: int, completed: bool) -> None:
-        """End the run when asked to."""
         super().on_batch_end(batch, completed)
         debug = self._debug()
         limit = None if debug is None else debug.abort_after_batch_num
         if completed and debug is not None and limit is not None and debug.batch_number > limit:
-            raise BatchLimitError(debug.batch_number - 1, "abort_after_batch_num")
+            raise BatchLimitError(debug.batch_number - 1)
 
 
 class DebugWatch(Watch):
@@ -143,10 +141,8 @@ class DebugUnderflowOverflow:
         abort_after_batch_num: int | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            kind = type(model).__name__
-            raise TypeError(
-                f"DebugUnderflowOverflow needs a torch.nn.Module, got {kind}; pass the model itself"
-            )
+            needed = "DebugUnderflowOverflow needs a torch.nn.Module"
+            raise TypeError(f"{needed}, got {type(model).__name__}; pass the model itself")
         if max_frames_to_save is not None:
             max_frames_to_save = whole("max_frames_to_save", max_frames_to_save, 0, sys.maxsize)
         if abort_after_batch_num is not None:
@@ -174,9 +170,8 @@ class DebugUnderflowOverflow:
         self._watch = DebugWatch(watched, options, events=_DebugEvents(self))
         self._watch._batch_ends.active = abort_after_batch_num is not None
         self._recorder = self._watch._recorder
-        self._recorded = {
-            module: with_utf8(name) for module, name in module_names(watched).items() if is_recorded(module)
-        }
+        names = module_names(watched).items()
+        self._recorded = {module: with_utf8(name) for module, name in names if is_recorded(module)}
         self._handles = [module.register_forward_hook(self.forward_hook) for module in self.module_names]
 
     def __reduce__(self) -> Any:
@@ -191,10 +186,9 @@ class DebugUnderflowOverflow:
         kept, frames = self._recorder.frames_since(number)
         first = kept - len(frames)
         for call in list(self._saved):
-            frames_of_call = (
-                frame for frame in frames[max(0, call.number - first) :] if frame.name == call.recorded
-            )
-            rows = call.rows or ((frame := next(frames_of_call, None)) and call.shown(frame))
+            later = frames[max(0, call.number - first) :]
+            frame = next((frame for frame in later if frame.name == call.recorded), None)
+            rows = call.rows or (frame and call.shown(frame))
             texts += [] if rows is None else [call.text(rows)]
         return texts
 
@@ -240,9 +234,8 @@ class DebugUnderflowOverflow:
             rows += [observe(x, label, role) for x, label, role in _values(args, output)]
         values = [(label, role, type(x)) for x, label, role in _values(args, output)]
         number = self._recorder.frames_kept
-        self._latest = call = _PrintedCall(
-            self._header, self.module_names[module], type(module).__name__, recorded, number, values, rows
-        )
+        names = self.module_names[module], type(module).__name__
+        self._latest = call = _PrintedCall(self._header, *names, recorded, number, values, rows)
         self._header = []
         if is_traced:
             self.reset_saved_frames()
@@ -300,12 +293,10 @@ def _print_kinds(rows: list[Record]) -> bool:
 
 
 def _print_kind(label: str, health: TensorHealth) -> bool:
-    num_inf = health.num_posinf + health.num_neginf
-    if health.num_nan:
-        print(f"{label} has nans")
-    if num_inf:
-        print(f"{label} has infs")
-    return bool(health.num_nan or num_inf)
+    kinds = {"nans": health.num_nan, "infs": health.num_posinf + health.num_neginf}
+    for kind in filter(kinds.get, kinds):
+        print(f"{label} has {kind}")
+    return any(kinds.values())
 
 
 def _values(args: Any, output: Any) -> Iterator[tuple[Any, str, Role]]:
@@ -360,11 +351,9 @@ def _swap() -> None:
     trainer = sys.modules[_TRAINER]
     if hasattr(trainer, _NAME):
         _trainer.replace(trainer, _NAME, TrainerDebug)
-        return
-    warn_user(
-        f"nanwatch found no {_NAME} in {_TRAINER}, so --debug underflow_overflow stays as it is;"
-        " use nanwatch.integrations.transformers.NanWatchCallback"
-    )
+    else:
+        why = f"nanwatch found no {_NAME} in {_TRAINER}, so --debug underflow_overflow stays as it is"
+        warn_user(f"{why}; use nanwatch.integrations.transformers.NanWatchCallback")
 
 
 _trainer = Changes(_TRAINER, _swap)

@@ -109,9 +109,7 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
         self.stop()
 
     def _log(self, trainer: Any) -> None:
-        least = self._headroom.take()
-        if least is None:
-            return
-        self.least = least
-        for logger in trainer.loggers:
-            logger.log_metrics({HEADROOM: least.bits}, step=trainer.global_step)
+        if (least := self._headroom.take()) is not None:
+            self.least = least
+            for logger in trainer.loggers:
+                logger.log_metrics({HEADROOM: least.bits}, step=trainer.global_step)

@@ -115,10 +115,7 @@ class ServedModel:
     @classmethod
     def of(cls, host: Any) -> Any:
         """Return the watched model of a worker or runner, made the first time."""
-        served = vars(host).get("_nanwatch")
-        if served is None:
-            served = host._nanwatch = cls()
-        return served
+        return vars(host).get("_nanwatch") or vars(host).setdefault("_nanwatch", cls())
 
     def start(self, model: nn.Module) -> None:
         """Watch `model`, unless it is watched already or could not be. An error is logged, and serving goes on."""
@@ -241,20 +238,16 @@ class VllmModel(ServedModel):
         batch = getattr(runner.execute_model_state, "input_batch", None) or runner.input_batch
         cached = scheduled.scheduled_cached_reqs
         progress = {new.req_id: (new.num_computed_tokens, 0) for new in scheduled.scheduled_new_reqs}
-        progress |= zip(
-            cached.req_ids,
-            zip(cached.num_computed_tokens, cached.num_output_tokens, strict=False),
-            strict=False,
-        )
+        numbers = zip(cached.num_computed_tokens, cached.num_output_tokens, strict=False)
+        progress |= zip(cached.req_ids, numbers, strict=False)
         size = worker.vllm_config.cache_config.block_size
         shares = []
         for request in batch.req_ids:
             if (num_tokens := scheduled.num_scheduled_tokens.get(request)) is not None:
                 position, num_outputs = progress[request]
                 phase: Phase = "decode" if num_outputs else "prefill"
-                shares.append(
-                    Share(request, phase, num_tokens, position, self._blocks.get(request, ()), size)
-                )
+                blocks = self._blocks.get(request, ())
+                shares.append(Share(request, phase, num_tokens, position, blocks, size))
         return shares
 
 
@@ -334,8 +327,6 @@ def _sglang_shares(batch: Any) -> list[Share]:
     if batch.forward_mode.is_extend():
         rows = zip(requests, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=False)
         return [Share(request, "prefill", num_tokens, position) for request, num_tokens, position in rows]
-    lengths = (None,) * len(requests) if batch.seq_lens_cpu is None else batch.seq_lens_cpu.tolist()
-    return [
-        Share(request, "decode", 1, 0 if length is None else length - 1)
-        for request, length in zip(requests, lengths, strict=False)
-    ]
+    lengths = (1,) * len(requests) if batch.seq_lens_cpu is None else batch.seq_lens_cpu.tolist()
+    pairs = zip(requests, lengths, strict=False)
+    return [Share(request, "decode", 1, length - 1) for request, length in pairs]

@@ -199,7 +199,7 @@ class OriginConsensus:
     def _watch(self, store: Any) -> None:
         chance = random.Random(self.rank)  # not the one that a training run draws from
         while not store.check([FIRST]):
-            # Not all ranks of a job at the same moment.
+            # The ranks of a job ask at different moments.
             interval = _SETTLING[0] if self._settles else _INTERVAL * chance.uniform(0.75, 1.25)
             if not self._pause(store, interval):
                 return
@@ -301,9 +301,8 @@ class _JobConsensus(OriginConsensus):
             return waits and bool(store.check([FIRST]))
         except RuntimeError as error:
             if self._may_wait:
-                warn_user(
-                    f"nanwatch: steps wait for the other ranks no more: {spell(error)}", may_raise=False
-                )
+                words = f"steps wait for the other ranks no more: {spell(error)}"
+                warn_user(f"nanwatch: {words}", may_raise=False)
             self._may_wait = False
             return False
 
@@ -378,12 +377,10 @@ class _Job:
         return self.consensus
 
     def leave_if_last(self) -> None:
-        """End the consensus if no watch is left."""
         if not self.coordinators:
             self.end()
 
     def end(self) -> None:
-        """End the consensus, if there is one."""
         if self.consensus is not None:
             with self.lock:
                 consensus, self.consensus = self.consensus, None
@@ -454,7 +451,9 @@ class RankCoordinator:
         consensus = _job.consensus
         if consensus is None or not self._is_open or error is None or isinstance(error, NonFiniteError):
             return
-        if id(error) != _job.waited_for and _is_of_collective(error):
+        is_told = isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+        is_of_collective = is_told or isinstance(error, torch.distributed.DistError)
+        if is_of_collective and id(error) != _job.waited_for:
             _job.waited_for = id(error)
             until = time.monotonic() + _NEWS
             while not consensus.pending() and not consensus.trouble and time.monotonic() < until:
@@ -467,11 +466,6 @@ class RankCoordinator:
         self._is_open = False
         _job.coordinators.discard(self)
         _job.leave_if_last()
-
-
-def _is_of_collective(error: BaseException) -> bool:
-    is_distributed = isinstance(error, torch.distributed.DistError)
-    return is_distributed or (isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS))
 
 
 def _part(model: nn.Module) -> str:

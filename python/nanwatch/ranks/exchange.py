@@ -27,6 +27,7 @@ from .consensus import default_store, own_store, process_group
 
 Ranks: TypeAlias = tuple[int, ...]
 Verdict: TypeAlias = dict[str, Any]
+Judge: TypeAlias = "Callable[[list[Side]], Verdict]"
 
 _KEPT = 8  # checks whose values are kept. Ranks that are further apart are not compared.
 _LOOKS = 16  # steps after a check at which a rank asks for differences
@@ -47,9 +48,6 @@ class Side(NamedTuple):
     ranks: list[tuple[int, str]]
     values: dict[str, int]
     more: dict[str, Any]
-
-
-Judge: TypeAlias = Callable[[list[Side]], Verdict]
 
 
 class _Check(NamedTuple):

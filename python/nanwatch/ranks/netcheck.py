@@ -56,7 +56,6 @@ class _Check:
         self._news, self._is_done, self._ending = "", False, threading.Lock()
 
     def run(self) -> NoReturn:
-        """Run all steps and end the process."""
         self._begin(f"store at {self._master[0]} port {self._master[1]}")
         threading.Thread(target=self._watch_clock, daemon=True).start()
         try:

@@ -179,17 +179,11 @@ class ReplicaWatch:
 
     def _judged(self, number: int, ranks: Ranks, verdict: Verdict) -> None:
         if names := verdict.pop("names"):
-            difference = ReplicaDifference(
-                step=number * self._every,
-                equal_at=(number - 1) * self._every,
-                tensors=tuple(names[:_MOST_NAMES]),
-                num_tensors=len(names),
-                size=len(ranks),
-                batch=self._batch,
-                ranks=tuple(verdict.pop("ranks")),
-                hosts=tuple(verdict.pop("hosts")),
-                **verdict,
-            )
+            verdict |= {"tensors": tuple(names[:_MOST_NAMES]), "num_tensors": len(names)}
+            verdict |= {name: tuple(verdict[name]) for name in ("ranks", "hosts")}
+            verdict |= {"size": len(ranks), "batch": self._batch}
+            steps = number * self._every, (number - 1) * self._every
+            difference = ReplicaDifference(*steps, **verdict)
             self.differences.append(difference)
             self._tell(difference)
 
@@ -247,13 +241,10 @@ def judge_steps(sides: list[Side]) -> Verdict:
     if verdict["is_over"] or len({side.more["forwards"] for side in sides}) > 1:
         return verdict
     names = dict.fromkeys(name for side in sides for name in side.values)
+    del names["step "]
     before = [{name: WeightPrint(*x) for name, x in side.more["before"].items()} for side in sides]
-    both = list(zip(sides, before, strict=True))
-    pairs: dict[str, _Pairs] = {
-        name: [(side.values.get(name), known.get(name)) for side, known in both]
-        for name in names
-        if name != "step "
-    }
+    both = [(side.values, known) for side, known in zip(sides, before, strict=True)]
+    pairs: dict[str, _Pairs] = {name: [(now.get(name), was.get(name)) for now, was in both] for name in names}
     parted = [name for name, each in pairs.items() if len({now for now, _ in each}) > 1]
     causes = {name: cause for name in parted if (cause := _cause(pairs[name], sides)) is not None}
     moved = {name for name, each in pairs.items() if any(was and was.hash != now for now, was in each)}

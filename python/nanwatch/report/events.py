@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from ..records.fields import body_of, parsed, plain, read
@@ -109,17 +108,12 @@ class Suspect:
         """Yield the lines of a report."""
         magnitude = f"abs max of `{self.label}` of {module_name(self.module)}"
         if self.first is not None:
-            yield Fact(
-                "Grew",
-                f"{magnitude} from {self.first:.3g} to {self.abs_max:.3g} since the watch began: look at the learning"
-                " rate, at weight decay and at the clipping of gradients.",
-            )
+            growth = f"{magnitude} from {self.first:.3g} to {self.abs_max:.3g} since the watch began"
+            causes = "the learning rate, at weight decay and at the clipping of gradients"
+            yield Fact("Grew", f"{growth}: look at {causes}.")
         if self.siblings and self.median is not None:
-            yield Fact(
-                "Apart",
-                f"{magnitude} is {self.abs_max:.3g}, the median of the {self.num_siblings} other {self.siblings} is"
-                f" {self.median:.3g}.",
-            )
+            rest = f"the median of the {self.num_siblings} other {self.siblings} is {self.median:.3g}"
+            yield Fact("Apart", f"{magnitude} is {self.abs_max:.3g}, {rest}.")
 
 
 SPIKE_SCHEMA, SPIKE_VERSION = "nanwatch.spike", 2
@@ -198,9 +192,8 @@ class SpikeReport(InNotebook):
     @property
     def headline(self) -> str:
         """The line that names what jumped."""
-        return f"spike in batch {self.batch}: " + "; ".join(
-            f"{jump.label} {jump.numbers}" for jump in self.jumps
-        )
+        jumps = "; ".join([f"{jump.label} {jump.numbers}" for jump in self.jumps])
+        return f"spike in batch {self.batch}: {jumps}"
 
     @property
     def summary(self) -> str:
@@ -249,10 +242,10 @@ class SpikeReport(InNotebook):
     def to_html(self) -> str:
         """Return the report as one page of HTML without a script. Raises ImportError without jinja2."""
         departures = [("forward", x) for x in self.forward] + [("backward", x) for x in self.backward]
-        rows = [
-            [phase, module_name(x.module), x.label, *(f"{n:.3g}" for n in (x.value, x.usual, x.deviations))]
-            for phase, x in departures[:_MOST_ROWS]
-        ]
+        rows = []
+        for phase, x in departures[:_MOST_ROWS]:
+            numbers = [f"{number:.3g}" for number in (x.value, x.usual, x.deviations)]
+            rows.append([phase, module_name(x.module), x.label, *numbers])
         columns = dict.fromkeys(("phase", "module", "tensor"), TEXT)
         columns |= dict.fromkeys(("abs max", "usually", "deviations"), NUMBER)
         rest = len(departures) - _MOST_ROWS
@@ -271,119 +264,117 @@ def read_spike(document: Any) -> SpikeReport:
 
 # Each kind with its headline and its cure. Formats take the numbers of the finding. docs/updates.md lists them. What
 # follows a colon tells several forms of one kind apart.
-KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "no-gradient": (
-            "gets no gradient (`.grad` is None), though its module was called: it is unused, or cut off from the loss",
-            "Look for detach(), .data, torch.no_grad() or .item() between it and the loss, for a checkpointed block"
-            " whose inputs need no gradient, and for zero_grad() between backward and step.",
-        ),
-        "zero-gradient": (
-            "gets a gradient that is exactly 0",
-            "Look for a factor of 0 in the loss, for units that are all dead, for zero_grad() after the backward.",
-        ),
-        "not-in-optimizer": (
-            "gets a gradient and is in no optimizer",
-            "Make the optimizer after the last layer is in place, from model.parameters(), or add the weight with"
-            " add_param_group. What is to stay frozen says requires_grad_(False).",
-        ),
-        "not-stepped": (
-            "is not stepped: its learning rate is 0",
-            "Print the groups' lr and the scheduler's factor: an integer division or a schedule that is over gives 0.",
-        ),
-        "not-stepped:skipped": (
-            "is not stepped: the GradScaler skips its steps, also with the scale {scale:.3g}",
-            "Its gradients are inf or nan by themselves. watch(gradients=True) says where they become so.",
-        ),
-        "absorbed": (
-            "stays as it is in {absorbed:.0%} of its elements, because their updates round away",
-            "Keep the weights in float32 under torch.autocast, keep a float32 master copy, or round stochastically:"
-            " {float32:.0%} of the elements would move in float32, {stochastic:.0%} a step with stochastic rounding.",
-        ),
-        "absorbed:state": (
-            "is rounded to 16 bits between steps, or its moments are: {absorbed:.0%} of the elements stay as they are",
-            "Keep weights and the optimizer's state in float32 between steps, or round stochastically.",
-        ),
-        "frozen-moved": (
-            "is frozen (requires_grad=False, or Audit(frozen=)), and the step writes it",
-            "Freeze before the optimizer is made and give it only what is trained, or set .grad to None when freezing:"
-            " an old gradient, momentum and weight decay go on.",
-        ),
-        "frozen-moved:statistics": (
-            "has frozen weights, and its running statistics go on",
-            "Call .eval() on the frozen part after each model.train().",
-        ),
-        "tie-broken": (
-            "is a second copy of a weight that was tied",
-            "Assign one Parameter to both modules (model.tie_weights()) after loading, before the optimizer is made.",
-        ),
-        "other-module-trained": (
-            "is not trained: the optimizer holds the weights of another module of the same shapes",
-            "Make the optimizer from the parameters of the model that computes the loss, after every copy, .to() of a"
-            " copy, or wrapper.",
-        ),
-        "other-module-trained:copy": (
-            "is in the optimizer and never called, and the module that it is a copy of is trained in its place",
-            "Call the copy, or give the optimizer the module that is called, and freeze the other.",
-        ),
-        "not-reduced": (
-            "was equal on all ranks, and is stepped with gradients that are not",
-            "Call the DistributedDataParallel wrapper and not the module in it, wrap after the last .to(), and look at"
-            " the process group and the list of weights that gradients are reduced over.",
-        ),
-        "rank-lost": (
-            "was equal on all ranks, and is stepped with a gradient of 0 on rank {rank:.0f}, unlike on others",
-            "Look at this rank's batch, and check its links: `torchrun -m nanwatch.netcheck`.",
-        ),
-        "clipping:one-rank": (
-            "was equal on all ranks, and its gradient has another norm on some of them",
-            "Clip or scale by one factor on all ranks: from the norm over all shards, after the reduction.",
-        ),
-        "accumulation": (
-            "gets the gradients of {backwards:.0f} backwards a step, whose losses are means over {least:.0f} to"
-            " {most:.0f} elements",
-            "Sum the losses, and divide by the number of elements of all backwards of the step.",
-        ),
-        "clipping": (
-            "is stepped with a gradient norm of {norm:.3g}, though it was clipped to {max_norm:.3g}",
-            "Clip between the last backward (with a GradScaler: scaler.unscale_) and the step, and pass a list, not a"
-            " generator that was used before.",
-        ),
-        "clipping:to-zero": (
-            "is stepped with a gradient of 0, because its norm of {norm:.3g} was clipped to {max_norm:.3g}",
-            "Skip the step where the norm is inf: clip_grad_norm_(..., error_if_nonfinite=True) raises there.",
-        ),
-        "clipping:below-eps": (
-            "is stepped with gradients below the optimizer's eps: a norm of {norm:.3g} was clipped to {max_norm:.3g}",
-            "Raise max_norm, or lower the optimizer's eps.",
-        ),
-        "clipping:each-backward": (
-            "is clipped after each backward of a step: to {max_norm:.3g} before all gradients are there",
-            "Clip once, between the last backward and the step.",
-        ),
-        "missing-zero-grad": (
-            "is stepped with gradients of earlier steps, or of another optimizer's backward, in `.grad`",
-            "Call optimizer.zero_grad() once before the backward of each step, on the optimizer that steps.",
-        ),
-        "not-unscaled": (
-            "is used with a gradient that still has the loss scale of {scale:.0f}",
-            "Call scaler.step(optimizer) in place of optimizer.step(), and scaler.unscale_(optimizer) before clipping.",
-        ),
-        "not-unscaled:other": (
-            "gets a loss times the scale {scale:.6g}, and is stepped with its gradient divided by {divisor:.6g}",
-            "Divide by the scale that the loss was multiplied by, and change the scale after the step.",
-        ),
-        "train-mode-wrong": (
-            "is trained in evaluation mode: dropout and batch norm do not train",
-            "Call model.train() after each evaluation, and after from_pretrained(), which returns a model in evaluation"
-            " mode.",
-        ),
-        "eval-mode-wrong": (
-            "is evaluated in training mode: dropout is active, and batch norm takes statistics of the evaluation",
-            "Call model.eval() before the evaluation and model.train() after it.",
-        ),
-    }
-)
+KINDS: Mapping[str, tuple[str, str]] = {
+    "no-gradient": (
+        "gets no gradient (`.grad` is None), though its module was called: it is unused, or cut off from the loss",
+        "Look for detach(), .data, torch.no_grad() or .item() between it and the loss, for a checkpointed block"
+        " whose inputs need no gradient, and for zero_grad() between backward and step.",
+    ),
+    "zero-gradient": (
+        "gets a gradient that is exactly 0",
+        "Look for a factor of 0 in the loss, for units that are all dead, for zero_grad() after the backward.",
+    ),
+    "not-in-optimizer": (
+        "gets a gradient and is in no optimizer",
+        "Make the optimizer after the last layer is in place, from model.parameters(), or add the weight with"
+        " add_param_group. What is to stay frozen says requires_grad_(False).",
+    ),
+    "not-stepped": (
+        "is not stepped: its learning rate is 0",
+        "Print the groups' lr and the scheduler's factor: an integer division or a schedule that is over gives 0.",
+    ),
+    "not-stepped:skipped": (
+        "is not stepped: the GradScaler skips its steps, also with the scale {scale:.3g}",
+        "Its gradients are inf or nan by themselves. watch(gradients=True) says where they become so.",
+    ),
+    "absorbed": (
+        "stays as it is in {absorbed:.0%} of its elements, because their updates round away",
+        "Keep the weights in float32 under torch.autocast, keep a float32 master copy, or round stochastically:"
+        " {float32:.0%} of the elements would move in float32, {stochastic:.0%} a step with stochastic rounding.",
+    ),
+    "absorbed:state": (
+        "is rounded to 16 bits between steps, or its moments are: {absorbed:.0%} of the elements stay as they are",
+        "Keep weights and the optimizer's state in float32 between steps, or round stochastically.",
+    ),
+    "frozen-moved": (
+        "is frozen (requires_grad=False, or Audit(frozen=)), and the step writes it",
+        "Freeze before the optimizer is made and give it only what is trained, or set .grad to None when freezing:"
+        " an old gradient, momentum and weight decay go on.",
+    ),
+    "frozen-moved:statistics": (
+        "has frozen weights, and its running statistics go on",
+        "Call .eval() on the frozen part after each model.train().",
+    ),
+    "tie-broken": (
+        "is a second copy of a weight that was tied",
+        "Assign one Parameter to both modules (model.tie_weights()) after loading, before the optimizer is made.",
+    ),
+    "other-module-trained": (
+        "is not trained: the optimizer holds the weights of another module of the same shapes",
+        "Make the optimizer from the parameters of the model that computes the loss, after every copy, .to() of a"
+        " copy, or wrapper.",
+    ),
+    "other-module-trained:copy": (
+        "is in the optimizer and never called, and the module that it is a copy of is trained in its place",
+        "Call the copy, or give the optimizer the module that is called, and freeze the other.",
+    ),
+    "not-reduced": (
+        "was equal on all ranks, and is stepped with gradients that are not",
+        "Call the DistributedDataParallel wrapper and not the module in it, wrap after the last .to(), and look at"
+        " the process group and the list of weights that gradients are reduced over.",
+    ),
+    "rank-lost": (
+        "was equal on all ranks, and is stepped with a gradient of 0 on rank {rank:.0f}, unlike on others",
+        "Look at this rank's batch, and check its links: `torchrun -m nanwatch.netcheck`.",
+    ),
+    "clipping:one-rank": (
+        "was equal on all ranks, and its gradient has another norm on some of them",
+        "Clip or scale by one factor on all ranks: from the norm over all shards, after the reduction.",
+    ),
+    "accumulation": (
+        "gets the gradients of {backwards:.0f} backwards a step, whose losses are means over {least:.0f} to"
+        " {most:.0f} elements",
+        "Sum the losses, and divide by the number of elements of all backwards of the step.",
+    ),
+    "clipping": (
+        "is stepped with a gradient norm of {norm:.3g}, though it was clipped to {max_norm:.3g}",
+        "Clip between the last backward (with a GradScaler: scaler.unscale_) and the step, and pass a list, not a"
+        " generator that was used before.",
+    ),
+    "clipping:to-zero": (
+        "is stepped with a gradient of 0, because its norm of {norm:.3g} was clipped to {max_norm:.3g}",
+        "Skip the step where the norm is inf: clip_grad_norm_(..., error_if_nonfinite=True) raises there.",
+    ),
+    "clipping:below-eps": (
+        "is stepped with gradients below the optimizer's eps: a norm of {norm:.3g} was clipped to {max_norm:.3g}",
+        "Raise max_norm, or lower the optimizer's eps.",
+    ),
+    "clipping:each-backward": (
+        "is clipped after each backward of a step: to {max_norm:.3g} before all gradients are there",
+        "Clip once, between the last backward and the step.",
+    ),
+    "missing-zero-grad": (
+        "is stepped with gradients of earlier steps, or of another optimizer's backward, in `.grad`",
+        "Call optimizer.zero_grad() once before the backward of each step, on the optimizer that steps.",
+    ),
+    "not-unscaled": (
+        "is used with a gradient that still has the loss scale of {scale:.0f}",
+        "Call scaler.step(optimizer) in place of optimizer.step(), and scaler.unscale_(optimizer) before clipping.",
+    ),
+    "not-unscaled:other": (
+        "gets a loss times the scale {scale:.6g}, and is stepped with its gradient divided by {divisor:.6g}",
+        "Divide by the scale that the loss was multiplied by, and change the scale after the step.",
+    ),
+    "train-mode-wrong": (
+        "is trained in evaluation mode: dropout and batch norm do not train",
+        "Call model.train() after each evaluation, and after from_pretrained(), which returns a model in evaluation"
+        " mode.",
+    ),
+    "eval-mode-wrong": (
+        "is evaluated in training mode: dropout is active, and batch norm takes statistics of the evaluation",
+        "Call model.eval() before the evaluation and model.train() after it.",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,6 +418,5 @@ def update_finding(
     subject = module_name(module) if parameter is None else f"`{visible(parameter)}` of {module_name(module)}"
     if parameter is None and count > 1:
         subject += f" ({count} weights)"
-    return UpdateFinding(
-        step, kind, module, parameter, f"{kind}: {subject} {headline}", place, cure, numbers, batch
-    )
+    message = f"{kind}: {subject} {headline}"
+    return UpdateFinding(step, kind, module, parameter, message, place, cure, numbers, batch)

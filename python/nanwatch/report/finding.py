@@ -181,15 +181,12 @@ def find(
     the first non-finite call; both only sharpen the origin of a value that was received. `num_frames` is how many
     frames the batch has had, of which `frames` are the last; without it the finding has no sequence.
     """
-    place, frame = next(((i, frame) for i, frame in enumerate(frames) if frame.fault is not None), (0, None))
-    record = None if frame is None else frame.fault
-    if frame is None or record is None:
-        return None
-    origin, source_module = _origin(record, batch_inputs, caller)
-    if origin == "received":
-        source_module = _giver(frames[:place], record) or source_module
-    sequence = None if num_frames is None else num_frames - len(frames) + place
-    return finding_of(frame, record, origin, source_module, rank, sequence)
+    for place, frame in enumerate(frames):
+        if (record := frame.fault) is not None:
+            origin, source_module = _origin(record, frames[:place], batch_inputs, caller)
+            sequence = None if num_frames is None else num_frames - len(frames) + place
+            return finding_of(frame, record, origin, source_module, rank, sequence)
+    return None
 
 
 def finding_of(
@@ -231,7 +228,7 @@ def value_of(record: Record) -> Value:
 
 
 def _origin(
-    record: Record, batch_inputs: Sequence[Record], caller: str | None
+    record: Record, earlier: Sequence[Frame], batch_inputs: Sequence[Record], caller: str | None
 ) -> tuple[OriginKind, str | None]:
     if record.role == "weight" or record.role == "buffer":
         return record.role, None
@@ -239,19 +236,13 @@ def _origin(
         return "produced", None
     if any(argument.is_fault for argument in batch_inputs):
         return "data", None
-    # No earlier frame held a fault, or that would be the first. What is left is code of the caller that is no
-    # module: a matrix product or a residual sum between two calls of submodules.
-    return "received", caller
-
-
-def _giver(earlier: Sequence[Frame], received: Record) -> str | None:
-    """Return the module that made the tensor, where its output is no fault because the values are meant there."""
+    # The output of an earlier module is no fault where its values are meant.
     for frame in reversed(earlier):
-        for record in frame.records:
-            is_same = (record.shape, record.health) == (received.shape, received.health)
-            if record.role == "output" and record.is_excused and is_same:
-                return frame.name
-    return None
+        meant = (x for x in frame.records if x.role == "output" and x.is_excused)
+        if any((x.shape, x.health) == (record.shape, record.health) for x in meant):
+            return "received", frame.name
+    # Else code of the caller made it that is no module: a matrix product or a residual sum between two calls.
+    return "received", caller
 
 
 # Names of modules are rarely longer. With this limit, a store holds less than a kilobyte for each rank.
@@ -284,9 +275,7 @@ class RankObservation:
     def of(
         cls, finding: Finding, rank: int, sequence: int, clock: Sequence[int] | None, part: str
     ) -> RankObservation:
-        """Return the observation of a finding; without a `clock` its batch is the clock. Long names lose their
-        beginning.
-        """
+        """Return the observation of a finding. Its batch is the default of `clock`. Long names lose their beginning."""
         texts = (part, finding.module, finding.class_name, finding.label)
         part, module, class_name, label = (text[-_MOST_CHARACTERS:] for text in texts)
         when = (finding.batch,) if clock is None else tuple(map(int, clock))
@@ -346,10 +335,8 @@ class Origin:
         if self.num_alike > 1:  # no single one of them is the source
             is_all = self.num_alike == self.world_size
             who = f"all {self.world_size} ranks" if is_all else f"{self.num_alike} ranks"
-            text += (
-                f" on {who} at once: it came to them by a collective, or they hold the same (rank {first.rank} has the"
-                " lowest number of them)"
-            )
+            why = "it came to them by a collective, or they hold the same"
+            text += f" on {who} at once: {why} (rank {first.rank} has the lowest number of them)"
         else:
             text += f" on rank {first.rank}"
             if first.phase == "forward" or first.kind != "received":
@@ -357,9 +344,8 @@ class Origin:
         if others := self.num_failed - self.num_alike:
             text += f"; {others} other {'rank' if others == 1 else 'ranks'} saw it later"
         if not self.is_complete:
-            text += (
-                f"; {self.world_size - self.num_reported} of {self.world_size} ranks did not answer in time"
-            )
+            num_silent = self.world_size - self.num_reported
+            text += f"; {num_silent} of {self.world_size} ranks did not answer in time"
         return visible(text)
 
 

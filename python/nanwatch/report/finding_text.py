@@ -22,10 +22,9 @@ class Statement(NamedTuple):
     values: dict[str, str | int | float | None]
 
     def __str__(self) -> str:
-        spelt = {
-            name: "" if value is None else _SPELT.get(name, str)(value) for name, value in self.values.items()
-        }
-        return SENTENCES[self.code].format_map(spelt)
+        known = [(name, value) for name, value in self.values.items() if value is not None]
+        spelt = {name: _SPELT.get(name, str)(value) for name, value in known}
+        return SENTENCES[self.code].format_map(dict.fromkeys(self.values, "") | spelt)
 
 
 class Explanation(NamedTuple):
@@ -183,14 +182,10 @@ def _why_forward(finding: Finding, frame: Frame | None, frames: Sequence[Frame])
 
 
 def _last_finite(finding: Finding, frames: Sequence[Frame]) -> int | None:
-    finite = [
-        frame.batch
-        for frame in frames
-        for record in frame.records
-        if (frame.name, frame.phase, record.label) == (finding.module, "forward", finding.label)
-        and record.isfinite
-        and frame.batch < finding.batch
-    ]
+    forward = finding.module, "forward"
+    earlier = [x for x in frames if (x.name, x.phase) == forward and x.batch < finding.batch]
+    records = ((frame.batch, record) for frame in earlier for record in frame.records)
+    finite = (batch for batch, record in records if record.label == finding.label and record.isfinite)
     return max(finite, default=None)
 
 
@@ -239,33 +234,22 @@ _SQUARES = (
 
 def _squared(finding: Finding, frame: Frame | None) -> Statement | None:
     """Return the advice if the square of a norm's operand leaves the format of the norm."""
-    if finding.origin not in ("produced", "buffer") or not (
-        any(name in finding.operation for name in _SQUARES)
-        if finding.operation
-        else "Norm" in finding.class_name
-    ):
+    names, kernel = (_SQUARES, finding.operation) if finding.operation else (("Norm",), finding.class_name)
+    if finding.origin not in ("produced", "buffer") or not any(name in kernel for name in names):
         return None
     inputs = [] if frame is None else [record for record in frame.records if record.role == "input"]
-    for operand in finding.operands or inputs:
+    for operand in filter(_is_finite_float, finding.operands or inputs):
         dtype = "float32" if operand.dtype in ("float16", "bfloat16") else operand.dtype
-        ends = limits(dtype)
-        if (
-            ends is not None
-            and _is_finite_float(operand)
-            and operand.abs_max
-            and operand.abs_max > ends.largest**0.5
-        ):
-            return _of("square of the input", largest=operand.abs_max, dtype=dtype, end=ends.largest)
+        ends, largest = limits(dtype), operand.abs_max or 0.0
+        if ends is not None and largest > ends.largest**0.5:
+            return _of("square of the input", largest=largest, dtype=dtype, end=ends.largest)
     return None
 
 
 def _largest_finite(frame: Frame, culprit: Record) -> float:
-    sizes = [
-        record.abs_max for record in frame.records if _is_finite_float(record) and record.role != "output"
-    ]
-    if culprit.health is not None:
-        sizes.append(culprit.health.finite_abs_max)
-    return max((size for size in sizes if size is not None), default=0.0)
+    finite = [record for record in frame.records if _is_finite_float(record) and record.role != "output"]
+    sizes = [record.abs_max or 0.0 for record in finite]
+    return max([*sizes, 0.0 if culprit.health is None else culprit.health.finite_abs_max])
 
 
 def _is_finite_float(record: Record) -> bool:
@@ -315,11 +299,8 @@ def _derivative(finding: Finding, narrow: tuple[str, float] | None) -> Statement
     is_of_forward = (finding.operation or "").startswith("aten.")
     if is_of_forward or any(operand.isfinite is False for operand in finding.operands):
         return _of("domain of the forward")
-    kept = [
-        operand
-        for operand in finding.operands
-        if not operand.label.startswith("gradient") and operand.abs_max is not None
-    ]
+    read = [operand for operand in finding.operands if operand.abs_max is not None]
+    kept = [operand for operand in read if not operand.label.startswith("gradient")]
     if any(cure.works and "run_in_fp32(" in cure.what for cure in finding.cures):
         return _of("apply the cure")
     if narrow is None or not kept:
@@ -327,9 +308,8 @@ def _derivative(finding: Finding, narrow: tuple[str, float] | None) -> Statement
     if any(operand.abs_min == 0 for operand in kept):
         return _of("derivative at zero")
     dtype, end = narrow
-    return _of(
-        "large derivative", dtype=dtype, end=end, operands=max(operand.abs_max or 0.0 for operand in kept)
-    )
+    largest = max(operand.abs_max or 0.0 for operand in kept)
+    return _of("large derivative", dtype=dtype, end=end, operands=largest)
 
 
 def _narrowest(finding: Finding, record: Record | None) -> tuple[str, float] | None:

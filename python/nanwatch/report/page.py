@@ -41,26 +41,19 @@ def page(
     `cures` are (cure, lines of its patch as (kind, text)).
     """
     jinja2 = needed("jinja2", who, "report", "use the text or the JSON")
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("nanwatch.report", "templates"),
-        autoescape=True,
-        finalize=lambda value: visible(value) if type(value) is str else value,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+    form = {
+        "autoescape": True,
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+        "undefined": jinja2.StrictUndefined,
+    }
+    environment = jinja2.Environment(loader=jinja2.PackageLoader("nanwatch.report", "templates"), **form)
+    environment.finalize = lambda value: visible(value) if type(value) is str else value
     style = environment.loader.get_source(environment, "page.css")[0]
-    return str(
-        environment.get_template("page.html.jinja").render(
-            style=style,
-            headline=headline,
-            amount=amount,
-            facts=facts,
-            sections=[section for section in sections if section.columns is not None or section.picture],
-            is_bad=is_bad,
-            cures=cures,
-        )
-    )
+    sections = [section for section in sections if section.columns is not None or section.picture]
+    words = {"style": style, "headline": headline, "amount": amount, "facts": facts}
+    template = environment.get_template("page.html.jinja")
+    return str(template.render(words, sections=sections, is_bad=is_bad, cures=cures))
 
 
 class Level(NamedTuple):
@@ -173,10 +166,8 @@ class Chart:
         parts.append(_svg_text((_WIDTH + _LEFT) / 2, _TOP + _PLOT + 38, self.across, "middle"))
         high = _svg_text(14, _PLOT / 2, self.high, "middle")
         parts.append(f'<g transform="rotate(-90 14 {_PLOT / 2:.0f})">{high}</g>')
-        legend = [
-            f'<span style="color:var(--{_escape(line.color)})">● {_escape(line.name)}</span>'
-            for line in self.lines
-        ]
+        keys = [(_escape(line.color), _escape(line.name)) for line in self.lines]
+        legend = [f'<span style="color:var(--{color})">● {name}</span>' for color, name in keys]
         box = f'viewBox="0 0 {_WIDTH} {_TOP + _PLOT + 46}" role="img" aria-label="{_escape(self.label)}"'
         drawing = f'<svg class="drawing" {box}>{"".join(parts)}</svg>'
         return f'<p class="hint key">{" ".join(legend)}</p>{drawing}'
@@ -200,6 +191,7 @@ def _line_parts(line: Line, place: Callable[[float, float], tuple[float, float]]
     points = [place(x, log10(y)) if _is_drawn(y) else None for x, y in zip(line.across, line.y, strict=True)]
     color = f"var(--{_escape(line.color)})"
     dash = f' stroke-dasharray="{_DASHES[line.dash]}"' if line.dash else ""
+    radius = 6 if line.is_mark else 2.5
     for is_gap, run in groupby(points, lambda point: point is None):
         if not is_gap and not line.is_mark:
             path = " ".join(f"{point[0]:.1f},{point[1]:.1f}" for point in run if point is not None)
@@ -207,9 +199,7 @@ def _line_parts(line: Line, place: Callable[[float, float], tuple[float, float]]
     for name, point, y in zip(line.at, points, line.y, strict=True):
         if point is not None and len(points) <= _MOST_POINTS:
             title = f"{_escape(line.name)}, {_escape(name)}: {y:.4g}"
-            circle = (
-                f'cx="{point[0]:.1f}" cy="{point[1]:.1f}" r="{6 if line.is_mark else 2.5}" fill="{color}"'
-            )
+            circle = f'cx="{point[0]:.1f}" cy="{point[1]:.1f}" r="{radius}" fill="{color}"'
             yield f"<circle {circle}><title>{title}</title></circle>"
 
 
@@ -271,15 +261,9 @@ def report_html(
         facts = [fact for fact in text.finding_facts(finding, frames) if fact[0] not in ("What", "Cure")]
         cures = [(cure, text.patch_lines(cure)) for cure in finding.cures]
     facts += [text.Fact("Note", remark) for remark in remarks]
-    return page(
-        "Report.to_html()",
-        headline,
-        " · ".join(amounts),
-        facts,
-        _sections(frames, finding, records) if records else [],
-        is_bad=finding is not None,
-        cures=cures,
-    )
+    who, amount, is_bad = "Report.to_html()", " · ".join(amounts), finding is not None
+    sections = _sections(frames, finding, records) if records else []
+    return page(who, headline, amount, facts, sections, is_bad=is_bad, cures=cures)
 
 
 def _sections(
@@ -296,11 +280,8 @@ def _sections(
     columns = dict.fromkeys(("batch", "module", "class", "label", "role", "shape", "dtype"), TEXT)
     columns |= dict.fromkeys(("abs min", "abs max", "headroom"), NUMBER) | {"note": TEXT}
     shown = records[-_MOST_ROWS:]
-    hint = (
-        f"The last {len(shown):,} of {len(records):,}."
-        if len(records) > len(shown)
-        else "The oldest call first."
-    )
+    is_cut = len(records) > len(shown)
+    hint = f"The last {len(shown):,} of {len(records):,}." if is_cut else "The oldest call first."
     rows = [_row(frame, record, finding) for frame, record in shown]
     sections.append(Table("records", "Records", columns, rows, hint))
     return sections

@@ -167,12 +167,11 @@ class NonFiniteError(ValueError):
 
     def __init__(self, report: Report | str, origin: Origin | None = None) -> None:
         super().__init__(report, origin)
-        self._text = report if isinstance(report, str) else None
         self.report = report_of(()) if isinstance(report, str) else report
         self.origin = origin
 
     def __str__(self) -> str:
-        return self._message() if self._text is None else self._text
+        return self.args[0] if isinstance(self.args[0], str) else self._message()
 
     def _message(self) -> str:
         return _message(self.report, self.origin)
@@ -215,16 +214,14 @@ class BatchLimitError(ValueError):
         >>> debug.stop()
     """
 
-    def __init__(self, batch: int | str, option: str = "") -> None:
-        super().__init__(batch, option)
-        self._text = batch if isinstance(batch, str) else None
+    def __init__(self, batch: int | str) -> None:
+        super().__init__(batch)
         self.batch = None if isinstance(batch, str) else batch
-        self.option = option
 
     def __str__(self) -> str:
-        if self._text is not None:
-            return self._text
-        asked = f"{self.option}={self.batch}"
+        if self.batch is None:
+            return str(self.args[0])
+        asked = f"abort_after_batch_num={self.batch}"
         return f"stopped after batch {self.batch}, as {asked} asks; leave the option out to run on"
 
 
@@ -276,31 +273,22 @@ def _text(report: AnyReport) -> str:
 
 
 def _sarif(report: AnyReport) -> str:
-    annotation = annotation_of(report)
-    results = [] if annotation is None else [_sarif_result(annotation)]
+    results = []
+    if (annotation := annotation_of(report)) is not None:
+        rule, level, words, module, place = annotation
+        location: dict[str, Any] = {"logicalLocations": [{"fullyQualifiedName": module, "kind": "module"}]}
+        if place is not None:
+            path = PurePath(place.file)
+            uri = path.as_uri() if path.is_absolute() else quote(path.as_posix())
+            # Leave out the columns: a Place counts bytes, SARIF counts characters.
+            region = {"startLine": place.line}
+            location["physicalLocation"] = {"artifactLocation": {"uri": uri}, "region": region}
+        message = {"text": words}
+        results = [{"ruleId": rule, "level": level, "message": message, "locations": [location]}]
     rules = [{"id": result["ruleId"]} for result in results]
     driver = {"name": "nanwatch", "version": __version__, "rules": rules}
     runs = [{"tool": {"driver": driver}, "results": results}]
     return json.dumps({"$schema": _SARIF, "version": "2.1.0", "runs": runs}, allow_nan=False, indent=1)
-
-
-def _sarif_result(annotation: Annotation) -> dict[str, Any]:
-    location: dict[str, Any] = {
-        "logicalLocations": [{"fullyQualifiedName": annotation.module, "kind": "module"}]
-    }
-    if annotation.place is not None:
-        path = PurePath(annotation.place.file)
-        # Leave out the columns: a Place counts bytes, SARIF counts characters.
-        location["physicalLocation"] = {
-            "artifactLocation": {"uri": path.as_uri() if path.is_absolute() else quote(path.as_posix())},
-            "region": {"startLine": annotation.place.line},
-        }
-    return {
-        "ruleId": annotation.rule,
-        "level": annotation.level,
-        "message": {"text": annotation.text},
-        "locations": [location],
-    }
 
 
 FORMS = {
@@ -347,11 +335,8 @@ def _suspicion_lines(report: Report) -> list[str]:
     lines = [str(fact) for suspect in report.suspects for fact in suspect.facts()]
     if names := report.never_called:
         named = first_few([*map(module_name, names)], _MOST_NAMED)
-        lines.insert(
-            0,
-            f"Never called as modules, though their weights are trained: {named}."
-            " What they compute is seen only where a watched module receives it.",
-        )
+        seen = "What they compute is seen only where a watched module receives it."
+        lines.insert(0, f"Never called as modules, though their weights are trained: {named}. {seen}")
     notes = (record.note for frame in report.frames for record in frame.records)
     if any(note is not None and note.text == CAPTURED for note in notes):
         lines.append("Calls were captured into a CUDA graph: its replays are not seen.")
@@ -377,9 +362,8 @@ def _styled_lines(report: Report, *, whole: bool = False) -> Iterator[tuple[Styl
     elif not any(record.isfinite is not None for frame in frames for record in frame.records):
         yield "head", f"Nothing could be read{until}: no record of the frames below has a range."
     else:
-        notes = [
-            (frame.batch, x.role, x.note) for frame in frames for x in frame.records if x.note is not None
-        ]
+        records = [(frame.batch, record) for frame in frames for record in frame.records]
+        notes = [(batch, record.role, record.note) for batch, record in records if record.note is not None]
         skipped = dict.fromkeys((batch, note) for batch, _, note in notes if note.kind == "skipped_step")
         is_partial = any(role == "output" and note.kind == "not_checked" for _, role, note in notes)
         head = "All that was read is finite" if is_partial else "All finite"
@@ -399,11 +383,9 @@ def _styled_lines(report: Report, *, whole: bool = False) -> Iterator[tuple[Styl
     which = f"Last {count} frames" if len(frames) == count else f"{len(frames)} of the last {count} frames"
     yield "plain", "Last frame:" if count == 1 else f"{which}, the oldest first:"
     yield "quiet", text.COLUMNS
-    previous = frames[0].batch if frames else None
-    for frame in frames:
-        if frame.batch != previous:
+    for before, frame in zip([*frames[:1], *frames], frames, strict=False):
+        if frame.batch != before.batch:
             yield "quiet", f"{text.PREFIX} *** Starting batch number={frame.batch} ***"
-            previous = frame.batch
         words = ", ".join(text.frame_words(frame))
         yield "module", text.frame_line(frame.name, frame.class_name) + (f" ({words})" if words else "")
         for record in frame.records:
@@ -418,8 +400,7 @@ def _styled_lines(report: Report, *, whole: bool = False) -> Iterator[tuple[Styl
 
 def _closest(frames: Sequence[Frame], source: Frame | None, room: int) -> Sequence[Frame]:
     """Return `source` with as many of the frames before it as fit into `room` lines, and then of those after it."""
-    last = next((i for i, frame in enumerate(frames) if frame is source), len(frames) - 1)
-    first = last
+    first = last = next((i for i, frame in enumerate(frames) if frame is source), len(frames) - 1)
     used = _height(frames, last, last) if frames else 0
     while first > 0 and (more := used + _height(frames, first - 1, first)) <= room:
         first, used = first - 1, more

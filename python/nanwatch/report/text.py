@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from ..records.record import EVENTS, Frame, Record, has_vanished, shrinking
@@ -94,14 +94,12 @@ def finding_lines(finding: Finding, frames: Sequence[Frame]) -> list[str]:
 
 def _by(finding: Finding) -> list[Fact]:
     if finding.transient:
-        return [
-            Fact(
-                "By",
-                "something that did not come again: the batch, run once more with the same inputs and random numbers,"
-                " was finite. A race, a kernel that is not deterministic, memory that was never written, hardware, or a"
-                " state that the model keeps in attributes or buffers.",
-            )
-        ]
+        words = (
+            "something that did not come again: the batch, run once more with the same inputs and random numbers, was"
+            " finite. A race, a kernel that is not deterministic, memory that was never written, hardware, or a state"
+            " that the model keeps in attributes or buffers."
+        )
+        return [Fact("By", words)]
     # The record may show a later value: inf minus inf is nan.
     made = f" made {finding.made}" if finding.made is not None and finding.made not in finding.value else ""
     # An operation that only hands on the data is not where they went bad.
@@ -132,17 +130,11 @@ def small_words(record: Record) -> list[str]:
     return [f"{count:,} {word}" for count, word in counts if count]
 
 
-def _vanished(frame: Frame | None) -> list[str]:
-    return [
-        f"all of `{record.label}` is "
-        + (
-            f"below {ends.smallest_normal:.2e}, the smallest normal number of {record.dtype}."
-            if record.abs_max
-            else "zero."
-        )
-        for record in (() if frame is None else frame.records)
-        if record.role in ("input", "gradient") and has_vanished(record) and (ends := record.ends)
-    ]
+def _vanished(frame: Frame | None) -> Iterator[str]:
+    for record in () if frame is None else frame.records:
+        if record.role in ("input", "gradient") and has_vanished(record) and (ends := record.ends):
+            below = f"below {ends.smallest_normal:.2e}, the smallest normal number of {record.dtype}."
+            yield f"all of `{record.label}` is {below if record.abs_max else 'zero.'}"
 
 
 def culprit(finding: Finding, frames: Sequence[Frame]) -> tuple[Frame | None, Record | None]:

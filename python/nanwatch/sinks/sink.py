@@ -105,9 +105,8 @@ class Sink:
         super().__init_subclass__()
         for name in vars(cls):
             if name.startswith("on_") and not hasattr(Sink, name):
-                raise TypeError(
-                    f"{cls.__name__}.{name} is no event of a sink; {close_names(name, EVENTS, ', '.join(EVENTS))}"
-                )
+                hint = close_names(name, EVENTS, ", ".join(EVENTS))
+                raise TypeError(f"{cls.__name__}.{name} is no event of a sink; {hint}")
 
 
 EVENTS = tuple(name for name in vars(Sink) if name.startswith("on_"))
@@ -189,11 +188,8 @@ class SinkStream:
                 events.clear()
                 suppressed(f"a sink raised in {event}")
                 # It may not raise in place of the failure that the sink was called with.
-                warn_user(
-                    f"nanwatch logs no more to the sink {type(sink).__name__}, which raised {spell(error)}; the run"
-                    " goes on and is watched",
-                    may_raise=False,
-                )
+                why = f"{type(sink).__name__}, which raised {spell(error)}; the run goes on and is watched"
+                warn_user(f"nanwatch logs no more to the sink {why}", may_raise=False)
         getattr(self._internal, event)(*args)
 
     def on_frame(self, frame: Frame) -> None:

@@ -68,10 +68,8 @@ def sink_for(target: Any) -> Sink:
 def factory_of(name: str) -> Callable[..., Sink]:
     """Return what makes the sink of this name. Raises ValueError, with the names that there are, for another."""
     if name not in _FACTORIES:
-        known = ", ".join(_FACTORIES)
-        raise ValueError(
-            f"there is no sink {name!r}; known are {known}; a folder for TensorBoard is tensorboard:FOLDER"
-        )
+        known = f"known are {', '.join(_FACTORIES)}; a folder for TensorBoard is tensorboard:FOLDER"
+        raise ValueError(f"there is no sink {name!r}; {known}")
     return _FACTORIES[name]
 
 
@@ -92,7 +90,6 @@ def log_for(target: Any) -> Callable[..., LogSink] | None:
 
 
 def _module_tag(name: str) -> str:
-    """Return the name of a module within a tag."""
     return visible(name) or "(root)"
 
 
@@ -203,15 +200,14 @@ class WandbSink(LogSink):
     """Log that adds entries to the user's run; the x axis of their charts is the number of the batch.
 
     A run has one step for all that is logged, and drops what comes with a lower step than it has reached. So the
-    sink makes no step: its entry goes with the next `run.log` of the user's own. Of several entries between two of
-    those the latest stays, number by number. The run has a process of its own, which outlives this one.
+    sink makes no step: its entry goes with the next `run.log` of the user's own. Between two of those the latest value
+    of each number stays. The run has a process of its own, which outlives this one.
     """
 
     def __init__(self, target: Any = None) -> None:
         if isinstance(target, str):
-            raise ValueError(
-                f"the sink wandb takes no {target!r}; say that to wandb.init(), and pass what it returns"
-            )
+            hint = "say that to wandb.init(), and pass what it returns"
+            raise ValueError(f"the sink wandb takes no {target!r}; {hint}")
         self._target = needed("wandb", "watch(sinks=<run of wandb>)", "wandb") if target is None else target
 
     def write(self, batch: int, values: Values) -> None:
@@ -321,11 +317,11 @@ def _metrics(registry: Any) -> dict[str, Any]:
     client = needed("prometheus_client", "the sink prometheus", "prometheus")
     by_module = client.Gauge(HEADROOM, "least headroom in bits by module", ["module"], registry=registry)
     least = client.Gauge(f"{TOTAL}_least_headroom_bits", "least headroom in bits", registry=registry)
-    events = ("failure", "spike", "update", "forecast", "replica_difference")
-    return {TOTAL: least, HEADROOM: by_module} | {
-        event: client.Counter(f"{TOTAL}_{event}s", f"events {event} of nanwatch", registry=registry)
-        for event in events
-    }
+    metrics = {TOTAL: least, HEADROOM: by_module}
+    for event in ("failure", "spike", "update", "forecast", "replica_difference"):
+        name, words = f"{TOTAL}_{event}s", f"events {event} of nanwatch"
+        metrics[event] = client.Counter(name, words, registry=registry)
+    return metrics
 
 
 @cache
@@ -376,9 +372,8 @@ class WebhookSink(MessageSink):
         # An error of a URL with other characters would quote it.
         is_plain = url.isascii() and url.isprintable() and " " not in url
         if not is_plain or urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ValueError(
-                f"the sink {self.name} takes a URL, such as {self.name}:https://example.com/hook"
-            )
+            example = f"{self.name}:https://example.com/hook"
+            raise ValueError(f"the sink {self.name} takes a URL, such as {example}")
         self._url = url
         self._sent: dict[str, float] = {}
         self._num_held = Counter[str]()

@@ -1,4 +1,5 @@
-"""Comparison of two traces: the first record that differs, and what grew most; and the alignment of their calls.
+"""Comparison of two traces: the first record that differs, and what grew most; the alignment of their calls; and the
+result of this and of every comparison, as text, JSON and a page.
 
 Calls are aligned though modules were added, removed, swapped or renamed: by keys, from the strictest to the loosest, as
 a diff of two texts does it. First calls of the same module and class match; then, between those, calls of the same
@@ -8,22 +9,25 @@ module that was swapped). `nanwatch compare` aligns with other keys.
 
 from __future__ import annotations
 
+import json
 import os
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from ..util.messages import Tell, module_name, plural, without_wrappers
-from .result import Comparison, Place
-from .trace_file import Trace, arrow, batch_words, ends_of, in_order, strings
+from ..records.fields import plain
+from ..report.page import Chart, InNotebook, Line, page
+from ..util.messages import Tell, module_name, plural, visible, without_wrappers
+from .trace_file import Flags, Trace, arrow, batch_words, ends_of, in_order, strings
 
 _Number = TypeVar("_Number", bound=np.generic)
 Column: TypeAlias = "np.ndarray[Any, np.dtype[_Number]]"
-Flags: TypeAlias = "Column[np.bool_]"
 Ints: TypeAlias = "Column[np.int64]"
 Pairs: TypeAlias = "list[tuple[int, int]]"
 Levels: TypeAlias = "Sequence[tuple[Sequence[Hashable], Sequence[Hashable]]]"
@@ -39,6 +43,10 @@ _LISTED = 5  # modules that one side lacks
 # SequenceMatcher takes time for each pair of equal calls. Beyond half a second of it, calls of modules that are called
 # more than once are matched by their order alone.
 _MATCHED = 400_000
+
+SCHEMA, VERSION = "nanwatch.comparison", 2
+# Columns before the words of a fact, and of a whole line.
+_INDENT, _WIDTH = 12, 100
 
 _TEXTS = ("module", "class", "label", "role", "shape", "dtype")
 _NUMBERS = ("batch", "call", "abs_min", "abs_max", "isfinite", "recomputed", "fingerprint")
@@ -128,15 +136,10 @@ def _batches(
         return [wanted], ()
     shared_batches = sorted(set(a.batches) & set(b.batches))
     if not shared_batches:
-        raise ValueError(
-            f"no batch is in both: {a.path} has {batch_words(a.batches)}, {b.path} {batch_words(b.batches)};"
-            " compare two of them with batches="
-        )
-    remarks = [
-        f"not compared: {len(trace.batches) - len(shared_batches):,} batches are in {trace.path} alone"
-        for trace in (a, b)
-        if len(trace.batches) > len(shared_batches)
-    ]
+        both = f"{a.path} has {batch_words(a.batches)}, {b.path} {batch_words(b.batches)}"
+        raise ValueError(f"no batch is in both: {both}; compare two of them with batches=")
+    alone = [(len(trace.batches) - len(shared_batches), trace.path) for trace in (a, b)]
+    remarks = [f"not compared: {count:,} batches are in {path} alone" for count, path in alone if count]
     remarks += [f"{trace.path} lacks {trace.lost_frames:,} frames" for trace in (a, b) if trace.lost_frames]
     return [(batch, batch) for batch in shared_batches], tuple(remarks)
 
@@ -171,9 +174,8 @@ class _Records:
         self.names = tuple(places)
         self.module: Ints = by_name[self.texts["module"].codes]
         labels = self.texts["label"]
-        self.record: Ints = (
-            self.texts["role"].codes.astype(np.int64) * (1 + len(labels.values)) + labels.codes
-        )
+        roles = self.texts["role"].codes.astype(np.int64)
+        self.record: Ints = roles * (1 + len(labels.values)) + labels.codes
         call = table["call"].to_numpy()
         begins = np.ones(len(call), np.bool_)
         begins[1:] = (call[1:] != call[:-1]) | (self.batch[1:] != self.batch[:-1])
@@ -195,9 +197,8 @@ class _Records:
         """Return for each kind in which pairs the two sides differ."""
         (low_a, low_b), (high_a, high_b) = self.pairs(self.low), self.pairs(self.high)
         finite_a, finite_b = self.pairs(self.is_finite)
-        (shape_a, shape_b), (dtype_a, dtype_b) = (
-            self.pairs(self.texts[name].codes) for name in ("shape", "dtype")
-        )
+        codes = (self.pairs(self.texts[name].codes) for name in ("shape", "dtype"))
+        (shape_a, shape_b), (dtype_a, dtype_b) = codes
         rounding = _ROUNDING * np.maximum(*self.pairs(self.unit))
         with np.errstate(invalid="ignore"):
             largest = np.maximum(high_a, high_b)
@@ -231,15 +232,11 @@ class _Records:
         if kind in ("shape", "dtype"):
             return f"{kind} {self.texts[kind].text(a)} against {self.texts[kind].text(b)}"
         if kind == "isfinite":
-            values = [
-                "finite" if self.is_finite[i] else "nan" if np.isnan(self.high[i]) else "inf" for i in (a, b)
-            ]
-            return " against ".join(values)
-        ends = [
-            (_relative(x, y), name, x, y)
-            for name, column in (("abs_max", self.high), ("abs_min", self.low))
-            for x, y in [(float(column[a]), float(column[b]))]
-        ]
+            flags = ((self.is_finite[i], np.isnan(self.high[i])) for i in (a, b))
+            return " against ".join("finite" if finite else "nan" if nan else "inf" for finite, nan in flags)
+        columns = ("abs_max", self.high), ("abs_min", self.low)
+        both = [(name, float(column[a]), float(column[b])) for name, column in columns]
+        ends = [(_relative(x, y), name, x, y) for name, x, y in both]
         # The largest magnitude says more, unless it is not what differs.
         difference, name, x, y = ends[0] if ends[0][0] > self.rtol else max(ends)
         if not difference:
@@ -277,10 +274,8 @@ class _Records:
     def _listed(self, rows: Ints) -> str:
         modules, at, counts = np.unique(self.module[rows], return_index=True, return_counts=True)
         order = np.argsort(at)
-        names = [
-            f"{module_name(self.names[modules[i]])} ({plural(int(counts[i]), 'record')})"
-            for i in order[:_LISTED]
-        ]
+        words = [plural(int(count), "record") for count in counts]
+        names = [f"{module_name(self.names[modules[i]])} ({words[i]})" for i in order[:_LISTED]]
         more = [f"{len(order) - _LISTED} modules more"] if len(order) > _LISTED else []
         return ", ".join(names + more)
 
@@ -382,3 +377,117 @@ def _common(a: Sequence[Hashable], b: Sequence[Hashable]) -> Pairs:
         for block in SequenceMatcher(None, middle_a, middle_b, autojunk=False).get_matching_blocks():
             pairs += [(begin + block.a + k, begin + block.b + k) for k in range(block.size)]
     return pairs + [(len(a) - end + k, len(b) - end + k) for k in range(end)]
+
+
+# The result.
+
+
+class Place(NamedTuple):
+    """Module of A and the one of B that it was compared with, or a tensor of both, and how far they are apart.
+
+    `module_a` or `module_b` names several where the other is their fused projection. `label` is the tensor, as
+    "output[0]", "" for the whole call. `batch` is that of A, None for `compare`. `kind` is how a tensor differs in a
+    trace ("isfinite", "shape", "dtype", "range", "bits"), or what it is in a run of a script ("weight", "buffer",
+    "input", "output", "gradient", "step", "end").
+
+    `error` is the relative error of the output, which differs above `limit`. `input_error` is that of the input,
+    `cosine` and `largest_difference` are those of the output. They are None where nothing could be compared.
+    """
+
+    module_a: str
+    module_b: str
+    class_a: str
+    class_b: str
+    label: str = ""
+    batch: int | None = None
+    kind: str = ""
+    input_error: float | None = None
+    error: float | None = None
+    limit: float | None = None
+    cosine: float | None = None
+    largest_difference: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The modules and classes of both sides in words."""
+        a = f"{module_name(self.module_a)} ({self.class_a})"
+        b = f"{module_name(self.module_b)} ({self.class_b})"
+        return a if a == b else f"{a} | {b}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison(InNotebook):
+    """Result of `nanwatch.compare`, `diff` and `twice`.
+
+    `equal` is None where nothing can be said. `first` is the first place where the two differ. `facts` are (head,
+    words) in the order in which a reader needs them, and `compared` counts what was compared. `remarks` say what was
+    not compared, and what may mislead. `modules` has every module that `compare` has compared, in the order of the
+    calls in A.
+
+    Examples:
+        >>> import json, nanwatch, pathlib, torch
+        >>> model = torch.nn.ReLU()
+        >>> with nanwatch.watch(model, trace="run.parquet"):
+        ...     for scale in (1.0, 2.0):
+        ...         output = model(torch.tensor([scale]))
+        >>> difference = nanwatch.diff("run.parquet", batches=(0, 1))
+        >>> difference.equal, difference.first.label, difference.first.kind
+        (False, 'input[0]', 'range')
+        >>> difference.words("Grew")
+        ['x 2.00, 1.00e+00 -> 2.00e+00, output of the root module in batch 0']
+        >>> json.loads(difference.to_json())["first"]["label"]
+        'input[0]'
+        >>> size = pathlib.Path("diff.html").write_text(difference.to_html(), encoding="utf-8")
+    """
+
+    equal: bool | None
+    headline: str
+    first: Place | None
+    facts: tuple[tuple[str, str], ...]
+    compared: str
+    remarks: tuple[str, ...] = ()
+    modules: tuple[Place, ...] = ()
+
+    def words(self, head: str) -> list[str]:
+        """Return the words of the facts with this head."""
+        return [words for name, words in self.facts if name == head]
+
+    def to_json(self) -> str:
+        """Return the result as one JSON document."""
+        document = {"schema": SCHEMA, "version": VERSION, **plain(self)}
+        return json.dumps(document, allow_nan=False, indent=2)
+
+    def to_text(self) -> str:
+        """Return the result for people, without a newline at its end."""
+        lines = [f"{self.headline}.", ""]
+        for head, words in (*self.facts, ("Compared", self.compared)):
+            lines += _wrapped(head, words)
+        notes = [line for remark in self.remarks for line in _wrapped("Note", remark)]
+        return "\n".join(map(visible, [*lines, *([""] if notes else []), *notes]))
+
+    def to_html(self) -> str:
+        """Return a page that opens offline, with a chart of the `modules`. Needs `jinja2`; write it as UTF-8."""
+        facts = [*self.facts, *(("Note", remark) for remark in self.remarks)]
+        who, charts = "Comparison.to_html()", [self._chart()] if self.modules else []
+        return page(who, self.headline, self.compared, facts, charts, is_bad=not self.equal)
+
+    def _chart(self) -> Chart:
+        places, names = self.modules, [place.name for place in self.modules]
+        errors, before, limits = zip(*((x.error, x.input_error, x.limit) for x in places), strict=True)
+        lines = [
+            Line("error", "output", names, errors),
+            Line("error of the input", "input", names, before, dash="dotted"),
+            Line("limit", "near", names, limits, dash="dashed"),
+        ]
+        if self.first is not None and self.first in places:
+            at = [places.index(self.first)]
+            lines.append(Line("first", "gone", [self.first.name], [self.first.error], at, is_mark=True))
+        hint = "Relative error of every compared module's output, in the order of the calls in A. Zeros are gaps."
+        label = "relative error and limit of each module's output, on a logarithmic scale"
+        across, high = "call of a module, in order", "relative error"
+        return Chart("depth", "Error over depth", hint, label, across, high, lines)
+
+
+def _wrapped(head: str, words: str) -> list[str]:
+    line = f"{head + ':' if head else '':<{_INDENT - 1}} {words}"
+    return textwrap.wrap(line, _WIDTH, subsequent_indent=" " * _INDENT, break_long_words=False)

@@ -119,21 +119,17 @@ class Picture:
             Line("largest share", "output", places, used, numbers),
             Line("overflow", "gone", numbers, ones, numbers, "dashed"),
         ]
-        for name, color, x in (
-            ("not finite", "gone", [batch for batch, bits, *_ in self.batches if bits == -inf]),
-            ("skipped step", "near", [batch for batch, *_, is_skipped in self.batches if is_skipped]),
-        ):
+        bad = [batch for batch, bits, *_ in self.batches if bits == -inf]
+        skipped = [batch for batch, *_, is_skipped in self.batches if is_skipped]
+        for name, color, x in (("not finite", "gone", bad), ("skipped step", "near", skipped)):
             lines += [Line(name, color, x, ones[: len(x)], x, is_mark=True)] if x else []
-        return Chart(
-            "batches",
-            "How near the run came to overflow",
+        hint = (
             "The largest weight, output or gradient of each batch as a share of the largest number of its format. Half"
-            " of it leaves one bit of headroom.",
-            "share of the format's largest number that each batch used, on a logarithmic scale",
-            "batch",
-            "share of the largest number",
-            lines,
+            " of it leaves one bit of headroom."
         )
+        label = "share of the format's largest number that each batch used, on a logarithmic scale"
+        title, high = "How near the run came to overflow", "share of the largest number"
+        return Chart("batches", title, hint, label, "batch", high, lines)
 
 
 def trend_words(bits: float) -> str:
@@ -173,18 +169,10 @@ def draw(trace: Trace, batches: Sequence[int] | None = None) -> Picture:
     if len(earliest):
         i = int(earliest[batch[earliest].argmin()])
         failure = int(batch[i]), module.text(i), label.text(i)
-    return Picture(
-        rows=tuple(_rows(module, label, batch, abs_max, bits, np.flatnonzero(counts))),
-        batches=tuple(
-            (number, *least.get(number, (np.nan, "")), number in skipped) for number in numbers.tolist()
-        ),
-        marks=tuple(marks),
-        failure=failure,
-        num_rows=len(batch),
-        path=trace.path,
-        rank=trace.rank,
-        lost_frames=trace.lost_frames,
-    )
+    rows = tuple(_rows(module, label, batch, abs_max, bits, np.flatnonzero(counts)))
+    batches_of = tuple((x, *least.get(x, (np.nan, "")), x in skipped) for x in numbers.tolist())
+    about = trace.path, trace.rank, trace.lost_frames
+    return Picture(rows, batches_of, tuple(marks), failure, len(batch), *about)
 
 
 def _rows(
@@ -232,8 +220,8 @@ def _trends(codes: _Array, batch: _Array, bits: _Array, number: int) -> _Array:
 
 # Formats.
 
-# The narrowest first, and among formats of one width the more precise one. None is wider than float64, so those behind
-# it are judged and never proposed.
+# The narrowest first, and among formats of one width the more precise one. No format is wider than float64, so the
+# formats behind it are judged and never proposed.
 FORMATS = (
     *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
     *("float8_e4m3fnuz", "float8_e5m2fnuz"),

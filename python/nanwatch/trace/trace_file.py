@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -39,6 +41,7 @@ COLUMNS = (
 )
 STRINGS = tuple(name for name, kind, _ in COLUMNS if kind == "string")
 
+Flags: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Sketches: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.float64]]"
 
@@ -211,10 +214,9 @@ def facts_of(file_schema: Any, where: str) -> Facts:
         raise unreadable(f"{where} is no trace of nanwatch: its metadata lacks {METADATA_KEY.decode()!r}")
     try:
         facts = json.loads(text)
-        if isinstance(facts, dict) and facts.get("version") != VERSION:
-            raise ValueError(
-                f"its version is {facts.get('version')!r}, this nanwatch reads version {VERSION}"
-            )
+        version = facts.get("version") if isinstance(facts, dict) else VERSION
+        if version != VERSION:
+            raise ValueError(f"its version is {version!r}, this nanwatch reads version {VERSION}")
         checked: Facts = read(Facts, facts, "metadata")
     except (ValueError, RecursionError) as error:
         raise unreadable(f"{where} is no trace that can be read: {error}") from error
@@ -239,21 +241,17 @@ def errors() -> tuple[type[Exception], ...]:
 
 def frames_of(table: Any, tell: Tell = silent) -> tuple[Frame, ...]:
     """Return the frames of a table with the columns of a trace. Raise TraceError for values that no trace has."""
+    frames, done, rows = list[Frame](), 0, table.to_pylist()
     try:
-        return tuple(_frames(table.to_pylist(), tell))
+        for _, group in groupby(rows, itemgetter("batch", "call", "rank")):
+            of_call = list(group)
+            done += len(of_call)
+            tell("making frames", done, len(rows), "rows")
+            records = tuple(from_row(Record, row) for row in of_call)
+            frames.append(from_row(Frame, of_call[0], records=records))
     except (ValueError, RecursionError) as error:
         raise unreadable(f"not a row of a trace: {error}") from error
-
-
-def _frames(rows: list[dict[str, Any]], tell: Tell) -> Iterator[Frame]:
-    start = 0
-    for end in range(1, len(rows) + 1):
-        first = rows[start]
-        if end < len(rows) and all(rows[end][name] == first[name] for name in ("batch", "call", "rank")):
-            continue
-        tell("making frames", end, len(rows), "rows")
-        yield from_row(Frame, first, records=tuple(from_row(Record, row) for row in rows[start:end]))
-        start = end
+    return tuple(frames)
 
 
 # Columns as arrays.
@@ -271,11 +269,9 @@ class Strings:
         code = self.codes[row]
         return "" if code < 0 else self.values[code]
 
-    def each(self, is_meant: Callable[[str], bool]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def each(self, is_meant: Callable[[str], bool]) -> Flags:
         """Return for each row whether its string is meant, which is asked once for each string."""
-        flags: np.ndarray[Any, np.dtype[np.bool_]] = np.array([*map(is_meant, self.values), False])[
-            self.codes
-        ]
+        flags: Flags = np.array([*map(is_meant, self.values), False])[self.codes]
         return flags
 
 

@@ -35,7 +35,7 @@ from ..records.record import Frame, Record
 from ..util.job import rank_and_world_size
 from ..util.messages import spell, warn_user, with_utf8
 from ..util.program import each_module
-from .trace_file import SUFFIX, VERSION, arrow, schema
+from .trace_file import SUFFIX, VERSION, Facts, arrow, schema
 
 # A frame takes 3.4 µs to fetch, while nobody else runs Python. So the recorder holds several batches, and is asked when
 # it is nearly full, or once a second.
@@ -86,8 +86,7 @@ class Tracer:
     """
 
     def __init__(self, path: Path, recorder: Recorder, ring: int, rank: int, every: int) -> None:
-        self._recorder = recorder
-        self._ring = ring
+        self._recorder, self._ring = recorder, ring
         self._given: list[Frame] = []
         self._taken = 0  # how many frames there had been when they were last fetched
         self._ended = 0  # and when the latest batch had ended
@@ -97,16 +96,9 @@ class Tracer:
         self._lock = threading.RLock()
         self._gathers = False
         arrow("pyarrow.parquet", "trace=")
-        facts = {
-            "version": VERSION,
-            "nanwatch": __version__,
-            "torch": str(torch.__version__),
-            "rank": rank,
-            "every": every,
-            "lost_frames": 0,
-        }
+        facts = Facts(VERSION, __version__, str(torch.__version__), rank, every, lost_frames=0)
         # The thread must not keep the watch.
-        self.writer = TraceWriter(claim(path), facts, weakly(self.tick))
+        self.writer = TraceWriter(claim(path), facts._asdict(), weakly(self.tick))
         self._at_exit = weakly(self.close)
         atexit.register(self._at_exit)
 
@@ -259,11 +251,9 @@ class TraceWriter:
         if waits and self._thread is not threading.current_thread():
             self._thread.join(seconds)
             if self._thread.is_alive():
-                warn_user(
-                    f"nanwatch: the trace {self.path} was not whole on disk after {seconds:.0f} s; it can be read up to"
-                    " the last part written",
-                    may_raise=False,
-                )
+                late = f"the trace {self.path} was not whole on disk after {seconds:.0f} s"
+                hint = "it can be read up to the last part written"
+                warn_user(f"nanwatch: {late}; {hint}", may_raise=False)
 
     # The thread runs the methods below.
 
@@ -281,19 +271,15 @@ class TraceWriter:
             self._tables.clear()
             with contextlib.suppress(OSError):
                 self._temporary.unlink(missing_ok=True)
-            warn_user(
-                f"nanwatch: the trace {self.path} ends here, as it could not be written ({spell(error)}); what was"
-                " written before can be read, and the run goes on without a trace",
-                may_raise=False,
-            )
+            why = f"the trace {self.path} ends here, as it could not be written ({spell(error)})"
+            after = "what was written before can be read, and the run goes on without a trace"
+            warn_user(f"nanwatch: {why}; {after}", may_raise=False)
         finally:
             atexit.unregister(self.close)
 
     def _serve(self) -> None:
         """Write parts until the end is asked for and nothing waits."""
-        flushed, interval = monotonic(), _LEAST_SECONDS
-        dirty = False
-        until_tick = 0.0
+        flushed, interval, until_tick, dirty = monotonic(), _LEAST_SECONDS, 0.0, False
         while True:
             with self._condition:
                 if not self._waiting and self._deadline is None:
@@ -309,18 +295,17 @@ class TraceWriter:
                 dirty = True
             if self._facts["lost_frames"] and not self._told_of_loss:
                 self._told_of_loss = True
-                warn_user(
-                    f"nanwatch: the trace {self.path} lacks frames that came faster than they could be taken or"
-                    " written; their number is in the file's metadata. every= or Trace(batches=) trace fewer batches",
-                    may_raise=False,
+                lost = (
+                    f"the trace {self.path} lacks frames that came faster than they could be taken or written"
                 )
+                hint = "their number is in the file's metadata. every= or Trace(batches=) trace fewer batches"
+                warn_user(f"nanwatch: {lost}; {hint}", may_raise=False)
             if ends and not frames:
                 return
             now = monotonic()
             if self._is_full or (dirty and now - flushed >= interval):
                 self._flush()
-                dirty = False
-                flushed = monotonic()
+                dirty, flushed = False, monotonic()
                 interval = min(max(_LEAST_SECONDS, _SHARE * (flushed - now)), FLUSH_SECONDS)
             if not ends:
                 until_tick = self._tick() or _GATHER_SECONDS

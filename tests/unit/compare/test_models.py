@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.compare.models import compare_traces
-from nanwatch.trace.result import Comparison
+from nanwatch.trace.comparison import Comparison
 from nanwatch.trace.trace_file import Trace
 from support.toys import Does
 from support.watching import watch

@@ -97,7 +97,7 @@ def test_a_damaged_or_later_document_is_one_clear_error(document: str, message: 
     [
         NonFiniteError(REPORT),
         NonFiniteError("Caught NonFiniteError\nin a worker"),
-        BatchLimitError(3, "abort_after_batch"),
+        BatchLimitError(3),
         BatchLimitError("Caught BatchLimitError\nin a worker"),
     ],
 )
