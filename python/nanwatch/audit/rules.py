@@ -70,7 +70,7 @@ def _no_gradient(step: Step) -> Iterator[Suspect]:
     if not (cleared and len(without) == len(trained)):
         without = [weight for weight in without if weight.module in step.calls and weight.key not in cleared]
     # A module that returns several tensors, of which a user may take one, as a BERT with its pooler where a tagger asks
-    # for the tokens alone. What the outermost module returns goes to the user's code.
+    # for the tokens alone. The outputs of the outermost module go to the user's code.
     fed = {weight.module for weight in trained if weight.grad != "none"}
     several = [name for name, call in step.calls.items() if name and call.num_outputs > 1]
     forks = [name for name in several if any(is_in(module, name) for module in fed)]

@@ -183,7 +183,7 @@ class _Call:
     def _argument(self, value: Any, parameter: Parameter | None) -> Any:
         why = _left_out(value)
         if why and parameter is not None and parameter.default is not Parameter.empty:
-            # Mostly the call does not need it: a cache that is empty in training, a dictionary of options.
+            # Most calls do not need it: a cache that is empty in training, a dictionary of options.
             self.remarks.append(f"without {why}; its default, {parameter.default!r:.40}, was used")
             return parameter.default
         return self._placed(value)

@@ -132,8 +132,8 @@ def print_answer(
 def _shown_progress() -> Iterator[Tell]:
     """Show on stderr the progress of the block by a line of rich, where stderr is a terminal with colours.
 
-    rich keeps what the block writes to sys.stderr meanwhile above the line. What is for a stdout that may be the same
-    terminal has to wait for the block's end.
+    rich keeps what the block writes to sys.stderr meanwhile above the line. Text for stdout, which may be the same
+    terminal, has to wait for the block's end.
     """
     if sys.stderr is None or (console := color_console(sys.stderr)) is None:
         yield silent

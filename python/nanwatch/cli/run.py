@@ -211,7 +211,7 @@ class _Run:
             self._status = NONFINITE
         # The script's own hook may show an error in another way, or not at all.
         if getattr(sys.excepthook, "__module__", "") in ("sys", "torch.distributed.distributed_c10d"):
-            # As its message, that of an error in its chain, or from Python 3.11 on a note.
+            # The finding is in its message, in that of an error in its chain, or from Python 3.11 on in a note.
             self._is_reported |= any(" first seen in `" in x for x in traceback.format_exception(error))
 
     def _model_called(self, model: nn.Module) -> None:

@@ -145,7 +145,7 @@ class CallPair(NamedTuple):
 
     @property
     def is_leaf(self) -> bool:
-        """Whether neither call holds another."""
+        """True if neither call holds another."""
         return self.a.is_leaf and self.b.is_leaf
 
 

@@ -57,7 +57,7 @@ class Noise(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether two runs are equal, and the first module whose inputs agree and whose outputs do not.
+    """Outcome: whether two runs are equal, and the first module whose inputs agree and whose outputs do not.
 
     `first` is None where there is none, with the reason in `why`. `where` says where in it the difference begins,
     `likely` what it looks like. `hidden_by` is the 16-bit dtype whose rounding hides a difference of float32 copies.

@@ -1,6 +1,6 @@
 """`nanwatch.compare` of two models or of two traces: the first module that differs by more than rounding does.
 
-A trace, as of an engine, has sketches of outputs. Of inputs and weights it has ranges, which are not compared here.
+A trace, as of an engine, has sketches of outputs. Its ranges of inputs and weights are not compared here.
 """
 
 from __future__ import annotations
@@ -210,10 +210,10 @@ def _with_parameters(comparer: Comparer, result: Verdict) -> Verdict:
     pairs = {(pair.a.path, pair.b.path): pair for pair in reversed(comparer.pairs)}.values()
     apart = [(pair, module_differences(pair)) for pair in pairs]
     faults = [(pair, words) for pair, counts in apart if (words := [*filter(counts.get, counts)])]
-    # What makes up for another weight is another weight, or code: then all that follows agrees.
+    # A second fault, or code, makes up for the first where all that follows agrees.
     leaves = [pair for pair in comparer.pairs if pair.is_leaf]
     is_lost = len(faults) == 1 and any(comparer.differs(("inputs", pair)) for pair in leaves)
-    # What measured the noise may be as far off as the outputs: then any such module is named.
+    # The runs that measured the noise may be as far off as the outputs. Then any such module is named.
     if result.equal and not is_lost:
         differ = {pair for kind in ("inputs", "outputs") for pair in pairs if comparer.differs((kind, pair))}
         faults = [(pair, words) for pair, words in faults if pair not in differ]

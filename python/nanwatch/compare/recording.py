@@ -212,7 +212,7 @@ class TensorPrint(NamedTuple):
 
     @property
     def content(self) -> tuple[object, ...]:
-        """What two runs are compared by."""
+        """The values by which two runs are compared."""
         return self.kind, self.class_name, self.label, self.form, self.bits
 
     @property

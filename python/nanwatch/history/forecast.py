@@ -215,7 +215,7 @@ def fit(batches: Floats, headroom: Floats) -> tuple[Floats, Floats, Floats]:
         left = -at_end / slope
         errors = np.where(is_known, bits - at_end - np.outer(ahead, slope), 0.0)
         variance = np.square(errors).sum(axis=0) / (count - 2)
-        # Of the place where a line crosses 0: the variance of the line there, over its slope.
+        # The place where a line crosses 0 deviates as the line does there, over its slope.
         far = left - sum_x / count
         deviation = np.sqrt(variance * (1 + 1 / count + far * far / spread)) / -slope
     is_falling = (slope < 0) & (left > 0) & (count >= max(3, len(batches) // 2)) & is_known[-1]

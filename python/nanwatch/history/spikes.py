@@ -36,7 +36,7 @@ _MOST_SAMPLES = 4096
 _SHOWN_SAMPLES = 3
 # A learning rate jumps when it is so many times the median of the latest 16. It may be the cause for 32 steps.
 _RATE_FACTOR, _RATE_STEPS, _RATE_LASTS = 3.0, 16, 32
-# Optimizers with histories of their own, as those of a GAN. Further ones share the last.
+# The first optimizers, such as both of a GAN, have histories of their own. Further ones share the last.
 _MOST_OPTIMIZERS = 4
 
 
@@ -277,8 +277,8 @@ def _shares(losses: list[float]) -> tuple[tuple[int, float], ...]:
 _JUMP, _JUMP_OF_FOUR, _JUMP_OF_SHARE = 12.0, 10.0, 30.0
 # A level below this share of the first one counts as that: there a loss differs by factors.
 _FLOOR = 0.02
-# The least deviation of a loss, as a share of its level and of its first level. That of distances over the level, as a
-# share of the first level. By these alone it jumps by at least 5 % of the first level.
+# The least deviation of a loss, as a share of its level or of its first level, and that of distances over the level, as
+# a share of the first level. By these distances alone a jump has at least 5 % of the first level.
 _LEAST_SHARE, _LEAST_OF_FIRST, _LEAST_JUMP = 0.01, 0.001, 0.05
 
 

@@ -132,7 +132,7 @@ class ServedModel:
         self._deferred.stop()
 
     def step_begins(self, shares: Callable[[], Sequence[Share]]) -> None:
-        """Take what tells the requests of the step, in the order of their rows. It is asked while the model runs."""
+        """Take a function that tells the requests of the step by their rows. It is called while the model runs."""
         latest = None if self._deferred.watch is None else self._deferred.watch.batch
         self._steps.append(_Step(0 if latest is None else latest + 1, shares))
 
@@ -278,7 +278,7 @@ def _step_of_vllm(worker: Any, execute: Callable[..., Any], scheduled: Any, *arg
     served = VllmModel.of(worker)
     with suppressing("a step of vLLM could not be followed"):
         served.follow(scheduled)
-        # Not when the model is loaded: vLLM would compile the wrappers into code that later processes load.
+        # A watch from the load on would have vLLM compile the wrappers into code that later processes load.
         if any(not new.req_id.startswith(_WARM_UP) for new in scheduled.scheduled_new_reqs):
             served.start(worker.model_runner.get_model())
         served.step_begins(partial(served.shares, worker, scheduled))

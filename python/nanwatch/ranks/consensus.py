@@ -350,7 +350,7 @@ class _Job:
     """State that all watches of this process share that raise."""
 
     def __init__(self) -> None:
-        # Those that have joined, and not left.
+        # The coordinators that have joined and not left.
         self.coordinators: weakref.WeakSet[RankCoordinator] = weakref.WeakSet()
         self.consensus: _JobConsensus | None = None
         # Number of consensuses that have ended by a failure. It is equal on all ranks, because each of them settles.

@@ -200,7 +200,7 @@ class ReplicaWatch:
 # Gradients count as unequal when their directions or their norms are so far apart. Kernels that are not deterministic
 # give other bits, and are within 1 %.
 _APART = 0.05
-# Fewer elements may have one direction by chance.
+# Two gradients of fewer elements may have one direction by chance.
 _LEAST_DIRECTED = 8
 _DIRECTIONS = 8
 _SIGNS = np.random.default_rng(0).choice([-1.0, 1.0], (1024, _DIRECTIONS))
@@ -252,7 +252,7 @@ def judge_steps(sides: list[Side]) -> Verdict:
     meant, kind = [name for name in causes if _is_meant_alike(name, more, kept, parted)], "not-reduced"
     if {what for name, (what, _) in causes.items() if name in more["directed"]} == {"norm"}:
         kind = "clipping:one-rank"
-        # Beside shards, a gradient of the same direction is the same one.
+        # In a model with shards, gradients of one direction are the same gradient.
         meant = [*causes] if more["is_mixed"] else meant
     elif {causes[name][0] for name in meant} == {"zero"}:
         kind = "rank-lost"

@@ -16,7 +16,7 @@ from ..report.finding import Finding
 from ..report.report import Report
 from ..util.messages import close_names, spell, suppressed, warn_user
 
-# Curves by module. Of a larger model those modules have one that were among the worst when there still was room.
+# So many modules have a curve: in a larger model those that were among the worst while there was room.
 _MOST_CURVES = 256
 
 
@@ -187,7 +187,7 @@ class SinkStream:
             except Exception as error:
                 events.clear()
                 suppressed(f"a sink raised in {event}")
-                # It may not raise in place of the failure that the sink was called with.
+                # The warning may not replace the failure that the sink was called with.
                 why = f"{type(sink).__name__}, which raised {spell(error)}; the run goes on and is watched"
                 warn_user(f"nanwatch logs no more to the sink {why}", may_raise=False)
         getattr(self._internal, event)(*args)

@@ -92,7 +92,7 @@ class Tracer:
         self._ended = 0  # and when the latest batch had ended
         self._largest = 0  # batch, in frames
         self._fetched = monotonic()
-        # Not a plain lock: the garbage collector may run anybody's code within, and that may call the model.
+        # The garbage collector may run anybody's code while the lock is held, and that may call the model.
         self._lock = threading.RLock()
         self._gathers = False
         arrow("pyarrow.parquet", "trace=")
