@@ -92,7 +92,7 @@ class Experiment:
     `error` is the exception that ended it, if one did. `given` are the gradients that its first backward began with.
     Where the run followed its values, `fault` is the first bad tensor of a call, with that call and the call around it,
     `failure` the operation that began the first bad value, and `bad_gradient` that of the first bad gradient. `untried`
-    says in words that the loss was not reached.
+    says in words that the loss was not reached. It `trains` if a leaf of the graph has a gradient other than 0.
     """
 
     provenance: ProvenanceMode | None = None
@@ -106,6 +106,7 @@ class Experiment:
     failed_in_backward: bool = False
     bad_gradient: Step | None = None
     untried: str = ""
+    trains: bool = False
 
     def records(self, name: str | None) -> list[Record]:
         """Return the records of all calls of that module."""
@@ -244,6 +245,7 @@ def run_backward(
         for kind in autocast_kinds():  # a backward runs behind the block of the forward's autocast
             after.enter_context(torch.autocast(kind, enabled=False))
         made = torch.autograd.grad(roots, ends, gradients, retain_graph=True, allow_unused=True)
+    experiment.trains |= any(bool(x.any()) for x in made if x is not None)
     for leaf, gradient in zip(ends, made, strict=True) if sets_grad else ():
         leaf.grad = gradient
 

@@ -17,7 +17,7 @@ from torch.distributions import Distribution
 from torch.overrides import get_testing_overrides
 
 from .source import Edit, SourceFile, Span, Target, all_names, called_name
-from .table import ALIASES, SPELLINGS
+from .table import ALIASES, PICKS, SPELLINGS
 
 _OPERATORS: dict[type[ast.AST], str] = {
     ast.Div: "div", ast.Pow: "pow", ast.Mult: "mul", ast.Add: "add", ast.Sub: "sub", ast.MatMult: "matmul",
@@ -51,12 +51,13 @@ def _parameters(name: str) -> tuple[str, ...]:
 class Binding(NamedTuple):
     """The source that each letter of a pattern stands for, and all nodes that the pattern took in.
 
-    `rest` are the arguments for `...`, each with its keyword or "".
+    `rest` are the arguments for `...`, each with its keyword or "", and `picks` the nodes for `pick`, the last first.
     """
 
     letters: Mapping[str, ast.expr] = {}
     rest: tuple[tuple[str, ast.expr], ...] = ()
     nodes: frozenset[ast.AST] = frozenset()
+    picks: tuple[ast.AST, ...] = ()
 
 
 @functools.cache
@@ -74,17 +75,43 @@ class Site:
         self.globals = target.functions[0].__globals__
         self.parents = {child: parent for parent in ast.walk(node) for child in ast.iter_child_nodes(parent)}
         parameters = (x.arg for x in self.parents if isinstance(x, ast.arg))
-        # For each local name where its bindings end, with the assignment of those that are plain.
-        self._bound: dict[str, list[tuple[int, ast.Assign | None]]] = {name: [] for name in parameters}
-        for name, above in self.parents.items():
+        plain = [x for x in self.parents if isinstance(x, ast.Assign) and len(x.targets) == 1]
+        sides = [pair for x in plain for pair in _sides(x.targets[0], x.value)]
+        values = {target: value for target, value in sides if isinstance(target, ast.Name)}
+        # For each local name where its bindings end, with the value of those that are plain.
+        self._bound: dict[str, list[tuple[int, ast.expr | None]]] = {name: [] for name in parameters}
+        for name in self.parents:
             if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
-                plain = above if isinstance(above, ast.Assign) and len(above.targets) == 1 else None
-                self._bound.setdefault(name.id, []).append((file.span(plain or name).end, plain))
+                place = self.statement(name) if name in values else name
+                self._bound.setdefault(name.id, []).append((file.span(place).end, values.get(name)))
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes around this one, the nearest first."""
         while (node := self.parents.get(node)) is not None:  # type: ignore[assignment]
             yield node
+
+    def users(self, node: Any) -> Iterator[tuple[Any, ast.AST]]:
+        """Yield each expression that takes the value of a node, also by a name, after the part of it that does."""
+        above = self.parents.get(node)
+        if isinstance(above, ast.expr | ast.keyword):
+            yield node, above
+            yield from self.users(above)
+        for use in self._uses.get(node, ()):
+            yield from self.users(use)
+
+    @functools.cached_property
+    def _uses(self) -> dict[ast.AST, list[ast.AST]]:
+        """The names that stand for the value of a node, by that node."""
+        uses: dict[ast.AST, list[ast.AST]] = {}
+        for name in self.parents:
+            if (value := self.definition(name)) is not None:
+                uses.setdefault(value, []).append(name)
+        return uses
+
+    def is_known_at(self, place: ast.AST, node: ast.AST) -> bool:
+        """Return whether the names of a node have the same values at an earlier place."""
+        start, end = self._start(place), self._start(node)
+        return all(self._last(name, start) == self._last(name, end) for name in all_names(node))
 
     def statement(self, node: ast.AST) -> ast.AST:
         """Return the statement that the node is a part of."""
@@ -108,12 +135,12 @@ class Site:
         if not isinstance(node, ast.Name) or node not in self.parents:
             return None
         start = self._start(node)
-        made, assignment = self._last(node.id, start)
-        if assignment is None or self.parents.get(assignment) not in (self.node, *self.ancestors(node)):
+        made, value = self._last(node.id, start)
+        if value is None or self.parents.get(self.statement(value)) not in (self.node, *self.ancestors(node)):
             return None
-        names = all_names(assignment.value)
+        names = all_names(value)
         is_same = node.id not in names and all(self._last(name, start)[0] < made for name in names)
-        return assignment.value if is_same else None
+        return value if is_same else None
 
     def defined(self, node: ast.expr) -> ast.expr:
         """Return what made the name that the node is, or the node."""
@@ -122,7 +149,7 @@ class Site:
     def _start(self, node: ast.AST) -> int:
         return self.file.span(self.statement(node)).start
 
-    def _last(self, name: str, start: int) -> tuple[int, ast.Assign | None]:
+    def _last(self, name: str, start: int) -> tuple[int, ast.expr | None]:
         bindings = (pair for pair in self._bound.get(name, ()) if pair[0] <= start)
         return max(bindings, key=lambda pair: pair[0], default=(-1, None))
 
@@ -137,18 +164,8 @@ class Site:
 
     def feeds(self, node: ast.AST, operations: Sequence[str]) -> bool:
         """Return whether one of these operations takes what comes of a node, in it or by way of later names."""
-        names = set[str]()
-
-        def is_fed(value: ast.AST) -> bool:
-            return any(x is node or getattr(x, "id", "") in names for x in ast.walk(value))
-
-        start = self._start(node)
-        later = [x for x in self.parents if isinstance(x, ast.expr | ast.Assign) and self._start(x) >= start]
-        for statement in sorted(later, key=lambda x: x.lineno):
-            if isinstance(statement, ast.Assign) and is_fed(statement.value):
-                names |= {name for x in statement.targets for name in all_names(x)}
-        taken = [x for x in later if getattr(operation_of(x, self), "name", "") in operations]
-        return any(is_fed(x) for operation in taken for x in ast.iter_child_nodes(operation))
+        taken = (operation_of(above, self) for _, above in self.users(node))
+        return any(operation is not None and operation.name in operations for operation in taken)
 
     def text(self, node: ast.AST) -> str:
         """Return the text of a node of this source."""
@@ -161,6 +178,13 @@ class Site:
                 if value is module:
                     return alias + rest
         raise LookupError(name)
+
+
+def _sides(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """Return what an assignment binds, each with its value: the parts of a tuple are for those of another."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        return [*zip(target.elts, value.elts, strict=True)]
+    return [(target, value)]
 
 
 def operation_of(node: ast.AST, site: Site | None = None) -> Operation | None:
@@ -186,6 +210,8 @@ def operation_of(node: ast.AST, site: Site | None = None) -> Operation | None:
         function = site.globals.get(name)
         is_function = isinstance(function, FunctionType | BuiltinFunctionType)
         name = name if is_function and "torch" in str(function.__module__ or "torch") else ""
+    if site is not None and not args and "input" in keywords:
+        args = (keywords.pop("input"),)
     name = name if name.startswith("__") else name.removesuffix("_")
     name = ALIASES.get(name, name)
     if name == "norm" and site is not None:
@@ -213,6 +239,10 @@ def match(
         return match(site, pattern, made, seen)
     wanted, operation = operation_of(pattern), operation_of(node, site)
     assert wanted is not None
+    if wanted.name == "pick":
+        if operation is None or operation.name not in PICKS or not operation.args:
+            return match(site, wanted.args[0], node, binding)
+        return match(site, pattern, operation.args[0], seen._replace(picks=(*seen.picks, node)))
     if wanted.name == "W" and isinstance(node, ast.Call):
         seen = seen._replace(letters={**seen.letters, "W": node})
         # A mask of None is none.
@@ -316,10 +346,20 @@ def written(
         return site.text(value) if is_whole or isinstance(value, _ATOMS) else f"({site.text(value)})"
 
     try:
-        edit = placed(site, node, _PLACES.sub(replaced, form))
+        edit = placed(site, node, _picked(site, _PLACES.sub(replaced, form), binding.picks))
     except (LookupError, SyntaxError):  # a form may ask a number for its attributes
         return ()
     return *(edit for pair in hoists.values() for edit in pair), edit
+
+
+def _picked(site: Site, text: str, picks: Sequence[ast.AST]) -> str:
+    """Return the text of the operations that pick elements, with an expression in the place of what they pick from."""
+    for node in reversed(picks):
+        operation, (start, end) = operation_of(node, site), site.file.span(node)
+        assert operation is not None
+        old = site.file.span(operation.args[0])
+        text = site.file.part(Span(start, old.start)) + text + site.file.part(Span(old.end, end))
+    return text
 
 
 def _hoist(site: Site, value: ast.expr, number: int) -> tuple[Edit, Edit]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from .table import (
     EPS_WORDS,
     FORMATS,
     GUARDS,
+    OF_LOGITS,
     POLES,
     STABLE,
     STABLE_WORDS,
@@ -34,6 +35,7 @@ from .table import (
 _COUNTS = re.compile(
     r"(count|cnt|num(ber|el)?|n|len(gth)?|deg(ree)?|size|mask|valid|keep|kept|hot|bincount|eq|ne)s?"
 )
+_WIDER = "compute it in float32"
 # Expressions whose value a call of a probe may take the place of.
 _VALUES = ast.Name | ast.Attribute | ast.Call | ast.BinOp | ast.UnaryOp | ast.Subscript | ast.IfExp
 # An expression, and the edits that change it, the one that gives the change its name last.
@@ -49,15 +51,15 @@ def says_count(text: str) -> bool:
 class Proposal(NamedTuple):
     """A change of the source: its edits, the expression that it changes, and in words what it does.
 
-    A `stable` form has the gradients that are meant, and a `guard` moves the operand that failed. `masked` are the
-    edits for a mask that leaves no scores beside it in float64 either, as -1e9 does in float32.
+    A `stable` form has the gradients that are meant, and a `guard` moves the operand that failed. `exact` are edits for
+    the run in float64: of a mask that leaves no scores beside it there either, as -1e9 does in float32, or of an eps.
     """
 
     node: ast.AST
     edits: tuple[Edit, ...]
     words: str
     kind: str = ""
-    masked: tuple[Edit, ...] = ()
+    exact: tuple[Edit, ...] = ()
 
 
 class Proposer:
@@ -95,13 +97,13 @@ class Proposer:
         looked += map(site.defined, [x for x in looked if isinstance(x, ast.expr)])
         looked = [x for x in looked if isinstance(x, _VALUES) and site.constant(x) is None]
         self.values = look([*self.failing, *looked])
-        # Numbers of the source that are not 0, and are 0 in the format of the failing operation, as 1e-8 is in float16.
-        # They are added, or handed to a function: a product with 1e-8 is computed before it is rounded.
-        added = [x for x in names if isinstance(getattr(site.parents[x], "op", ast.Add()), ast.Add)]
-        rounded = [
-            (x, number, torch.tensor(number, dtype=format_)) for x in added if (number := self._number(x))
-        ]
-        self._vanished = [x for x, number, near in rounded if number > 0 == near]
+        # Numbers of the source that the format of the failing operation rounds to 0, as 1e-8 in float16, or to 1. They
+        # are added, or handed to a function: a product with 1e-8 is computed before it is rounded.
+        sums = [x for x in parts if isinstance(x, ast.BinOp) and site.constant(x) is not None]
+        added = [x for x in (*names, *sums) if isinstance(getattr(site.parents[x], "op", ast.Add()), ast.Add)]
+        known = {x: number for x in added if (number := self._number(x)) and 0 < number < 1}
+        rounded = {x: torch.tensor(number, dtype=format_) for x, number in known.items()}
+        self._rounded = {x: int(near) for x, near in rounded.items() if near in (0, 1)}
 
     def _failing_nodes(self, step: Step) -> list[ast.AST]:
         assert step.place is not None
@@ -125,14 +127,8 @@ class Proposer:
 
     def _is_guarded(self, node: ast.AST) -> bool:
         """Return whether the program adds a number to an operand, or clamps it."""
-        operands = [self._site.defined(x) for x in self._operands(node)]
-        guards = [
-            x
-            for operand in operands
-            if self._name(operand) in ("add", "clamp")
-            for x in self._operands(operand)
-        ]
-        return any(self._site.constant(x) is not None for x in guards)
+        guards = "A + N", "clamp(A, ...)"
+        return any(match(self._site, guard, x) for x in self._operands(node) for guard in guards)
 
     def outside(self) -> tuple[str, bool]:
         """Return an operand that float64 too has outside the domain, "" for none, and whether that forbids a guard.
@@ -153,15 +149,20 @@ class Proposer:
         return (f"{farthest:.3g}", is_root) if distance > MOST_BY_GUARD else ("", False)
 
     def causes(self) -> list[str]:
-        """Return a sentence for each number of the source that is 0 in the format of the failing operation."""
-        names = dict.fromkeys(map(self._site.text, self._vanished))
-        return [f"`{name}` is 0 in {self._dtype}, so it keeps nothing away from 0" for name in names]
+        """Return a sentence for each number of the source that the format of the failing operation rounds away."""
+        names = {self._site.text(x): near for x, near in self._rounded.items()}
+        words = f"in {self._dtype}, so it keeps nothing away from"
+        return [f"`{name}` is {near} {words} {near}" for name, near in names.items()]
 
     def proposals(self) -> Iterator[Proposal]:
         """Yield the changes, stable forms before guards, each once."""
-        for number in self._vanished:
-            form = "EPS" if isinstance(number, ast.Constant) else "max(X, EPS)"
-            yield from self._put(number, form, EPS_WORDS, X=number)
+        for number, near in self._rounded.items():
+            around = (self._operands(x) for x in self._site.ancestors(number))
+            beside = [x for operands in around for x in operands if self._site.constant(x) is None][:1]
+            if near == 0:
+                yield from self._larger(number, beside)
+            for x in beside:
+                yield from self._put(x, "X.float()", _WIDER, X=x)
         yield from self._stable()
         for node in self.failing:
             yield from self._untaken(node)
@@ -169,19 +170,40 @@ class Proposer:
             yield from self._infinities()
             for node in self.failing[:1]:
                 x = self._operands(node)[0]
-                yield from self._put(x, "X.float()", "compute it in float32", X=x)
+                yield from self._put(x, "X.float()", _WIDER, X=x)
         for node in [*self._sources, *self.failing]:
             for row in GUARDS:
                 yield from self.guard(node, row)
         yield from self._infinities()
 
-    def _new(
-        self, changes: Iterable[Change], words: str, kind: str = "", *masked: Edit
-    ) -> Iterator[Proposal]:
+    def of_logits(self) -> Proposal | None:
+        """Return the change of the statement for logits in the place of the probabilities that it takes the log of."""
+        nodes = dict.fromkeys((*self.failing[:1], *self._kin))
+        rows = [(x, form, match(self._site, pattern, x)) for x in nodes for pattern, form in OF_LOGITS]
+        changes = {x: self._change(x, form, binding) for x, form, binding in rows if binding is not None}
+        if not changes:
+            return None
+        first, *others = changes.values()
+        return Proposal(*_joined(first, others), "take its result as logits, wherever it is used")
+
+    def _new(self, changes: Iterable[Change], words: str, kind: str = "", *exact: Edit) -> Iterator[Proposal]:
         for node, edits in changes:
             if edits not in self._known and any(self._site.file.part(span) != text for span, text in edits):
                 self._known.add(edits)
-                yield Proposal(node, edits, words, kind, masked)
+                yield Proposal(node, edits, words, kind, exact)
+
+    def _larger(self, eps: ast.expr, beside: Sequence[ast.expr]) -> Iterator[Proposal]:
+        """Yield the change that makes an eps larger, a name in the whole function.
+
+        Float64 is the measure with the new one too, if that moves no value beside it but those that the old one moves.
+        """
+        form = "EPS" if isinstance(eps, ast.Constant) else "max(X, EPS)"
+        uses = [eps, *(self._site.same(eps) if isinstance(eps, ast.Name) else ())]
+        first, *others = (self._change(x, form, Binding({"X": x})) for x in uses)
+        change, near, far = _joined(first, others), self._number(eps) or 0, 100 * float(self._numbers["EPS"])
+        values = [x.abs() for node in beside for x in self.tensors(node)]
+        is_apart = bool(values) and all(bool(((x <= near) | (x >= far)).all()) for x in values)
+        yield from self._new([change], EPS_WORDS, "", *(change[1] if is_apart else ()))
 
     def _put(self, node: ast.expr, form: str, words: str, **letters: ast.expr) -> Iterator[Proposal]:
         return self._new([self._change(node, form, Binding(letters))], words)
@@ -297,8 +319,8 @@ class Proposer:
 
         The gradient of an element that `where` or an index does not take is 0 times what comes of it.
         """
-        inner, operands = node, [x for x in self._operands(node) if self._site.constant(x) is None]
-        for above in self._site.ancestors(node):
+        operands = [x for x in self._operands(node) if self._site.constant(x) is None]
+        for inner, above in self._site.users(node):
             where = match(self._site, "where(C, A, B)", above)
             if isinstance(above, ast.Subscript) and above.value is inner and isinstance(node, ast.Call):
                 # `loss(a, b)[valid]` becomes `loss(a[valid], b[valid])`.
@@ -311,15 +333,15 @@ class Proposer:
                     yield from self._new([(above, (placed(self._site, above, text),))], words)
                 return
             if where is not None and operands:
-                condition, first, second = (where.letters[letter] for letter in "CAB")
+                made, first, second = (where.letters[letter] for letter in "CAB")
                 forms = {first: "torch.where(C, X, 1.0)", second: "torch.where(C, 1.0, X)"}
-                operand = operands[-1 if self._name(node) == "div" else 0]
-                if inner in forms:
-                    words = "give the branch that `where` does not take a safe operand"
-                    change = self._change(operand, forms[inner], Binding({"C": condition, "X": operand}))
-                    yield from self._new([(node, change[1])], words)
+                x = operands[-1 if self._name(node) == "div" else 0]
+                words = "give the branch that `where` does not take a safe operand"
+                for condition in (made, self._site.defined(made)):
+                    if inner in forms and self._site.is_known_at(x, condition):
+                        change = self._change(x, forms[inner], Binding({"C": condition, "X": x}))
+                        yield from self._new([(node, change[1])], words)
                 return
-            inner = above
 
     def _infinities(self) -> Iterator[Proposal]:
         """Propose finite numbers for those that the function writes and the format has as infinite, as in a mask."""

@@ -11,19 +11,20 @@ import ast
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...report.finding import Cure
-from ..experiment import Experiment, Trials
+from ..experiment import Experiment, LossModule, Trials, make_call
 from ..provenance import Expression, Step
 from .matching import Site
 from .proposer import Proposal, Proposer
 from .source import Probe, SourceFile, Span, Target, TargetFinder, exchanged, first_line, moved
-from .table import operation_name
+from .table import POLES, operation_name
 
 _MOST_ROUNDS = 4
 # The inverse of a textbook epsilon, 1e-8, times a value of 100.
@@ -113,11 +114,15 @@ class Rounds:
         """Try the proposals for the failure. Return the program and the failure that the next round begins with."""
         trials = self._trials
         inside: Round = program, None
+        onward: Round | None = None
         proposer = Proposer(site, step, partial(self._in_float64, program, site))
         trials.remarks += proposer.causes()
         outside, is_far = proposer.outside()
         for proposal in proposer.proposals():
             if trials.runs >= _MOST_RUNS or time.monotonic() > self._end:
+                break
+            # The forms of one row differ in their number, and with another one what follows may be finite too.
+            if onward is not None and proposal.words != onward[0].words[-1].partition(":")[0]:
                 break
             edits, node = proposal.edits, site.file.span(proposal.node)
             changed, probe = moved(node if node.covers(edits[-1].span) else edits[-1].span, edits), Probe()
@@ -133,17 +138,20 @@ class Rounds:
                 continue
             values = [x for x in probe.values[0] if isinstance(x, Tensor)]
             works, effect = trials.judge(experiment, values, proposer.tensors(proposal.node))
-            if effect and not works and proposal.masked:
-                masked = program.edited(site, proposal._replace(edits=proposal.masked))
-                truth = trials.in_float64(partial(masked.running, Probe(), site.target, ()))
+            if effect and not works and proposal.exact:
+                exact = program.edited(site, proposal._replace(edits=proposal.exact))
+                truth = trials.in_float64(partial(exact.running, Probe(), site.target, ()))
                 works, words = trials.judge(experiment, truth=truth)
-                if works:  # other formats are judged by it too
-                    effect, trials.exact = f"beside a mask that leaves no scores it {words}", truth
+                is_mask = proposal.exact != edits
+                if works:
+                    effect = f"beside {'a mask that leaves no scores' if is_mask else 'the same in float64'} it {words}"
+                if works and is_mask:  # other formats are judged by it too
+                    trials.exact = truth
             guarded = outside if proposal.kind == "guard" else ""
             hidden = f"float64 too has {guarded} there" if guarded and is_far else ""
             # A stable form has the gradients that are meant.
             if works and not hidden and proposal.kind != "stable":
-                hidden = self._excess(experiment) or trials.explosion(hold)
+                hidden = self._objection(experiment, values, step) or trials.explosion(hold)
             if works and not hidden:
                 effect += f"; a guard: it moves {guarded}, which float64 has there too" if guarded else ""
                 trials.cures.append(trial.cure(effect))
@@ -159,23 +167,61 @@ class Rounds:
             file = trial.files[site.file.name]
             position = file.at(later.place.positions) if later.place.filename == file.name else None
             if position is None or not any(span.covers(position) for span in spans):
-                return trial, (later, is_later_backward)
+                onward = onward or (trial, (later, is_later_backward))
+                if proposal.kind != "guard":
+                    break
+                continue
             # Behind the operation that failed lies another one of the same expression, in the backward.
             is_other = operation_name(later.operation) != operation_name(step.operation)
             is_behind = is_later_backward and not is_backward and is_other
             # Or the stable form is one of several that the operation needs.
             if (is_behind or proposal.kind == "stable") and inside[1] is None:
                 inside = trial, (later, True)
-        return inside
+        if onward is None:
+            self._take_logits(program, site, proposer.of_logits())
+        return onward or inside
 
-    def _excess(self, experiment: Experiment) -> str:
-        """Return in words that a result is too large to train on, where float64 fails and says nothing; "" for not."""
+    def _take_logits(self, program: Program, site: Site, proposal: Proposal | None) -> None:
+        """Try the last sigmoid of the model without its effect, and logsigmoid for the logarithm of what it gave.
+
+        The model, and all that takes its result, are changed by hand: so it is a cure in words.
+        """
+        trials = self._trials
+        sigmoid = next((x for x in reversed(trials.names) if isinstance(x, nn.Sigmoid)), None)
+        exact, is_loss = trials.exact, isinstance(trials.snapshot.module, LossModule)
+        if sigmoid is None or proposal is None or exact is None or not is_loss or not exact.results:
+            return
+
+        def make(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return args[0] if module is sigmoid else make_call(module, *args, **kwargs)
+
+        trial = program.edited(site, proposal)
+        experiment = trials.run(partial(trial.running, Probe(), site.target, ()), make)
+        loss, exact = (replace(x, results=x.results[:1]) for x in (experiment, exact))
+        works, effect = trials.judge(loss, truth=exact)
+        if works and not experiment.untried and bool(exact.results[0].isfinite().all()):
+            words = f"take the sigmoid `{trials.names[sigmoid]}` out of the model; {trial.words[-1]}"
+            trials.cures.append(Cure(words, True, None, "", effect))
+
+    def _objection(self, experiment: Experiment, values: Sequence[Tensor], step: Step) -> str:
+        """Return in words why a training does not go on with a finite result, where float64 fails; "" for no reason.
+
+        That is too large, or leaves no gradient. A loss of 0 without one is of a batch that has no labels.
+        """
         exact = [] if self._trials.exact is None else self._trials.exact.results
         largest = max((float(x.abs().max()) for x in experiment.results if x.numel()), default=0.0)
-        is_known = all(bool(x.isfinite().all()) for x in exact)
-        return (
-            "" if is_known or largest <= _MOST_RESULT else f"the result is {largest:.3g} where float64 fails"
-        )
+        if largest > _MOST_RESULT and not all(bool(x.isfinite().all()) for x in exact):
+            return f"the result is {largest:.3g} where float64 fails"
+        is_finite = bool(exact) and bool(exact[0].float().isfinite().all())
+        is_left_out = not any(bool(x.any()) for x in experiment.results[:1])
+        if step.in_backward or is_finite or is_left_out or experiment.untried or not experiment.given:
+            return ""
+        if not experiment.trains:
+            return "all its gradients are 0, so that no step leaves this state"
+        # All quotients of a batch of one sample by its deviation are 0.
+        is_pole = operation_name(step.operation) in POLES - {"div", "reciprocal", "rsqrt"}
+        is_same = any(x.numel() > 1 and bool((x == x.flatten()[0]).all()) for x in values)
+        return "the guard makes all elements the same" if is_pole and is_same else ""
 
     def _in_float64(
         self, program: Program, site: Site, nodes: Sequence[ast.AST]

@@ -3,7 +3,8 @@
 Rows are Python. A single capital letter stands for any expression, `N` for a number, `...` for further arguments, if any,
 which the form gets as they were. Functions stand for every spelling: `log(X)` is `torch.log(X)`, `X.log()` and
 `X.log_()`, `A / B` is also `torch.div(A, B)`. `W(X)` is a call of any function or module, and `W` in its form is that
-call. ` | ` is between the patterns of one row, and between its forms. A name in the source is followed to the assignment that made it.
+call. `pick(X)` is X, or elements of it by any functions of PICKS, by which those of the form are then picked. ` | ` is
+between the patterns of one row, and between its forms. A name in the source is followed to the assignment that made it.
 Names of several capitals are numbers for the format at hand, see NUMBERS.
 """
 
@@ -35,6 +36,12 @@ ALIASES = {
     "vector_norm": "norm", "mm": "matmul", "bmm": "matmul", "diagonal": "diag", "axis": "dim", "keepdims": "keepdim",
 }  # fmt: skip
 
+# Functions that pick or arrange elements of their first operand.
+PICKS = frozenset({
+    "item", "gather", "index_select", "take_along_dim", "select", "narrow", "diag", "squeeze", "unsqueeze", "view", "reshape",
+    "flatten", "permute", "transpose", "contiguous", "clone",
+})  # fmt: skip
+
 # Forms that compute the same and do not overflow, cancel, or divide 0 by 0. The first that applies is tried first.
 _STABLE = (
     # Cross entropies by hand
@@ -45,14 +52,11 @@ _STABLE = (
     ("F.binary_cross_entropy(sigmoid(X), Y)", "F.binary_cross_entropy_with_logits(X, Y)"),
     # Logarithms of exponentials
     ("log(exp(X))", "X"),
-    ("log(sigmoid(X))", "F.logsigmoid(X)"),
-    ("log(1 - sigmoid(X)) | log(1 - sigmoid(X) + N)", "F.logsigmoid(-X)"),
-    ("log(squeeze(sigmoid(X), ...))", "F.logsigmoid(X).squeeze(...)"),
-    ("log(1 - squeeze(sigmoid(X), ...))", "F.logsigmoid(-X).squeeze(...)"),
-    ("log(softmax(X, ...))", "F.log_softmax(X, ...)"),
-    ("log(softmax(X, ...)[I])", "F.log_softmax(X, ...)[I]"),
+    ("log(pick(sigmoid(X)))", "F.logsigmoid(X)"),
+    ("log(1 - pick(sigmoid(X))) | log(1 - pick(sigmoid(X)) + N)", "F.logsigmoid(-X)"),
+    ("log(pick(softmax(X, ...)))", "F.log_softmax(X, ...)"),
+    ("log(sum(softmax(X, dim=D) * M, ...))", "torch.logsumexp(F.log_softmax(X, dim=D) + torch.log(M), ...)"),
     ("log(mean(softmax(X, ...), dim=D))", "torch.logsumexp(F.log_softmax(X, ...), D) - math.log(X.shape[D])"),
-    ("log(gather(softmax(X, dim=D), ...))", "F.log_softmax(X, dim=D).gather(...)"),
     ("log(T * softmax(A, ...) + Q * softmax(B, ...))", "torch.logaddexp(torch.log(T) + F.log_softmax(A, ...), torch.log(Q) + F.log_softmax(B, ...))"),
     ("log1p(exp(X))", "F.softplus(X)"),
     ("log(exp(A) + exp(B))", "torch.logaddexp(A, B)"),
@@ -112,6 +116,9 @@ _STABLE = (
     ("(A @ B) * S", "(A * S) @ B"),
     ("A * B / C", "A * (B / C)"),
 )  # fmt: skip
+
+# For the logits that a module gives without its sigmoid.
+OF_LOGITS = ("log(X)", "F.logsigmoid(X)"), ("log(1 - X)", "F.logsigmoid(-X)")
 
 STABLE_WORDS = "use the stable form that torch has"
 _DIVISOR = "keep the divisor away from 0"
@@ -179,7 +186,7 @@ _ROWS = (
     Row("lgamma(X) | digamma(X)", "X", "X.clamp(min=TINY)", "", "keep the operand away from 0"),
     Row("xlogy(A, B)", "B", "B.clamp(min=TINY)", "", _LOG),
     Row(_EXPS, "X", "X.clamp(max=BOUND)", "bound", "bound the exponent as float64 shows it", "uses"),
-    Row(_EXPS, "X", "X.clamp(max=SAFE) | X.clamp(max=HALF) | X.clamp(max=MOST) | X.clamp(max=CALM)", "unlogged", _EXPONENT, "uses"),
+    Row(_EXPS, "X", "X.clamp(max=SAFE) | X.clamp(max=HALF) | X.clamp(max=MOST) | X.clamp(max=CALM) | X.clamp(max=2)", "unlogged", _EXPONENT, "uses"),
     Row("acosh(X)", "X", "X.clamp(min=1 + NEAR)", "", "keep the operand of acosh above 1"),
     Row("acos(X) | asin(X)", "X", "X.clamp(-1, 1)", "", _INSIDE),
     Row("acos(X) | asin(X) | atanh(X) | erfinv(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", _INSIDE),

@@ -44,6 +44,8 @@ class Spelt(ast.NodeTransformer):
         self._number = "1e-9" if "+ N" in pattern else "2"
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
+        if getattr(node.func, "id", "") == "pick":
+            return self.visit(node.args[0])
         if isinstance(node.func, ast.Name):
             if node.func.id == "norm" and node.keywords:
                 node.args.append(ast.Constant(2))
