@@ -164,8 +164,8 @@ class Site:
 
     def feeds(self, node: ast.AST, operations: Sequence[str]) -> bool:
         """Return whether one of these operations takes what comes of a node, in it or by way of later names."""
-        taken = (operation_of(above, self) for _, above in self.users(node))
-        return any(operation is not None and operation.name in operations for operation in taken)
+        users = (operation_of(above, self) for _, above in self.users(node))
+        return any(operation is not None and operation.name in operations for operation in users)
 
     def text(self, node: ast.AST) -> str:
         """Return the text of a node of this source."""

@@ -178,7 +178,7 @@ class Proposer:
 
     def of_logits(self) -> Proposal | None:
         """Return the change of the statement for logits in the place of the probabilities that it takes the log of."""
-        nodes = dict.fromkeys((*self.failing[:1], *self._kin))
+        nodes = dict.fromkeys((*self._sources, *self.failing[:1], *self._kin))
         rows = [(x, form, match(self._site, pattern, x)) for x in nodes for pattern, form in OF_LOGITS]
         changes = {x: self._change(x, form, binding) for x, form, binding in rows if binding is not None}
         if not changes:
