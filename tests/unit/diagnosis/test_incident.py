@@ -20,20 +20,18 @@ from support.html_page import growing
 
 
 def test_a_failure_has_its_forms_and_its_patch(tmp_path: Path) -> None:
-    """Only of a cure that works; the written report names its files, and a second failure has a folder of its own."""
-    report = growing()
-    assert report.finding is not None
-    cures = (Cure("widen", False, patch="bad"), Cure("clamp", True, patch="--- a/x\n+++ b/x\n"))
+    """Of the first cure that works and has one; a second failure has a folder of its own."""
+    patch = "--- a/x\n+++ b/x\n"
+    cures = (Cure("widen", False, patch="bad"), Cure("cast", True), Cure("clamp", True, patch=patch))
+    report = replace(growing(), finding=replace(growing().finding, cures=cures, remarks=("seen",)))
     for name in ("batch-1", "batch-1.2"):
-        incident = Incident(replace(report, finding=replace(report.finding, cures=cures)))
-        write_failure(incident, None, tmp_path)
-        made = tmp_path / name
-        assert (made / "cure.patch").read_text() == cures[1].patch
-        saved = Report.from_json((made / "report.json").read_text())
-        assert saved == incident.report
-        assert {Path(one).name for one in saved.finding.files} >= {"report.json", "report.txt", "cure.patch"}
-        assert all(Path(one).exists() for one in incident.finding.files)
-        assert "no capsule was written: no call was seen" in incident.finding.remarks[-1]
+        write_failure(incident := Incident(report), None, tmp_path)
+        assert (tmp_path / name / "cure.patch").read_text() == patch
+        assert Report.from_json((tmp_path / name / "report.json").read_text()) == incident.report
+        written = {Path(one).name for one in incident.finding.files if Path(one).exists()}
+        assert written - {"report.html"} == {"report.json", "report.txt", "cure.patch"}
+        assert len(written) == len(incident.finding.files)
+        assert " ".join(incident.finding.remarks).startswith("seen no capsule was written: no call was seen")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["batch-1", "batch-1.2"]
     (tmp_path / "file").write_text("")  # where nothing can be written the report names no file, and says so
     write_failure(incident := Incident(report), None, tmp_path / "file")
@@ -55,18 +53,20 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_a_capsule_leaves_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that cannot be read back costs no report."""
-    model = nn.Identity()
-    start = snapshot_of(model, (torch.ones(2), lambda: None), {})
-    report = SpikeReport(410, 0, (Departure("", "loss", 9.1, 2.4, 55.0),), "loss")
-    spike = write_spike(report, start, model, tmp_path)
-    (capsule,) = [Path(file) for file in spike.files if file.endswith("capsule")]
-    (label,) = [text.partition(": ")[0] for text in Capsule.open(capsule).left_out]
-    assert label
-    assert f"the capsule leaves out {label}; its list left_out says why" in spike.remarks
+    model = nn.Sequential(nn.Identity())
+    with torch.autocast("cpu", torch.float16):
+        start = snapshot_of(model[0], (torch.ones(2), lambda: None), {})
+    torch.rand(1)
+    spike = write_spike(SpikeReport(410, 2, (), "loss"), start, model, tmp_path)
+    capsule = Capsule.open(spike.files[0])
+    assert (capsule.module, capsule.rank, capsule.autocast) == ("0", 2, start.autocast)
+    assert torch.equal(capsule.rng.torch, start.rng.torch)
+    assert f"leaves out {capsule.left_out[0].partition(': ')[0]}; its list" in spike.remarks[0]
+    read = Capsule.open
     monkeypatch.setattr(Capsule, "open", Path("no capsule").read_text)
-    spike = write_spike(report, start, model, tmp_path)
-    assert spike.remarks[0].startswith("writing the capsule failed: ")
-    assert {"report.json", "report.txt"} <= {Path(file).name for file in spike.files}
+    write_failure(incident := Incident(growing()), start, tmp_path)
+    assert incident.finding.remarks[-1].startswith("writing the capsule failed: ")
+    assert read(next(tmp_path.glob("batch*/capsule"))).finding == growing().finding
 
 
 def test_a_spike_and_frames_of_other_ranks_have_folders(tmp_path: Path) -> None:
