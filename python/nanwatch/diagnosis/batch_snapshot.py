@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, jit, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..instrumentation.execution_context import Autocast, RngState, unwatched
@@ -30,6 +29,7 @@ from ..recording.events import Start
 from ..recording.walk import Unwalked, call_leaves
 from ..util.program import each_module, each_parameter, frame_values, is_library, names_of
 from . import isolation
+from .formats import Draws
 
 # A call changes no value of these. Configurations have attributes of the first.
 _CONSTANTS = int, float, complex, str, bytes, tuple, type(None)
@@ -45,16 +45,8 @@ _MOST_BYTES = 1 << 16
 LEAST_SECONDS, TIMES_BATCH, TIMES_THREADS = 5.0, 20.0, 4.0
 
 
-class BufferValue(NamedTuple):
-    """Value of a buffer at some batch's start. `value` is None where the buffer is too large to be copied."""
-
-    buffer: weakref.ref[Tensor]
-    version: int
-    value: Tensor | None
-
-
-# Values of buffers by the buffer's id.
-BufferValues = Mapping[int, BufferValue]
+# By the buffer's id: the buffer, its version and its value at a batch's start, None where it is too large to be copied.
+BufferValues = Mapping[int, tuple[weakref.ref[Tensor], int, Tensor | None]]
 
 
 class BufferHistory:
@@ -67,7 +59,7 @@ class BufferHistory:
     def __init__(self) -> None:
         self._num_batches = 0
         self._modules: list[weakref.ref[nn.Module]] = []
-        self._values: dict[int, BufferValue] = {}
+        self._values: BufferValues = {}
 
     def note(self, root: nn.Module) -> BufferValues:
         """Return the present values, in a mapping that never changes."""
@@ -82,7 +74,7 @@ class BufferHistory:
 
     def names(self) -> list[tuple[weakref.ref[nn.Module], str]]:
         """Return the buffers whose changes count, each by its module and name. Large ones are not copied."""
-        large = {key for key, known in self._values.items() if known.value is None}
+        large = {key for key, (*_, value) in self._values.items() if value is None}
         return [(module, name) for module, name, x in self._buffers() if id(x) not in large]
 
     def _buffers(self) -> Iterator[tuple[weakref.ref[nn.Module], str, Tensor | None]]:
@@ -90,14 +82,14 @@ class BufferHistory:
             if (module := reference()) is not None:
                 yield from ((reference, name, x) for name, x in module._buffers.items())
 
-    def _value_of(self, x: Tensor) -> BufferValue:
+    def _value_of(self, x: Tensor) -> tuple[weakref.ref[Tensor], int, Tensor | None]:
         known = self._values.get(id(x))
-        if known is not None and known.buffer() is x and (known.value is None or known.version == x._version):
+        if known is not None and known[0]() is x and (known[2] is None or known[1] == x._version):
             return known
         with only_our_dispatch(), torch.no_grad():
             if not is_plain(x) or x.is_inference() or unreadable(x) or x.nbytes > _MOST_BYTES:
-                return BufferValue(weakref.ref(x), 0, None)
-            return BufferValue(weakref.ref(x), x._version, x.clone())
+                return weakref.ref(x), 0, None
+            return weakref.ref(x), x._version, x.clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +142,6 @@ class BatchSnapshot:
             after.callback(_put_back_others(self.module))
             after.callback(RngState.capture(others=True).restore)
             after.enter_context(unwatched(self.module))
-            if isolation.is_child():
-                after.enter_context(isolation.without_files())
             # The graphs of the user's cache are no part of a re-run.
             after.callback(swap_parametrizations, swap_parametrizations({}))
             after.enter_context(torch.inference_mode() if self.inference else torch.no_grad())
@@ -165,14 +155,11 @@ class BatchSnapshot:
                 # Without a graph nn.TransformerEncoderLayer takes a path on which its parts are not called.
                 after.callback(torch.backends.mha.set_fastpath_enabled, True)
                 torch.backends.mha.set_fastpath_enabled(False)
-            if number := _num_processes():
-                # A forked child has none of the threads that a collective of gloo needs.
-                if number > 1 or isolation.is_child():
-                    after.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
-                # DistributedDataParallel would tell the other ranks that a batch has begun.
-                alone = lambda replica, *args, **kwargs: replica.module(*args, **kwargs)  # noqa: E731
-                replicas = nn.parallel.DistributedDataParallel
-                after.enter_context(isolation.in_place_of(replicas, "forward", alone))
+            # DistributedDataParallel would tell the other ranks that a batch has begun.
+            alone = lambda replica, *args, **kwargs: replica.module(*args, **kwargs)  # noqa: E731
+            after.enter_context(isolation.in_place_of(nn.parallel.DistributedDataParallel, "forward", alone))
+            # A forked child has none of the threads that a collective of gloo needs.
+            after.enter_context(Draws(self.draws, is_alone=_num_processes() > 1 or isolation.is_child()))
             self.rng.restore()
             after.enter_context(isolation.limited(self.seconds))
             # The class's own `__call__` is no part of the snapshot, and may wait for a lock that it holds already.
@@ -224,9 +211,9 @@ def begin_again(root: nn.Module, given: Iterable[Tensor], before: BufferValues) 
         tensors = {id(x): x for x in written}.values()
         kept = [(x, None if x.is_inference() else x._version, x.detach().clone()) for x in tensors]
         for x in buffers:
-            known = before.get(id(x))
-            if known is not None and known.buffer() is x and known.value is not None:
-                _write(x, known.value, x._version)
+            buffer, _, value = before.get(id(x), (None, 0, None))
+            if buffer is not None and buffer() is x and value is not None:
+                _write(x, value, x._version)
 
     def put_back() -> None:
         with only_our_dispatch():
@@ -280,7 +267,7 @@ def no_second_run(root: nn.Module) -> str:
     """
     number = _num_processes()
     if number > 1:
-        # A collective that the model's own code calls is refused when it comes; see `_NoCollectives`.
+        # A collective that the model's own code calls is refused when it comes; see `Draws`.
         modules = [x for x in root.modules() if not isinstance(x, nn.parallel.DistributedDataParallel)]
         made_by = {kind.__module__ for module in modules for kind in type(module).__mro__}
         # FSDP leaves weights whose memory is gone until the next forward.
@@ -298,16 +285,6 @@ def no_second_run(root: nn.Module) -> str:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     return ""
-
-
-class _NoCollectives(TorchDispatchMode):
-    """Mode that refuses what would wait for the other ranks: all collectives of torch.distributed are operators."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run any other operation."""
-        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional", "c10d_functional"):
-            raise RuntimeError(f"{func} would wait for the other ranks, which do not run this batch again")
-        return func(*args, **(kwargs or {}))
 
 
 def draws_outside_torch(root: nn.Module) -> bool:

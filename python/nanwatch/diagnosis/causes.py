@@ -43,8 +43,6 @@ _COUNTED = Settings(counts=True)
 # In-place operations that do not look at what was there before, as none does that draws random numbers.
 _OVERWRITING = frozenset({"copy_", "fill_", "zero_", "set_", "_foreach_copy_", "_foreach_zero_"})
 _VALUE = re.compile("number|float|Tensor")
-# A division or a logarithm does not forgive zeros and subnormals, which are usual among integers.
-_COUNTS = Settings(), _COUNTED
 
 
 # Operations as the dispatcher has them
@@ -103,7 +101,8 @@ class Operands(NamedTuple):
         numbers = [(x, named[x]) for x in named if x in operation.values and type(named[x]) in (int, float)]
         is_read = operation.base != "lift_fresh"
         tensors = tensors_in([named[x] for x in named if is_read and x not in operation.overwritten])
-        counts = [_COUNTS[x.dtype.is_floating_point] for x in tensors]
+        # A division or a logarithm does not forgive zeros and subnormals, which are usual among integers.
+        counts = [Settings(counts=x.dtype.is_floating_point) for x in tensors]
         pairs = enumerate(zip(tensors, counts, strict=True))
         records = [observe(x, f"operand[{i}]", "input", wanted=wanted) for i, (x, wanted) in pairs]
         return cls(operation, named, tensors, records, numbers)
@@ -130,8 +129,6 @@ def nonfinite(x: Tensor) -> Tensor:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of an argument or a result. The attributes of an object are no part of it."""
-    if isinstance(value, Tensor):
-        return [value]
     return [x for _, x in leaves(value, "", objects=False) if isinstance(x, Tensor)]
 
 
@@ -180,12 +177,11 @@ def causes(given: Operands, strangers: Sequence[int], calls: Sequence[BatchSnaps
         words = (f"the batch is empty: `{name}` has shape {list(y.shape)}" for name, y in batches)
         yield next(words, unknown)
     if base.startswith("nll_loss"):
-        labels, ignored = named.get("target"), named.get("ignore_index", -100)
-        if isinstance(labels, Tensor) and labels.numel() and bool((labels == ignored).all()):
+        labels, ignored, weight = named["target"], named.get("ignore_index", -100), named.get("weight")
+        taken = labels[labels != ignored]
+        if labels.numel() and not taken.numel():
             yield f"all {labels.numel():,} labels are ignore_index ({ignored}): the mean is that of nothing"
-        weight = named.get("weight")
-        taken = labels[labels != ignored] if isinstance(labels, Tensor) else torch.empty(0)
-        if isinstance(weight, Tensor) and taken.numel() and not bool(weight[taken].any()):
+        elif taken.numel() and weight is not None and not bool(weight[taken].any()):
             yield f"all {taken.numel():,} labels are of classes of weight 0: the mean is that of nothing"
     yield from _masked_rows(base, named)
     yield from _outside_domain(base, named)
@@ -249,12 +245,11 @@ def take_apart(finding: Finding, optimizer: Optimizer, parameter: Tensor) -> Fin
         if not (kinds and groups and (state or parameter.grad is not None)):
             return finding
         group, is_adam = groups[0], "SGD" not in kinds
+        keys = [x for x in ("momentum_buffer",) if state.get(x) is not None]
+        update = f"weight - lr * {keys[0] if keys else 'gradient'}"
         if is_adam:
             keys = ["exp_avg", "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
             update = f"exp_avg / ({keys[1]}.sqrt() + eps)"
-        else:
-            keys = ["momentum_buffer"] if state.get("momentum_buffer") is not None else []
-            update = f"weight - lr * {keys[0] if keys else 'gradient'}"
         operands = [observe(state[x], f"{x}[{finding.label}]", "buffer", wanted=_COUNTED) for x in keys]
         if parameter.grad is not None:
             operands.append(observe(addressable(parameter.grad), f"{finding.label}.grad", "gradient"))
@@ -287,9 +282,8 @@ def _with_eps(finding: Finding, group: Mapping[str, Any], state: Mapping[str, An
         f"a float32 copy of the weights for the optimizer, which keeps what {format_name} loses of squares, is a cure"
         " too; it was not tried"
     )
-    return replace(
-        finding,
-        operation=f"{operation}, which is 0 in {format_name}",
-        cures=(Cure(f"give the optimizer eps={eps:g}", works),),
-        remarks=(*finding.remarks, remark),
+    words, cures = (
+        f"{operation}, which is 0 in {format_name}",
+        (Cure(f"give the optimizer eps={eps:g}", works),),
     )
+    return replace(finding, operation=words, cures=cures, remarks=(*finding.remarks, remark))

@@ -34,7 +34,7 @@ from ..util.messages import spell
 from ..util.program import nodes_behind, parameters_of
 from . import isolation
 from .batch_snapshot import BatchSnapshot, left_calls
-from .formats import MOST_ELEMENTS, Draws, Float64, loaded
+from .formats import MOST_ELEMENTS, Float64, loaded
 from .provenance import ProvenanceMode, Step, values_of
 
 # `allows(name, module)` is True where infinities in this module are meant, or the judge of its values.
@@ -81,7 +81,7 @@ class ObservedCall(NamedTuple):
     """One module call: its inputs and outputs, and the narrow format of autocast where it was on."""
 
     name: str
-    records: tuple[Record, ...]
+    records: list[Record]
     autocast: torch.dtype | None
 
 
@@ -167,13 +167,12 @@ def run(
             open_calls.pop()
         allowed = allows(call.name, call.module)
         inputs, outputs = call_leaves(call.args, call.kwargs), leaves(output, "output")
-        values = [(x, observe(x, label, "input", allowed)) for label, x in inputs]
-        values += [(x, observe(x, label, "output", allowed)) for label, x in outputs]
-        experiment.calls.append(ObservedCall(call.name, tuple(record for _, record in values), autocast))
-        for x, record in values:
+        records = [observe(x, label, "input", allowed) for label, x in inputs]
+        records += [observe(x, label, "output", allowed) for label, x in outputs]
+        experiment.calls.append(ObservedCall(call.name, records, autocast))
+        for (_, x), record in zip((*inputs, *outputs), records, strict=True):
             is_sought = sought is None or (call.module is sought[0] and record.label == sought[1])
-            is_bad = is_sought and record.is_fault and isinstance(x, Tensor)
-            if is_bad and provenance is not None and provenance.active:
+            if is_sought and record.is_fault and provenance is not None and provenance.active:
                 # A receiver that nobody called was called by the batch.
                 experiment.fault = experiment.fault or (x, call, open_calls[-1] if open_calls else call)
                 experiment.failure = experiment.failure or provenance.origin(x, record)
@@ -206,7 +205,7 @@ def run(
             with graph:
                 args, kwargs = _pytree.tree_map_only(Tensor, fresh, (snapshot.args, dict(snapshot.kwargs)))
             again = replace(snapshot, args=args, kwargs=kwargs)
-        with again.again() as call, graph, Draws(snapshot.draws), provenance or nullcontext():
+        with again.again() as call, graph, provenance or nullcontext():
             with wrap_calls((*names, *snapshot.module.modules()), seen):
                 output = call()
             makes_loss = isinstance(snapshot.module, LossModule)
@@ -340,9 +339,7 @@ class Trials:
         """
         weights = [*self.model.parameters()]
         of_model = {*map(id, weights)}.intersection
-        # One without groups was not made, as its arguments were refused.
-        made = [x for x in instances_of(Optimizer) if "param_groups" in vars(x)]
-        optimizers = [x for x in made if of_model(map(id, parameters_of(x)))]
+        optimizers = [x for x in instances_of(Optimizer) if of_model(map(id, parameters_of(x)))]
         names = (name for frame, _ in walk_stack(None) for name in frame.f_code.co_names)
         is_other = self.loss_scale is not None or any("clip_grad" in name for name in names)
         is_other |= any(not type(x).__module__.startswith("torch.optim.") for x in optimizers)
@@ -352,10 +349,6 @@ class Trials:
 
         def move() -> float:
             before = [x.detach().clone() for x in weights]
-            for optimizer in optimizers:  # a file or another process may share the memory
-                for x in parameters_of(optimizer):
-                    x.data, state = x.detach().clone(), optimizer.state.get(x, {})
-                    state |= {key: y.clone() for key, y in state.items() if isinstance(y, Tensor)}
             for _ in range(_NUM_STEPS):
                 self.model.zero_grad()
                 self.run(hold, sets_grad=True)

@@ -41,19 +41,22 @@ class Draws(TorchDispatchMode):
     """Draws random numbers in the formats in which the batch drew them, as a generator gives others in another format.
 
     Under it a trial in bfloat16 and the run in float64 drop out the elements that the batch did, also on a GPU.
-    `formats` are those of the batch's draws, in order. The first run that comes to a draw adds its own.
+    `formats` are those of the batch's draws, in order. The first run that comes to a draw adds its own. A run that
+    `is_alone` refuses what would wait for the other ranks: all collectives of torch.distributed are operators.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, formats: list[tuple[str, torch.dtype]]) -> None:
+    def __init__(self, formats: list[tuple[str, torch.dtype]], *, is_alone: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._formats, self._number = formats, 0
+        self._formats, self._number, self._is_alone = formats, 0, is_alone
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, in the format of the batch if it draws random numbers."""
         kwargs = kwargs or {}
-        base = func._schema.name.partition("::")[2] if hasattr(func, "_schema") else ""
+        namespace, _, base = func._schema.name.partition("::") if hasattr(func, "_schema") else ("", "", "")
+        if self._is_alone and "c10d" in namespace:
+            raise RuntimeError(f"{func} would wait for the other ranks, which do not run this batch again")
         if base not in _DRAWS:
             return func(*args, **kwargs)
         tensors = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

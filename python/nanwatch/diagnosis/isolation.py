@@ -1,8 +1,9 @@
 """Isolation of re-runs: a forked child process where one can be had, else this process, in both under a clock.
 
 The child is a copy of the process at the moment of the failure, so what it runs changes neither the program's Python
-state nor its tensors. Open files, pipes and sockets lead nowhere there. The child sends its result back over a pipe. A
-parent that waits too long ends the child and goes on. CUDA does not survive a fork, and neither do macOS's frameworks.
+state nor its tensors. Open files, pipes and sockets lead nowhere there, and memory that maps a file is the child's own.
+The child sends its result back over a pipe. A parent that waits too long ends the child, with the processes that its
+code has started, and goes on. CUDA does not survive a fork, and neither do macOS's frameworks.
 
 The clock ends a run that waits or loops, and notes at which line.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import builtins
 import ctypes
 import io
+import mmap
 import multiprocessing
 import os
 import random
@@ -24,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from traceback import walk_stack
 from typing import Any, NoReturn
 
@@ -33,9 +36,9 @@ from ..instrumentation.execution_context import waiting_ends
 from ..util.messages import spell
 from ..util.program import is_library
 
-# The parent acts on these, and a handler of the program's must not run twice.
-_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGPIPE")
 _PR_SET_PDEATHSIG = 1
+# MAP_PRIVATE, MAP_FIXED, and MAP_NORESERVE, as a file may be larger than the memory.
+_PRIVATE_IN_PLACE = 0x4012
 # Ends a run in the main thread: a wait for a lock lets a signal through. Ignored by default; Windows has none.
 _ENDS_RUN: Any = getattr(signal, "SIGURG", None)
 
@@ -86,6 +89,8 @@ def run_in_child(work: Callable[[], Any], seconds: float) -> Iterator[Any]:
                 raise ChildEndedError(f"no process could be had: {error}") from None
             if child == 0:
                 _be_child(work, parent, writing, drawn)
+            with suppress(OSError):  # the child does so too: neither knows which of the two is first
+                os.setpgid(child, child)
         reason = f"it took longer than {seconds:.0f} s, and was ended"
         try:
             while reading.poll(seconds):
@@ -104,9 +109,9 @@ def run_in_child(work: Callable[[], Any], seconds: float) -> Iterator[Any]:
 
 
 def _end(child: int) -> str:
-    """End the child, if it has not ended. Return in words how it did; "" where the program's handler has waited."""
+    """End the child and its processes. Return in words how it ended; "" where the program's handler has waited."""
     with suppress(ProcessLookupError, ChildProcessError):
-        os.kill(child, signal.SIGKILL)
+        os.killpg(child, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return f" with status {status}" if status >= 0 else f" by {signal.Signals(-status).name}"
     return ""
@@ -119,9 +124,12 @@ def _be_child(work: Callable[[], Any], parent: int, writing: Connection, drawn: 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-        for name in _IGNORED:
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        os.setpgid(0, 0)
+        # A handler of the program's must not run twice. A pool that a loss makes ends its workers by SIGTERM.
+        for number in filter(lambda number: callable(signal.getsignal(number)), signal.valid_signals()):
+            signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        _own_memory()
         _cut_off(writing.fileno())
         random.setstate(drawn)
         # The threads of OpenMP are the parent's: a parallel region of the child would wait for them for ever.
@@ -135,8 +143,33 @@ def _be_child(work: Callable[[], Any], parent: int, writing: Connection, drawn: 
         os._exit(0)
 
 
+def _own_memory() -> None:
+    """Map anew what the program has mapped of files to write to them, so that no write of the child reaches a file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, modes, offset, _, _, *name = line.split(maxsplit=5)
+        if modes[1] + modes[3] == "ws" and name and os.path.isfile(name[0]):
+            start, end = (int(x, 16) for x in place.split("-"))
+            memory = ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.PROT_READ | mmap.PROT_WRITE
+            with suppress(OSError):  # of a file that this user may read no longer
+                file = os.open(name[0], os.O_RDONLY)
+                ctypes.CDLL(None).mmap(*memory, _PRIVATE_IN_PLACE, file, ctypes.c_long(int(offset, 16)))
+                os.close(file)
+
+
 def _cut_off(kept: int) -> None:
-    """Let all files, pipes and sockets lead nowhere: what is written is lost, and a read raises OSError."""
+    """Let all files, pipes and sockets lead nowhere: what is written is lost, and a read raises OSError.
+
+    So does what `open` overwrites or appends to. A file that the child itself has made, as to read it again, is one.
+    """
+    began = time.time() - 0.005  # files have their times by a clock that stands still for up to 4 ms
+
+    def opened(before: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        is_path = isinstance(file, str | bytes | os.PathLike) and not {*"wax"}.isdisjoint(mode)
+        if is_path and os.path.isfile(file):
+            file, mode = os.devnull if os.stat(file).st_ctime < began else file, mode.replace("x", "w")
+        return before(file, mode, *args, **kwargs)
+
+    builtins.open = io.open = partial(opened, open)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for name in os.listdir("/proc/self/fd"):
         if int(name) != kept:
@@ -199,38 +232,17 @@ def limited(seconds: float) -> Iterator[None]:
 @contextmanager
 def in_place_of(owner: Any, name: str, stand_in: Callable[..., Any]) -> Iterator[None]:
     """Let this thread's calls of `owner.name` run the stand-in in the block. Those of other threads run as they did."""
-    before, is_inherited = getattr(owner, name), name not in vars(owner)
-    thread, is_over = threading.get_ident(), threading.Event()
+    before, is_inherited, threads = getattr(owner, name), name not in vars(owner), [threading.get_ident()]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        is_ours = threading.get_ident() == thread and not is_over.is_set()
-        return (stand_in if is_ours else before)(*args, **kwargs)
+        return (stand_in if threading.get_ident() in threads else before)(*args, **kwargs)
 
     setattr(owner, name, call)
     try:
         yield
     finally:
-        is_over.set()  # two threads may end their blocks in any order
+        threads.clear()  # two threads may end their blocks in any order
         if is_inherited:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
-
-
-@contextmanager
-def without_files() -> Iterator[None]:
-    """Let what the program overwrites or appends to by `open` in the block lead nowhere.
-
-    A loss that logs to a file of its own can so run many times. A file that is made in the block, as to be read again,
-    is one; files that were open lead nowhere in a child anyway.
-    """
-    began = time.time() - 0.005  # files have their times by a clock that stands still for up to 4 ms
-
-    def opened(before: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        is_path = isinstance(file, str | bytes | os.PathLike) and not {*"wax"}.isdisjoint(mode)
-        if is_path and os.path.isfile(file) and os.stat(file).st_ctime < began:
-            file = os.devnull
-        return before(file, mode.replace("x", "w") if file is os.devnull else mode, *args, **kwargs)
-
-    with in_place_of(builtins, "open", partial(opened, open)), in_place_of(io, "open", partial(opened, open)):
-        yield

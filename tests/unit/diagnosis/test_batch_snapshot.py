@@ -161,8 +161,7 @@ def test_a_backward_under_way_is_not_disturbed() -> None:
 
     model: Any = Does(lambda x: x.add_(model.factor.mul_(2)))
     model.register_buffer("factor", torch.ones(3))
-    leaf = torch.ones(3, requires_grad=True)
-    x = leaf * 1
+    x = (leaf := torch.ones(3, requires_grad=True)) * 1
     product = leaf * model.factor * x
     rerun(snapshot_of(model, (x,), None))
     product.sum().backward()
@@ -172,8 +171,7 @@ def test_a_backward_under_way_is_not_disturbed() -> None:
 def test_doubts_of_other_objects() -> None:
     """Iterators have been consumed, other objects may have been changed."""
     first, second = started(print, iter([1]), cache=object()).doubts()
-    assert "iterator" in first
-    assert "object" in second
+    assert ("iterator" in first, "object" in second) == (True, True)
 
 
 # Buffers, and other random numbers
@@ -220,7 +218,7 @@ def test_a_healthy_batch_copies_what_was_written_to() -> None:
     copies: set[int] = set()
     kept, numbers = [], []
     for is_run in (True, True, False, False):
-        kept += [value.value for value in history.note(model).values() if value.value is not None]
+        kept += [value for *_, value in history.note(model).values() if value is not None]
         numbers.append(len({id(x) for x in kept} - copies))
         copies |= {id(x) for x in kept}
         if is_run:

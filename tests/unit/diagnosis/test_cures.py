@@ -150,21 +150,18 @@ def test_a_cure_that_leaves_less_than_a_bit_is_not_enough() -> None:
     assert [cure.verdict for cure in cures] == ["works", "not enough"]
 
 
-def test_a_bad_input_is_forgiven_only_where_the_data_was_bad() -> None:
-    """A value made inside the batch has to be finite, even if the outputs are, and outputs have to be in any case."""
+def test_trials_forgive_bad_data_alone_and_measure_by_the_first_run_in_float64() -> None:
+    """A value made inside the batch has to be finite, even if the outputs are, and outputs have to be in any case.
+
+    Later runs in float64 have the changes of earlier rounds.
+    """
     for part, forgiving in (torch.reciprocal, {"data", "buffer"}), (torch.neg, set()):
         model = Does(lambda part, x: part(x / 0), Does(part))
         start, finding = failed(model, torch.ones(2))
         for origin in ("received", "data", "buffer"):
             tried = Trials(start, replace(finding, origin=origin), model)
+            assert [tried.in_float64() is tried.exact for _ in range(2)] == [True, False]
             assert tried.judge(tried.run())[0] is (origin in forgiving)
-
-
-def test_the_first_run_in_float64_is_the_measure_of_all() -> None:
-    """Later ones have the changes of earlier rounds."""
-    start, finding = failed(Does(torch.log), torch.zeros(2))
-    tried = Trials(start, finding, start.module)
-    assert [tried.in_float64() is tried.exact for _ in range(2)] == [True, False]
 
 
 def test_no_float32_for_what_is_float32() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -70,8 +72,7 @@ def test_a_child_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
     until(mark.is_symlink)
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
-    state = Path("/proc", os.readlink(mark), "stat")
-    until(lambda: not state.exists() or ") Z " in state.read_text())
+    until(lambda: not is_running(int(os.readlink(mark))))
 
 
 def test_a_lock_that_does_not_come_ends_a_run_by_its_clock(place: str) -> None:
@@ -118,42 +119,41 @@ def test_an_interrupt_is_the_child_s_or_means_what_it_means(place: str, kind: ty
 
     torch.manual_seed(0)
     finding = finding_of(second_time(interrupts), NonFiniteError if place == "child" else kind)
-    drawn = torch.rand(2)
-    torch.manual_seed(0)
-    assert torch.equal(drawn, torch.rand(2))
+    assert torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(0)))
     assert (finding.module, finding.operation) == ("parts.0", None)
     assert any(kind.__name__ in x for x in finding.remarks)
 
 
 @pytest.mark.skipif(IS_NO_LINUX, reason="children are made on Linux")
 def test_the_document_comes_back_and_nothing_else(tmp_path: Path) -> None:
-    """Of memory, open files and random numbers nothing that the child did is left."""
+    """Of memory, files, random numbers and processes nothing that the child did is left."""
     values, state, file = [1], random.getstate(), tmp_path / "log"
-    opened = file.open("w")
+    opened, mapped = file.open("w"), np.memmap(tmp_path / "mapped", np.uint8, "w+", shape=5000)
 
     def work() -> Any:
         values.append(2)
-        opened.write("in the child")
-        opened.flush()
+        mapped[[0, -1]] = 2
+        for written in opened, file.open("a"):
+            written.write("in the child")
+            written.flush()
         torch.ones(1000) @ torch.ones(1000)
-        return {"values": values, "drawn": random.random(), "process": os.getpid()}
+        ended, left = [multiprocessing.Process(target=time.sleep, args=(60,)) for _ in range(2)]
+        ended.start(), left.start(), ended.terminate(), ended.join()
+        return {"values": values, "drawn": random.random(), "processes": [os.getpid(), left.pid]}
 
+    handler = signal.signal(signal.SIGTERM, lambda *_: None)  # no process of the child has it
     (document,) = run_in_child(work, 30.0)
+    signal.signal(signal.SIGTERM, handler)
     assert document["values"] == [1, 2]
-    assert document["process"] != os.getpid()
     opened.close()
-    assert (values, random.getstate(), file.read_text()) == ([1], state, "")
+    assert (values, random.getstate(), file.read_text(), mapped.max()) == ([1], state, "", 0)
     assert document["drawn"] == random.random()  # it has the program's generator, not one seeded anew
+    until(lambda: not any(map(is_running, document["processes"])))
 
 
-def children() -> set[str]:
-    """The processes whose parent this one is, also those that have ended and are not waited for."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has gone meanwhile
-            if path.read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
-                found.add(path.parent.name)
-    return found
+def is_running(process: int) -> bool:
+    state = Path("/proc", str(process), "stat")
+    return state.exists() and ") Z " not in state.read_text()
 
 
 @pytest.mark.skipif(IS_NO_LINUX, reason="children are made on Linux")
@@ -166,19 +166,19 @@ def children() -> set[str]:
     ],
 )
 def test_a_child_that_does_not_end_well_says_why(end: Callable[[], Any], words: str) -> None:
-    """After what it sent; its clock begins anew with each."""
+    """After what it sent; its clock begins anew with each. It is waited for."""
 
     def work() -> Any:
         for number in range(3):
             time.sleep(0.4)
-            send({"known": number})
+            send([number, os.getpid()])
         return end()
 
-    others, documents = children(), list[Any]()
+    documents = list[Any]()
     with pytest.raises(ChildEndedError, match=words):
         documents.extend(run_in_child(work, 1.0))
-    assert documents == [{"known": number} for number in range(3)]
-    assert children() <= others
+    assert [number for number, _ in documents] == [0, 1, 2]
+    assert not Path("/proc", str(documents[0][1])).exists()
 
 
 @pytest.mark.skipif(IS_NO_LINUX, reason="children are made on Linux")

@@ -104,9 +104,12 @@ def test_a_replica_of_one_process_runs_again_in_a_child() -> None:
             loss = model(torch.randn(4, 2))
             loss.backward()
             finding = fault_of(torch.optim.SGD(model.parameters()).step).finding
+        with watch(adds := Gathers(True)):
+            refused = fault_of(adds, torch.zeros(2)).finding
     finally:
         torch.distributed.destroy_process_group()
     assert finding.operation == "SqrtBackward0"
+    assert "would wait for the other ranks" in " ".join(refused.remarks)
     assert "found by running line" in " ".join(finding.remarks)
 
 
