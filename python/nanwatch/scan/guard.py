@@ -86,19 +86,17 @@ class CheckpointGuard:
         self.keeps = False  # the older checkpoints, because the newest is not finite
         self._beside: dict[str, str] = {}  # where others are, by the paths that were asked for
         # Infinities that the model began with are meant: a buffer for a running minimum, a bias that masks.
-        self._meant: set[str] = set()
-        with suppressing("the infinities that a model began with could not be read"), only_our_dispatch():
-            tensors = dict(self._model_tensors())
-            bad = {id(x) for x in nonfinite(tensors.values()) if not bool(torch.isnan(x).any())}
-            self._meant = {name for name, x in tensors.items() if id(x) in bad}
+        self._meant = frozenset[str]()
+        records = self.examine(reports.model())
+        self._meant = frozenset(x.label for x in records if x.health is not None and not x.health.num_nan)
         self.remove = Handles(self, [_guards.add(weakly(self._join))]).remove
 
     def _join(self, guards: list[CheckpointGuard]) -> None:
         guards.append(self)
 
     def examine(self, content: Any) -> list[Record]:
-        """Return the records of what is not finite in it and is the watched model's."""
-        faults = list[Record]()
+        """Return the records of what is not finite in it and is the watched model's, also where that is meant."""
+        records = list[Record]()
         with suppressing("a checkpoint could not be read"), only_our_dispatch(), torch.no_grad():
             tensors = [(keys, x) for keys, x in tensors_in(content) if holds_fractions(x)]
             bad = {id(x) for x in nonfinite(x for _, x in tensors)}
@@ -110,8 +108,8 @@ class CheckpointGuard:
                     role: Role = "weight" if isinstance(tensor, torch.nn.Parameter) else "buffer"
                     module, _, key = name.rpartition(".")
                     allows_inf = not key.endswith("]") and self._reports.options.allows("inf", module)
-                    faults.append(observe(x, label, role, allows_inf or name in self._meant))
-        return [record for record in faults if record.is_fault]
+                    records.append(observe(x, label, role, allows_inf or name in self._meant))
+        return records
 
     def divert(self, save: Save, records: list[Record]) -> Any:
         """Save beside the name that was asked for, and act on the failure."""
@@ -126,7 +124,7 @@ class CheckpointGuard:
             changed = {save.seam.place: beside}
             text += f": the checkpoint is in {beside}, and {save.path} is untouched"
         else:
-            self._beside |= {save.file: save.file} if save.file else {}
+            self._beside[save.file] = save.file
             text += f", and wrote {'nothing' if self.raises else 'it'}: an open file has no other name"
         # First, as the other ranks of a joint save wait for this one.
         result = save.write(changed) if changed or not self.raises else None
@@ -229,29 +227,26 @@ class Save:
             place = getattr(arguments.get("storage_writer"), "path", None)
         self.path = os.fsdecode(place) if isinstance(place, str | bytes | os.PathLike) else None
         name = getattr(place, "name", None) if self.path is None else self.path
-        is_relative = bool(arguments.keys() & {"src_dir_fd", "dst_dir_fd"})
-        self.file = os.path.abspath(name) if isinstance(name, str) and not is_relative else ""
+        self.file = os.path.abspath(name) if isinstance(name, str) else ""
 
     def is_joint(self) -> bool:
         """Return whether several ranks save the same checkpoint, and fail or succeed together."""
-        get, is_dcp = self.arguments.get, self.seam.called.startswith(_DCP)
-        is_alone = get("no_dist") or not get("use_collectives", True)
-        if not is_dcp or is_alone or not distributed.is_available() or not distributed.is_initialized():
+        get, is_job = self.arguments.get, distributed.is_available() and distributed.is_initialized()
+        if not is_job or not self.seam.called.startswith(_DCP) or get("no_dist"):
             return False
-        return distributed.get_world_size(get("process_group")) > 1
+        return bool(get("use_collectives", True)) and distributed.get_world_size(get("process_group")) > 1
 
     def write(self, changed: dict[str, Any]) -> Any:
         """Save as asked, or with the `changed` arguments, past all guards.
 
         Warn where a rank refused its part in a joint save and the run goes on.
         """
-        bound = copy.copy(self._bound)
-        bound.arguments = {**self.arguments, **changed}
-        if (writer := self.arguments.get("storage_writer")) is not None and self.seam.place in changed:
-            bound.arguments["storage_writer"] = copy.copy(writer)  # it would remember the path
+        if changed and (writer := self.arguments.get("storage_writer")) is not None:
+            changed["storage_writer"] = copy.copy(writer)  # it would remember the path
+        self.arguments.update(changed)
         token = _is_saving.set(True)
         try:
-            return self._original(*bound.args, **bound.kwargs)
+            return self._original(*self._bound.args, **self._bound.kwargs)
         except BaseException as error:
             # A CheckpointException, which is no Exception, has the failures by rank.
             failures = getattr(error, "failures", {}) if type(error).__name__ == "CheckpointException" else {}
@@ -315,11 +310,10 @@ def _guarded(seam: Seam, original: Callable[..., Any]) -> Any:
         if not seam.called:
             if not seam.place and any(guard.keeps for guard in guards):
                 return None
-            moves = [guard.follow(save) for guard in guards] if seam.place else []
-            return save.write(next(filter(None, moves), {}))
+            return save.write(next(filter(None, [guard.follow(save) for guard in guards]), {}))
         for guard in guards:
-            if records := guard.examine(save.content):
-                return guard.divert(save, records)
+            if faults := [record for record in guard.examine(save.content) if record.is_fault]:
+                return guard.divert(save, faults)
         result = save.write({})
         for guard in guards:
             guard.note(save)
