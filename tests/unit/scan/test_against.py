@@ -23,7 +23,7 @@ def compared(a, b, folder):
 
 def test_a_change_is_measured_and_placed(weights, tmp_path):
     name = "layers.1.k.weight"
-    other = {**weights, name: weights[name].clone()}
+    other = {**weights, name: weights[name].clone(), "norm": weights["norm"].zero_().neg()}  # -0.0
     other[name][2, 3] += 0.5
     other[name][0, 0] -= 0.1
     result = compared(weights, other, tmp_path)
