@@ -76,7 +76,7 @@ class _Track:
     def add_rate(self, optimizer: Optimizer) -> None:
         """Take the largest learning rate of a step that is about to be made."""
         rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
-        # Reading one of another device would wait for it.
+        # To read a tensor of another device would wait for that device.
         plain = [x for x in rates if isinstance(x, float | int) or getattr(x, "is_cpu", False)]
         rate = max(map(float, plain), default=0.0)
         usual = median(self._rates) if len(self._rates) == _RATE_STEPS else 0.0
