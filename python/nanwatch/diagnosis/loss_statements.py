@@ -313,17 +313,14 @@ class LossStatements(LossModule):
                 return [x.detach() for x in tensors_in(outputs[-1])], value
         return outputs[-1]
 
-    def _levels(self) -> Iterator[LossStatements]:
-        level: LossStatements | None = self
-        while level is not None:
-            yield level
-            level = level.inner
-
     def target(self, place: Expression) -> source.Target | str:
         """Return the statements as what runs a line, if it is one of theirs; else as `find_target` does."""
+        levels = [self]
+        while (inner := levels[-1].inner) is not None:
+            levels.append(inner)
         # A function between the statements has a name.
         is_of_statements = place.code is None or place.code.co_name[0] == "<"
-        for statements in self._levels() if is_of_statements else ():
+        for statements in levels if is_of_statements else ():
             node, file = source.node_of(statements._file, statements._caller.code), statements._file
             if place.filename == file.name and place.line in statements._lines and node is not None:
                 function = FunctionType(statements._code, statements._names)

@@ -115,7 +115,8 @@ class _Rerun:
     def examine_batch(self, snapshot: BatchSnapshot) -> None:
         """Run the forward of the batch again to find the operation, cures and samples."""
         incident, was_there = self._incident, self._incident.finding.origin in ("data", "buffer")
-        found = self._find_maker(snapshot)
+        what = "the search for a statement before the call"
+        found = attempt(what, partial(self._find_maker, snapshot), incident.remark)
         start, diagnosis = found or (snapshot, self._find(snapshot, incident.finding))
         incident.finding, step, self.call, holder = diagnosis
         self.send()
@@ -127,7 +128,7 @@ class _Rerun:
             incident.remark(f"no cure was tried, as {doubts[0]}")
         elif may_cure:
             start = start if found else with_loss(snapshot, self._model) or snapshot
-            self._cure(start, step, "forward", is_outside=found is not None)
+            self._cure(start, step, "forward", found is None)
         if found and isinstance(start.module, LossStatements):
             incident.remark(f"found by running {start.module.where} again")
         if step is not None or incident.finding.origin == "data":
@@ -146,9 +147,7 @@ class _Rerun:
                 diagnosis = self._find_in(start, finding, module)
                 step = diagnosis.step
                 # Else it was bad before, as data is, or is a constant that stands for a missing value.
-                remarks = [] if step is None else step.remarks
-                is_constant = any(x.endswith(("= nan", "= inf", "= -inf")) for x in remarks)
-                is_made = step is not None and not (step.strangers or step.meant or is_constant)
+                is_made = step is not None and not (step.strangers or step.meant or _is_constant(step))
                 if is_made and diagnosis.finding.extent == extent:
                     return start, diagnosis._replace(call=None)
         return None
@@ -226,20 +225,15 @@ class _Rerun:
         if snapshot is not None and phase == "backward" and not (is_of_loss and label.startswith("output")):
             yield snapshot
 
-    def _cure(
-        self, start: BatchSnapshot, step: Step | None, phase: Phase, *, is_outside: bool = False
-    ) -> None:
-        """Try changes of the source first, as they are the smallest, then other formats. `phase` is the source's.
-
-        is_outside: the source is that of the program before the model's call, which has no format.
-        """
+    def _cure(self, start: BatchSnapshot, step: Step | None, phase: Phase, formats: bool = True) -> None:
+        """Try changes of the source first, as they are the smallest, then other formats. `phase` is the source's."""
         incident, finding, statements = self._incident, self._incident.finding, start.module
         trials = self._trials(start, replace(finding, phase=phase))
         at = statements.target if isinstance(statements, LossStatements) else find_target
         patches = partial(try_patches, trials, step, at)
         try:
             attempt("the search for a change of the source", patches, trials.remarks.append)
-            if not (finding.is_of_loss or finding.phase == "step" or is_outside):
+            if formats and not (finding.is_of_loss or finding.phase == "step"):
                 # The cure is judged at the gradient, also where the loss fails.
                 trials.finding = finding
                 attempt("the search for another format", partial(try_formats, trials), trials.remarks.append)
@@ -373,6 +367,12 @@ def _made_in(finding: Finding, module: str) -> Finding:
 
 
 # A value that was there before
+
+
+def _is_constant(step: Step) -> bool:
+    """Return whether the value is one that the program has written down."""
+    is_written = any(x.endswith(("= nan", "= inf", "= -inf")) for x in step.remarks)
+    return is_written or step.operation.startswith("aten.lift_fresh.")
 
 
 def _came_in(call: BatchSnapshot) -> list[str]:

@@ -186,15 +186,15 @@ class Part:
         self._bound = {VALUE}.union(*changed)
         inner = [x for top in following if not isinstance(top, _APART) for x in ast.walk(top)]
         returns: _Ends = {x: x.value for x in inner if isinstance(x, ast.Return) and x.value}
-        losses = [] if caller.ends_there else [*map(self._losses_of, following)]
-        itself: list[_Ends] = [{following[0]: known}] if caller.makes_arguments else []
-        for number, ends in enumerate([*losses, *([] if caller.ends_there else [returns]), *itself], 1):
+        ways = [] if caller.ends_there else [*map(self._losses_of, following), returns]
+        ways += [{following[0]: known}] if caller.makes_arguments else []
+        for number, ends in enumerate(ways, 1):
             self._ends, self._needs_graph = ends, True  # `fake.detach()` leads to another's loss
             is_made = ends and VALUE in self._block(following[:number], set())[1]
             self._needs_graph, self.reads = False, {}
             if is_made:
                 self.body, needed = self._block(following[:number], set())
-                self.has_backward = any(ends is x for x in losses)
+                self.has_backward = number <= len(following) and not caller.ends_there
                 self.reads |= {name: self._values[name] for name in needed & self._values.keys()}
                 break
         if self.body and caller.makes_arguments:
@@ -213,7 +213,11 @@ class Part:
         self.makes_arguments = is_computed or not made.isdisjoint(bad)
         self.body = [*body, *self.body]
         kept = {name: x for name, x in self.reads.items() if name not in made}
-        self.reads = {**kept, **before.reads, **{name: self._values[name] for name in needed}}
+        self.reads = {
+            **kept,
+            **before.reads,
+            **{name: self._values[name] for name in needed & self._values.keys()},
+        }
 
     def _losses_of(self, top: ast.stmt) -> _Ends:
         """Return the loss of each statement in the node that makes a backward."""
