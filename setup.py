@@ -58,6 +58,7 @@ from build_units import (
     WHEEL_MINORS,
     BuildError,
     Compiled,
+    Ninja,
     Torch,
     compiler,
     installed_torch,
@@ -177,21 +178,17 @@ class BuildNativePart(build_ext):
         facts["torch"] = " ".join(torch.version for torch in torches)
         facts["compiler"] = check_compiler()
         LOG.unlink(missing_ok=True)
-        cuda = self.cuda_part(facts, torches[0].cuda is not None)
+        compiled = Compiled(Path(self.build_temp).resolve(), parallel_jobs())
+        cuda = self.cuda_part(facts, compiled.ninja, torches[0].cuda is not None)
         objects = cuda.objects if cuda else None
         link = [*(cuda.link if cuda else []), *(["-Wl,-s"] if portable else [])]
-        compiled = Compiled(Path(self.build_temp).resolve(), parallel_jobs())
-        steps = []
-        for torch in torches:
-            name = f"_C-torch{torch.minor}*" if portable else "_C*"
-            steps.append(
-                (name, f"the C++ part for torch {torch.version}", compiled.module(torch, objects, link))
-            )
-        for _, title, output in steps:
-            compiled.ninja.run(title, [output])
-        return {name: output for name, _, output in steps}
+        outputs = [compiled.module(torch, objects, link) for torch in torches]
+        for torch, output in zip(torches, outputs, strict=True):
+            compiled.ninja.run(f"the C++ part for torch {torch.version}", [output])
+        names = [f"_C-torch{torch.minor}*" if portable else "_C*" for torch in torches]
+        return dict(zip(names, outputs, strict=True))
 
-    def cuda_part(self, facts: dict[str, str], torch_has_cuda: bool) -> CudaPart | None:
+    def cuda_part(self, facts: dict[str, str], ninja: Ninja, torch_has_cuda: bool) -> CudaPart | None:
         if switched_on("FORCE_CPU"):
             facts["cuda_reason"] = "built with FORCE_CPU=1"
             return None
@@ -204,7 +201,7 @@ class BuildNativePart(build_ext):
             )
             return None
         try:
-            cuda = build_cuda(Path(self.build_temp).resolve(), parallel_jobs())
+            cuda = build_cuda(ninja)
         except BuildError as problem:
             broken = find_nvcc() is not None  # a machine without nvcc is an ordinary machine
             if switched_on("FORCE_CUDA") or (broken and switched_on("NANWATCH_REQUIRE_EXT")):

@@ -177,17 +177,15 @@ class Ninja:
     lines: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        cache = [] if any("ccache" in word for word in compiler()) else [shutil.which("ccache") or ""]
-        command = shlex.join([*filter(None, cache), *compiler()])
-        self.lines = [
-            f"builddir = {escaped(self.folder)}",
-            "rule compile",
-            f"  command = {command} -MMD -MF $out.d $flags -c $in -o $out",
-            "  depfile = $out.d",
-            "  deps = gcc",
-            "rule link",
-            f"  command = {shlex.join(compiler())} {shared()} $in -o $out $flags",
-        ]
+        cache = shutil.which("ccache") if not any("ccache" in word for word in compiler()) else None
+        self.lines = [f"builddir = {escaped(self.folder)}"]
+        self.lines += ["rule link", f"  command = {shlex.join([*compiler(), *shared()])} $in -o $out $flags"]
+        self.compiler_rule("compile", [*filter(None, [cache]), *compiler()])
+
+    def compiler_rule(self, rule: str, command: list[str]) -> None:
+        """Add a rule that compiles one source, and again when a header that it includes has changed."""
+        self.lines += [f"rule {rule}", "  depfile = $out.d", "  deps = gcc"]
+        self.lines += [f"  command = {shlex.join(command)} -MMD -MF $out.d $flags -c $in -o $out"]
 
     def edge(
         self, rule: str, inputs: list[Path], output: Path, flags: list[str], needs: list[Path] | None = None
@@ -211,12 +209,10 @@ def escaped(path: Path) -> str:
     return re.sub(r"([$ :])", r"$\1", str(path))
 
 
-def shared() -> str:
+def shared() -> list[str]:
     """Return the flags with which this Python links extension modules, without its compiler."""
     command = shlex.split(sysconfig.get_config_var("LDCXXSHARED") or "c++ -shared")
-    return shlex.join(
-        [word for word in command[1:] if word.startswith(("-shared", "-bundle", "-undefined", "dynamic"))]
-    )
+    return [word for word in command[1:] if word.startswith(("-shared", "-bundle", "-undefined", "dynamic"))]
 
 
 def written(path: Path, text: str) -> Path:
@@ -254,7 +250,7 @@ class Compiled:
             for path in sorted((CSRC / KERNELS).glob("*.cpp"))
         ]
 
-    def module(self, torch: Torch, cuda: list[str] | None, link: list[str]) -> Path:
+    def module(self, torch: Torch, cuda: list[Path] | None, link: list[str]) -> Path:
         """Add the steps of `nanwatch._C` for one PyTorch, with the CUDA part's objects or None; return its file."""
         folder = self.ninja.folder / f"torch-{torch.version}"
         flags = [f"-isystem{path}" for path in torch.folders]
@@ -266,11 +262,9 @@ class Compiled:
                 text = "".join(f'#include "{path.relative_to(CSRC)}"\n' for path in paths)
                 unit = written(self.ninja.folder / "units" / f"{name}.cpp", text)
                 objects.append(self.ninja.edge("compile", [unit], folder / f"{name}.o", settings(*flags)))
-        return self._linked(folder / "_C.so", [*objects, *self.kernels, *map(Path, cuda or [])], link)
-
-    def _linked(self, output: Path, objects: list[Path], flags: list[str]) -> Path:
-        """Add a link. The module names torch's libraries as needed: its symbols are looked up in them alone."""
+        # The module names torch's libraries as needed: its symbols are looked up in them alone.
         names = [f"-l{name}" for name in TORCH_LIBRARIES]
         needed = [f"-L{self.ninja.folder / 'libraries'}", "-Wl,--no-as-needed", *names, "-Wl,--as-needed"]
-        extra = [*flags, *words("LDFLAGS"), *(needed if self.libraries else [])]
-        return self.ninja.edge("link", objects, output, extra, self.libraries)
+        flags = [*link, *words("LDFLAGS"), *(needed if self.libraries else [])]
+        objects += [*self.kernels, *(cuda or [])]
+        return self.ninja.edge("link", objects, folder / "_C.so", flags, self.libraries)

@@ -5,24 +5,26 @@
 
 columns.h has names for the items of rows, format_table.h the number formats. The stub python/nanwatch/_C.pyi gets a
 digest of both. A build keeps the digest of the stub, so that loading it shows whether it is older than the declarations
-(numerics/_extension.py). Needs neither PyTorch nor nanwatch.
+(numerics/_extension.py). Needs no PyTorch.
 """
 
 from __future__ import annotations
 
-import ast
 import re
-import runpy
 import sys
+from collections.abc import Sequence
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from string import Template
+from types import ModuleType
+from typing import Any, get_args
 
 CSRC = Path(__file__).resolve().parent
 SOURCE = CSRC.parent / "python" / "nanwatch"
 COLUMNS, FORMATS = CSRC / "numerics" / "columns.h", CSRC / "numerics" / "format_table.h"
 STUB = SOURCE / "_C.pyi"
-COLUMNS_HEAD = """\
+COLUMNS_TEXT = Template("""\
 // Names for the items of rows, of those of the kernels and those that Python has. Host and device, no torch. Written by
 // csrc/make_headers.py from python/nanwatch/; `make lint` checks that it is not stale.
 // clang-format off
@@ -31,54 +33,56 @@ COLUMNS_HEAD = """\
 #include <cstdint>
 
 namespace nanwatch {
-"""
-FORMATS_HEAD = """\
+
+// A row of the health operator. A range is its first kRangeColumns; a row from a device has all of them.
+namespace column {
+enum Item : int { $health, is_mask };
+}  // namespace column
+
+constexpr int kRangeColumns = column::isfinite + 1;
+constexpr int kHealthColumns = column::$last_health + 1;
+constexpr int kDeviceColumns = column::is_mask + 1;
+
+// A record as a Python tuple.
+namespace record_item {
+enum Item : int { $record };
+}  // namespace record_item
+
+constexpr int kRecordItems = record_item::$last_record + 1;
+$roles$phases
+// A note as a Python tuple.
+namespace note_item {
+enum Item : int { $note };
+}  // namespace note_item
+
+constexpr int kNoteItems = note_item::$last_note + 1;
+$note_kinds// These say that a non-finite value is meant.
+inline constexpr NoteKind kExcuses[] = {$excuses};
+
+}  // namespace nanwatch
+""")
+FORMATS_TEXT = """\
 // The number formats as lists of macros: X(...) is called for each. Written by csrc/make_headers.py from
 // python/nanwatch/numerics/formats.py, which says what the columns mean; `make lint` checks that it is not stale.
 // clang-format off
 #pragma once
+
+// enumerator, number, PyTorch's ScalarType, Word, sign, is_float, has_inf, has_zero, mantissa_bits, bias, max_finite,
+// min_normal
+#define NANWATCH_FORMATS(X) \\
 """
 SIGNS = {"ieee": "cleared", "fn": "cleared", "fnuz": "fnuz_nan", "signed": "twos"}
 
 
-def parsed(path: str) -> list[ast.stmt]:
-    """Return the statements of a module."""
-    return ast.parse((SOURCE / path).read_text(encoding="utf-8")).body
+def declarations(name: str) -> Any:
+    """Import a module of nanwatch as if the package had no `__init__.py`, which imports PyTorch."""
+    if "nanwatch" not in sys.modules:
+        package = sys.modules["nanwatch"] = ModuleType("nanwatch")
+        package.__path__ = [str(SOURCE)]
+    return import_module(f"nanwatch.{name}")
 
 
-def fields_of(path: str, name: str) -> list[str]:
-    """Return the fields of a named tuple, in order."""
-    (declared,) = (x for x in parsed(path) if isinstance(x, ast.ClassDef) and x.name == name)
-    return [x.target.id for x in declared.body if isinstance(x, ast.AnnAssign)]  # type: ignore[union-attr]
-
-
-def assigned(path: str, name: str) -> ast.expr:
-    """Return what a module assigns to an annotated name."""
-    (value,) = (
-        statement.value
-        for statement in parsed(path)
-        if isinstance(statement, ast.AnnAssign)
-        and isinstance(statement.target, ast.Name)
-        and statement.target.id == name
-    )
-    assert value is not None
-    return value
-
-
-def choices_of(path: str, name: str) -> list[str]:
-    """Return the texts of a Literal."""
-    literal = assigned(path, name)
-    assert isinstance(literal, ast.Subscript)
-    return list(ast.literal_eval(literal.slice))
-
-
-def scope(name: str, enumerators: list[str], remark: str) -> str:
-    """Return a namespace with an enumeration that converts to int."""
-    items = ", ".join(enumerators)
-    return f"\n// {remark}\nnamespace {name} {{\nenum Item : int {{ {items} }};\n}}  // namespace {name}\n"
-
-
-def enumeration(name: str, texts: list[str]) -> str:
+def enumeration(name: str, texts: Sequence[str]) -> str:
     """Return an enumeration and the texts of its enumerators in Python; "" is `none`."""
     spelt = ", ".join(f'"{text}"' for text in texts)
     return (
@@ -89,31 +93,20 @@ def enumeration(name: str, texts: list[str]) -> str:
 
 def columns() -> str:
     """Return the text of the header."""
-    record, formats = "records/record.py", "numerics/formats.py"
-    health = [name for name in fields_of(formats, "TensorHealth") if name != "numel"]
-    items = fields_of(record, "Record")
-    return (
-        COLUMNS_HEAD
-        + scope(
-            "column",
-            [*health, "is_mask"],
-            "A row of the health operator. A range is its first kRangeColumns; a row from a device has all of them.",
-        )
-        + "\nconstexpr int kRangeColumns = column::isfinite + 1;\n"
-        + f"constexpr int kHealthColumns = column::{health[-1]} + 1;\n"
-        + "constexpr int kDeviceColumns = column::is_mask + 1;\n"
-        + scope("record_item", items, "A record as a Python tuple.")
-        + f"\nconstexpr int kRecordItems = record_item::{items[-1]} + 1;\n"
-        + enumeration("Role", choices_of(record, "Role"))
-        + enumeration("Phase", choices_of(record, "Phase"))
-        + scope("note_item", fields_of(record, "Note"), "A note as a Python tuple.")
-        + f"\nconstexpr int kNoteItems = note_item::{fields_of(record, 'Note')[-1]} + 1;\n"
-        + enumeration("NoteKind", ["", *choices_of(record, "NoteKind")])
-        + "// These say that a non-finite value is meant.\n"
-        + "inline constexpr NoteKind kExcuses[] = {"
-        + ", ".join(f"NoteKind::{kind}" for kind in ast.literal_eval(assigned(record, "EXCUSES")))
-        + "};\n"
-        + "\n}  // namespace nanwatch\n"
+    record = declarations("records.record")
+    health = [name for name in declarations("numerics.formats").TensorHealth._fields if name != "numel"]
+    items: dict[str, Sequence[str]] = {
+        "health": health,
+        "record": record.Record._fields,
+        "note": record.Note._fields,
+        "excuses": [f"NoteKind::{kind}" for kind in record.EXCUSES],
+    }
+    return COLUMNS_TEXT.substitute(
+        {name: ", ".join(texts) for name, texts in items.items()},
+        **{f"last_{name}": texts[-1] for name, texts in items.items()},
+        roles=enumeration("Role", get_args(record.Role)),
+        phases=enumeration("Phase", get_args(record.Phase)),
+        note_kinds=enumeration("NoteKind", ("", *record.NOTE_KINDS)),
     )
 
 
@@ -140,19 +133,12 @@ def codes(form: Any) -> str:
 
 def formats() -> str:
     """Return the text of the header."""
-    declared = runpy.run_path(str(SOURCE / "numerics" / "formats.py"))["NUMBER_FORMATS"]
     rows = [
         f"  X({short_name(form.name)}, {form.number}, {form.scalar_type}, {codes(form)})"
-        for form in declared
+        for form in declarations("numerics.formats").NUMBER_FORMATS
         if form.kind != "complex"
     ]
-    return (
-        FORMATS_HEAD
-        + "\n// enumerator, number, PyTorch's ScalarType, Word, sign, is_float, has_inf, has_zero, mantissa_bits, bias,"
-        + " max_finite,\n// min_normal\n#define NANWATCH_FORMATS(X) \\\n"
-        + " \\\n".join(rows)
-        + "\n"
-    )
+    return FORMATS_TEXT + " \\\n".join(rows) + "\n"
 
 
 def stub() -> str:

@@ -49,30 +49,17 @@ void forked() {
 std::atomic<BlackBox*> BlackBox::active_{nullptr};
 
 BlackBox::BlackBox(const std::string& path, bool kept) : path_(path), kept_(kept) {
-  // Where the sections lie, and the text that says so.
   std::string text = kMagic;
-  size_t end = kPage;
-  const auto add = [&](const char* name, size_t count, size_t width, const char* words) {
-    const size_t at = end;
-    text += std::string(name) + " " + std::to_string(at) + " " + std::to_string(count) + words + "\n";
-    end += count * width;
-    return at;
-  };
-  const size_t state = add("state", 1, sizeof(State), State::kWords);
-  const size_t threads = add("threads", kThreads, sizeof(Thread), Thread::kWords);
-  const size_t stacks = add("stacks", kThreads * kStack, sizeof(UnderWay), UnderWay::kWords);
-  const size_t calls = add("calls", kCalls, sizeof(Call), Call::kWords);
-  const size_t samples = add("samples", 2 * kSample, 1, "");
-  const size_t notes = add("notes", kNotes, 1, "");
-  const size_t names = add("names", kNames, 1, "");
-  bytes_ = end;
+#define NANWATCH_BOX_TEXT(Item, name, count, words) \
+  text += #name " " + std::to_string(offsetof(File, name)) + " " + std::to_string(count) + (words) + "\n";
+  NANWATCH_BOX_SECTIONS(NANWATCH_BOX_TEXT)
   const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (file < 0) throw refused(path, "made", errno);
   // Blocks that a full disk cannot give later.
-  int error = posix_fallocate(file, 0, off_t(bytes_));
+  int error = posix_fallocate(file, 0, off_t(sizeof(File)));
   void* map = MAP_FAILED;
   if (error == 0) {
-    map = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    map = mmap(nullptr, sizeof(File), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (map == MAP_FAILED) error = errno;
   }
   ::close(file);
@@ -80,17 +67,11 @@ BlackBox::BlackBox(const std::string& path, bool kept) : path_(path), kept_(kept
     unlink(path.c_str());
     throw refused(path, "mapped", error);
   }
-  map_ = static_cast<char*>(map);
-  state_ = reinterpret_cast<State*>(map_ + state);
-  threads_ = reinterpret_cast<Thread*>(map_ + threads);
-  stacks_ = reinterpret_cast<UnderWay*>(map_ + stacks);
-  calls_ = reinterpret_cast<Call*>(map_ + calls);
-  samples_ = map_ + samples;
-  notes_ = map_ + notes;
-  names_ = map_ + names;
+  file_ = static_cast<File*>(map);
+  state_ = file_->state;
   begin_life();
   // Last, as a file without it is no black box yet.
-  std::memcpy(map_, text.data(), text.size());
+  std::memcpy(file_->text, text.data(), text.size());
 }
 
 BlackBox* BlackBox::open(const std::string& path, bool kept) {
@@ -114,7 +95,7 @@ uint32_t BlackBox::number_of(const std::string& module, const std::string& class
   if (const auto entry = numbers_.find(text); entry != numbers_.end()) return entry->second;
   // As many numbers as texts: a reader counts them.
   const auto number = uint32_t(numbers_.size());
-  if (!append(names_, kNames, &state_->names, text + '\0')) return kUnnamed;
+  if (!append(file_->names, kNames, &state_->names, text + '\0')) return kUnnamed;
   numbers_.emplace(std::move(text), number);
   return number;
 }
@@ -128,7 +109,7 @@ bool BlackBox::append(char* section, size_t room, int64_t* used, std::string_vie
 
 void BlackBox::add_sample(std::string_view text) {
   text = text.substr(0, kSample - 1);
-  char* const sample = samples_ + size_t(state_->samples) % 2 * kSample;
+  char* const sample = file_->samples + size_t(state_->samples) % 2 * kSample;
   std::memcpy(sample, text.data(), text.size());
   sample[text.size()] = 0;
   state_->sample_ticks = ticks();
@@ -139,11 +120,11 @@ Slot* BlackBox::slot() {
   thread_local OwnSlot thread_slot;
   if (thread_slot.box == this) return &thread_slot.slot;
   for (size_t number = 0; number < kThreads; ++number) {
-    Thread& thread = threads_[number];
+    Thread& thread = file_->threads[number];
     if (__atomic_load_n(&thread.id, __ATOMIC_ACQUIRE) != 0) continue;
     thread.depth = 0;
     publish(&thread.id, thread_id());
-    thread_slot.slot = {this, &thread, stacks_ + number * kStack};
+    thread_slot.slot = {this, &thread, file_->stacks + number * kStack};
     thread_slot.box = this;
     return &thread_slot.slot;
   }
@@ -200,7 +181,7 @@ void BlackBox::mark(int signal, const siginfo_t& info) {
 }
 
 void BlackBox::leave_file() {
-  mmap(map_, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  mmap(file_, sizeof(File), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
   begin_life();
 }
 

@@ -73,6 +73,21 @@ constexpr size_t kPage = 4096, kThreads = 64, kStack = 120, kCalls = 1 << 15;
 constexpr size_t kSample = 2048, kNotes = 1 << 18, kNames = 1 << 21;
 constexpr uint32_t kUnnamed = UINT32_MAX;
 
+// The sections, behind a page of text that says where they lie.
+#define NANWATCH_BOX_SECTIONS(X)                             \
+  X(State, state, 1, State::kWords)                          \
+  X(Thread, threads, kThreads, Thread::kWords)               \
+  X(UnderWay, stacks, (kThreads * kStack), UnderWay::kWords) \
+  X(Call, calls, kCalls, Call::kWords)                       \
+  X(char, samples, 2 * kSample, "")                          \
+  X(char, notes, kNotes, "")                                 \
+  X(char, names, kNames, "")
+#define NANWATCH_BOX_SECTION(Item, name, count, words) Item name[count];
+struct File {
+  char text[kPage];
+  NANWATCH_BOX_SECTIONS(NANWATCH_BOX_SECTION)
+};
+
 // ---- the writer ----
 
 inline int64_t ticks() {
@@ -127,7 +142,7 @@ class BlackBox {
   }
 
   // Appends a text, which the file shows as a whole or not at all. False where there is no more room.
-  bool add_note(std::string_view text) { return append(notes_, kNotes, &state_->notes, text); }
+  bool add_note(std::string_view text) { return append(file_->notes, kNotes, &state_->notes, text); }
   // Writes where Python is, in turn into two places, so that one of them is always whole.
   void add_sample(std::string_view text);
 
@@ -146,7 +161,7 @@ class BlackBox {
 
   // In a signal's handler.
   void mark(int signal, const siginfo_t& info);
-  bool holds(const void* address) const { return address >= map_ && static_cast<const char*>(address) < map_ + bytes_; }
+  bool holds(const void* address) const { return address >= file_ && address < file_ + 1; }
   // Replaces the file by plain memory, after a SIGBUS: somebody has cut the file off, or its disk failed.
   void leave_file();
 
@@ -159,7 +174,7 @@ class BlackBox {
     __atomic_store_n(place, value, __ATOMIC_RELEASE);
   }
   void add_call(const Call& call) {
-    calls_[size_t(state_->calls) % kCalls] = call;
+    file_->calls[size_t(state_->calls) % kCalls] = call;
     state_->latest = call.ended;
     publish(&state_->calls, state_->calls + 1);
   }
@@ -186,13 +201,8 @@ class BlackBox {
 
   static std::atomic<BlackBox*> active_;
 
-  char* map_;
-  size_t bytes_;
+  File* file_;
   State* state_;
-  Thread* threads_;
-  UnderWay* stacks_;
-  Call* calls_;
-  char *samples_, *notes_, *names_;
   std::unordered_map<std::string, uint32_t> numbers_;
   const std::string path_;
   const bool kept_;

@@ -2,27 +2,18 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <mutex>
+#include <tuple>
 #include <vector>
 
 #include "cpu/range_cpu.h"
 
 namespace nanwatch {
 
-// Work shared among PyTorch's threads. ops/ops_cpu.cpp defines the function over at::parallel_for, so that no file of
-// this folder includes PyTorch.
-using ParallelWork = void (*)(const void* context, int64_t begin, int64_t end);
-
-// Calls work(context, begin, end) for parts of [0, count), each of at least `grain`.
-void parallel_for(int64_t count, int64_t grain, ParallelWork work, const void* context);
-
-template <typename Work>
-void parallel_for(int64_t count, int64_t grain, const Work& work) {
-  const ParallelWork call = [](const void* context, int64_t begin, int64_t end) {
-    (*static_cast<const Work*>(context))(begin, end);
-  };
-  parallel_for(count, grain, call, &work);
-}
+// Calls work(begin, end) for parts of [0, count), each of at least `grain`, in PyTorch's threads. ops/ops_cpu.cpp
+// defines it, so that no file of this folder includes PyTorch.
+void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& work);
 
 // `order` is what one step along the dimension adds to an element's position in C order.
 struct Dim {
@@ -30,45 +21,38 @@ struct Dim {
 };
 
 struct CoalescedDims {
-  int64_t dims;     // entries written, at least one
-  int64_t numel;    // elements to visit: the product of the entries' sizes
-  int64_t repeats;  // how many elements of the tensor each of them stands for
+  std::vector<Dim> dims;  // fastest in memory first, at least one
+  int64_t numel = 1;      // elements to visit: the product of the sizes
+  int64_t repeats = 1;    // how many elements of the tensor each of them stands for
 };
 
-// Writes the dimensions that remain, fastest in memory first, into `out` (room for max(dims, 1)). A dimension of stride
-// 0 repeats what is there and is left out: its first index, 0, is where an element stands first in C order. Dimensions
-// that continue each other are merged, so that a transposed dense tensor becomes one run; with `keep_positions` only
-// where the merged dimension still has one `order`. Strides are not negative.
-inline CoalescedDims coalesce_dims(int64_t dims, const int64_t* sizes, const int64_t* strides, bool keep_positions,
-                                   Dim* out) {
-  CoalescedDims result{0, 1, 1};
-  int64_t order = 1, kept = 0;
-  for (int64_t d = dims - 1; d >= 0; --d) {
-    if (sizes[d] == 0) {
-      out[0] = {0, 1, 1};
-      return {1, 0, 1};
-    }
-    if (sizes[d] != 1 && strides[d] == 0) {
-      result.repeats *= sizes[d];
-    } else if (sizes[d] != 1) {
-      int64_t at = kept++;
-      for (; at > 0 && out[at - 1].stride > strides[d]; --at) out[at] = out[at - 1];
-      out[at] = {sizes[d], strides[d], order};
-      result.numel *= sizes[d];
-    }
-    order *= sizes[d];
+// A dimension of stride 0 repeats what is there and is left out: its first index, 0, is where an element stands first
+// in C order. Dimensions that continue each other are merged, so that a transposed dense tensor becomes one run; with
+// `keep_positions` only where the merged dimension still has one `order`. Strides are not negative, sizes not 0.
+inline CoalescedDims coalesce_dims(const View& view, bool keep_positions) {
+  CoalescedDims result;
+  std::vector<Dim>& dims = result.dims;
+  dims.reserve(size_t(view.dims) + 1);
+  int64_t order = 1;
+  for (int64_t d = view.dims - 1; d >= 0; order *= view.sizes[d--]) {
+    const int64_t size = view.sizes[d], stride = view.strides[d];
+    if (size != 1 && stride != 0) dims.push_back({size, stride, order});
+    (stride == 0 ? result.repeats : result.numel) *= size;
   }
-  for (int64_t k = 0; k < kept; ++k) {
-    const Dim dim = out[k];
-    Dim* const last = result.dims > 0 ? out + result.dims - 1 : nullptr;
+  std::sort(dims.begin(), dims.end(),
+            [](const Dim& a, const Dim& b) { return std::tie(a.stride, a.order) < std::tie(b.stride, b.order); });
+  size_t count = 0;
+  for (const Dim& dim : dims) {
+    Dim* const last = count > 0 ? &dims[count - 1] : nullptr;
     if (last != nullptr && last->stride * last->size == dim.stride &&
         (!keep_positions || last->order * last->size == dim.order)) {
       last->size *= dim.size;
     } else {
-      out[result.dims++] = dim;
+      dims[count++] = dim;
     }
   }
-  if (result.dims == 0) out[result.dims++] = {1, 1, 1};
+  dims.resize(count);
+  if (dims.empty()) dims.push_back({1, 1, 1});
   return result;
 }
 
@@ -85,17 +69,17 @@ struct HostWalk {
 
   explicit HostWalk(const View& view)
       : data(static_cast<const char*>(view.data)), width(int64_t(word_size(view.format))), numel(view.numel) {
-    if (is_contiguous(view)) {  // the common case allocates nothing
-      inner.size = view.numel;
+    if (numel == 0 || is_contiguous(view)) {  // the common case allocates nothing
+      inner.size = numel;
       return;
     }
-    std::vector<Dim> dims(size_t(std::max<int64_t>(view.dims, 1)));
-    const CoalescedDims coalesced = coalesce_dims(view.dims, view.sizes, view.strides, false, dims.data());
+    const CoalescedDims coalesced = coalesce_dims(view, false);
+    const std::vector<Dim>& dims = coalesced.dims;
     repeats = coalesced.repeats;
     numel = coalesced.numel;
     inner = dims[0];
-    if (coalesced.dims > 1) outer = dims[1];
-    if (coalesced.dims > 2) rest.assign(dims.begin() + 2, dims.begin() + coalesced.dims);
+    if (dims.size() > 1) outer = dims[1];
+    if (dims.size() > 2) rest.assign(dims.begin() + 2, dims.end());
   }
 
   static bool is_contiguous(const View& view) {

@@ -33,29 +33,25 @@ std::vector<const KernelTable*> available_kernels() {
   return tables;
 }
 
-const KernelTable* find_kernels(const std::string& name) {
-  for (const KernelTable* table : available_kernels())
-    if (name == table->name) return table;
-  return nullptr;
-}
-
 struct Dispatch {
   std::atomic<const KernelTable*> current;
   std::string warning;
 
-  Dispatch() {
-    const KernelTable* chosen = available_kernels().back();
-    const char* asked = std::getenv("NANWATCH_CPU");
-    if (asked != nullptr && *asked != '\0') {
-      if (const KernelTable* table = find_kernels(asked)) {
-        chosen = table;
-      } else {
-        warning = std::string("NANWATCH_CPU=") + asked + " is not available on this machine; accepted here:";
-        for (const KernelTable* table : available_kernels()) warning += std::string(" ") + table->name;
-        warning += std::string("; using ") + chosen->name;
-      }
+  bool set(const std::string& name) {
+    for (const KernelTable* table : available_kernels()) {
+      if (name != table->name) continue;
+      current = table;
+      return true;
     }
-    current = chosen;
+    return false;
+  }
+
+  Dispatch() : current(available_kernels().back()) {
+    const char* const asked = std::getenv("NANWATCH_CPU");
+    if (asked == nullptr || *asked == '\0' || set(asked)) return;
+    warning = std::string("NANWATCH_CPU=") + asked + " is not available on this machine; accepted here:";
+    for (const KernelTable* table : available_kernels()) warning += std::string(" ") + table->name;
+    warning += std::string("; using ") + current.load()->name;
   }
 };
 
@@ -66,12 +62,19 @@ Dispatch& dispatch() {
 
 // ---- ranges ---------------------------------------------------------------------------------------------------------
 
+// Narrowed to the format's own word. An untouched accumulator stays empty.
+template <Format F>
+Range<F> narrow(const RangeBits& bits) {
+  using Word = typename Codes<F>::Word;
+  return bits.empty() ? Range<F>{} : Range<F>{Word(bits.lo), Word(bits.hi)};
+}
+
 // The ends of a range in each format. A table, because the cases of a switch lie on lines of the CPU's cache far apart,
 // and with the walk in a function of its own the read of a small tensor runs through half as many.
 constexpr auto kRows = [] {
   std::array<RangeRow (*)(const RangeBits&), kNumFormats> rows{};
 #define NANWATCH_ROW(name, ...) \
-  rows[int(Format::name)] = [](const RangeBits& bits) { return bits.narrow<Format::name>().row(); };
+  rows[int(Format::name)] = [](const RangeBits& bits) { return narrow<Format::name>(bits).row(); };
   NANWATCH_FORMATS(NANWATCH_ROW)
 #undef NANWATCH_ROW
   return rows;
@@ -86,15 +89,16 @@ constexpr auto kRows = [] {
 // The position in C order of the first non-finite element. Only called when there is one, and on the failure path: but
 // a tensor expanded to 2^40 elements must not keep it busy, so repeats are left out (their first is the one at index 0)
 // and whole rows that are finite are passed over.
-template <Format F>
 int64_t first_nonfinite(const View& view) {
-  using Word = typename Codes<F>::Word;
-  constexpr int64_t width = int64_t(sizeof(Word));
-  constexpr int64_t kBlock = 1 << 14;  // elements that the range kernel looks at before one is looked at alone
-  std::vector<Dim> dims(size_t(std::max<int64_t>(view.dims, 1)));
-  dims.resize(size_t(coalesce_dims(view.dims, view.sizes, view.strides, true, dims.data()).dims));
+  const int64_t width = int64_t(word_size(view.format));
+  std::vector<Dim> dims = coalesce_dims(view, true).dims;
   std::sort(dims.begin(), dims.end(), [](const Dim& a, const Dim& b) { return a.order < b.order; });
   const Dim row = dims.front();  // the fastest in C order
+  const auto is_finite = [&](const char* p, int64_t n) {
+    RangeBits bits;
+    current_kernels().range[int(view.format)](Plane{p, n, row.stride, 1, 0}, &bits);
+    return kRows[int(view.format)](bits).isfinite;
+  };
   int64_t rows = 1;
   for (size_t d = 1; d < dims.size(); ++d) rows *= dims[d].size;
   for (int64_t index = 0; index < rows; ++index) {
@@ -104,20 +108,18 @@ int64_t first_nonfinite(const View& view) {
       p += left % dims[d].size * dims[d].stride * width;
       position += left % dims[d].size * dims[d].order;
     }
-    for (int64_t begin = 0; begin < row.size; begin += kBlock) {
-      const int64_t n = std::min(kBlock, row.size - begin);
-      const char* q = p + begin * row.stride * width;
-      RangeBits bits;
-      current_kernels().range[int(F)](Plane{q, n, row.stride, 1, 0}, &bits);
-      if (is_finite<F>(Word(bits.hi))) continue;
-      for (int64_t i = 0; i < n; ++i, q += row.stride * width) {
-        Word word;
-        std::memcpy(&word, q, sizeof(Word));
-        if (!is_finite<F>(magnitude<F>(word))) return position + (begin + i) * row.order;
+    for (int64_t i = 0, n = 1 << 14; i < row.size;) {
+      n = std::min(n, row.size - i);
+      if (is_finite(p + i * row.stride * width, n)) {
+        i += n;
+      } else if (n > 1) {
+        n /= 2;
+      } else {
+        return position + i * row.order;
       }
     }
   }
-  return Health<F>::kNone;
+  return HealthBits::kNone;
 }
 
 }  // namespace
@@ -142,10 +144,10 @@ void health_cpu(const View& view, double* row) {
   with_format(view.format, [&](auto tag) {
     constexpr Format F = decltype(tag)::format;
     Health<F> health;
-    health.range = bits.range.narrow<F>();
-    health.finite = bits.finite.narrow<F>();
+    health.range = narrow<F>(bits.range);
+    health.finite = narrow<F>(bits.finite);
     health.HealthCounts::merge(bits.times(walk.repeats));
-    if (bits.num_nonfinite() > 0) health.first_nonfinite = first_nonfinite<F>(view);
+    if (bits.num_nan + bits.num_posinf + bits.num_neginf > 0) health.first_nonfinite = first_nonfinite(view);
     health.write(row);
   });
 }
@@ -165,10 +167,7 @@ std::string cpu_capability_warning() {
 }
 
 bool set_cpu_capability(const std::string& name) {
-  const KernelTable* table = find_kernels(name);
-  if (table == nullptr) return false;
-  dispatch().current = table;
-  return true;
+  return dispatch().set(name);
 }
 
 }  // namespace nanwatch

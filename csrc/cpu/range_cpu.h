@@ -11,37 +11,10 @@ namespace nanwatch {
 
 // ---- the inner loops, one table per instruction set ----
 
-// Range accumulator of every format: magnitudes widened to 64 bits. The default is the identity.
-struct RangeBits {
-  uint64_t lo = ~uint64_t(0);
-  uint64_t hi = 0;
-
-  void merge(const RangeBits& other) {
-    lo = other.lo < lo ? other.lo : lo;
-    hi = other.hi > hi ? other.hi : hi;
-  }
-
-  // Narrowed to the format's own word. An untouched accumulator stays empty.
-  template <Format F>
-  Range<F> narrow() const {
-    using Word = typename Codes<F>::Word;
-    return lo > hi ? Range<F>{} : Range<F>{Word(lo), Word(hi)};
-  }
-};
-
-// Health accumulator of every format, order-free: where the first non-finite element stands is looked for afterwards,
-// only when there is one.
-struct HealthBits : HealthCounts {
-  RangeBits range, finite;
-
-  void merge(const HealthBits& other) {
-    range.merge(other.range);
-    finite.merge(other.finite);
-    HealthCounts::merge(other);
-  }
-
-  int64_t num_nonfinite() const { return num_nan + num_posinf + num_neginf; }
-};
+// Accumulators of every format: its magnitudes widened to 64 bits. Where the first non-finite element stands is looked
+// for afterwards, only when there is one.
+using RangeBits = Range<Format::u64>;
+using HealthBits = Health<Format::u64>;
 
 // `rows` rows of `columns` elements, at least one of each; strides in elements. Merged into the accumulator.
 struct Plane {

@@ -2,8 +2,6 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include <utility>
-
 // Outside the target region: what these define has external linkage and is shared with baseline code.
 #include "cpu/range_cpu.h"
 
@@ -13,21 +11,16 @@
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,bmi,bmi2,f16c,popcnt")
 #endif
-#include "cpu/range_kernels_fold.h"
 #include "cpu/range_kernels_impl.h"
 
 namespace nanwatch {
 namespace {
 
-struct Avx2 : Folded<Avx2, 32> {
+struct Avx2 : Vectors<32> {
   static V load_halves(const char* a, const char* b) {
     const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a));
     const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b));
     return V(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
-  }
-  template <int i>
-  static __m128i part(V v) {
-    return _mm256_extracti128_si256(__m256i(v), i);
   }
 };
 

@@ -3,8 +3,6 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include <utility>
-
 // Outside the target region: what these define has external linkage and is shared with baseline code.
 #include "cpu/range_cpu.h"
 
@@ -19,13 +17,12 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,popcnt")
 #endif
-#include "cpu/range_kernels_fold.h"
 #include "cpu/range_kernels_impl.h"
 
 namespace nanwatch {
 namespace {
 
-struct Avx512 : Folded<Avx512, 64> {
+struct Avx512 : Vectors<64> {
   static V load_partial(const char* p, int64_t count, V padding) {
     // Masked bytes are not touched.
     return V(_mm512_mask_loadu_epi8(__m512i(padding), (uint64_t(1) << count) - 1, p));
@@ -34,10 +31,6 @@ struct Avx512 : Folded<Avx512, 64> {
     const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
     const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
     return V(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
-  }
-  template <int i>
-  static __m128i part(V v) {
-    return _mm512_extracti32x4_epi32(__m512i(v), i);
   }
 };
 

@@ -30,22 +30,12 @@ struct HealthLoop {
     }
   }
 
-  static void count(HealthBits* out, Word word) {
-    const Word m = magnitude<F>(word);
-    out->range.merge({m, m});
-    if (is_finite<F>(m)) {
-      out->finite.merge({m, m});
-      out->num_zero += is_zero<F>(m);
-      out->num_subnormal += is_subnormal<F>(m);
-    } else {
-      out->num_nan += is_nan<F>(m);
-      out->num_posinf += is_inf<F>(m) && !is_negative<F>(word);
-      out->num_neginf += is_inf<F>(m) && is_negative<F>(word);
-    }
-  }
-
   static void count_each(HealthBits* out, const char* p, int64_t columns, int64_t stride) {
-    for (; columns > 0; --columns, p += stride * L::width) count(out, load_word<Word>(p));
+    Health<F> health;
+    for (; columns > 0; --columns, p += stride * L::width) health.update(load_word<Word>(p), Health<F>::kNone);
+    out->HealthCounts::merge(health);
+    out->range.merge({health.range.lo, health.range.hi});
+    out->finite.merge({health.finite.lo, health.finite.hi});
   }
 
   void take(int j, V x) {

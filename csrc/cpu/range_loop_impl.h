@@ -36,30 +36,17 @@ struct Lanes {
   static constexpr bool is_signed64 = width == 8 && Codes<F>::sign == Sign::cleared;
   static constexpr Word greatest = is_signed64 ? Word(~sign_bit) : Word(~Word(0));
 
-  static V min(V a, V b) {
-    if constexpr (is_signed64) {
-      return S::min_signed64(a, b);
-    } else {
-      return S::template min<width>(a, b);
-    }
-  }
-
-  static V max(V a, V b) {
-    if constexpr (is_signed64) {
-      return S::max_signed64(a, b);
-    } else {
-      return S::template max<width>(a, b);
-    }
-  }
+  static V min(V a, V b) { return S::template min<width, is_signed64>(a, b); }
+  static V max(V a, V b) { return S::template max<width, is_signed64>(a, b); }
 
   static V magnitudes(V x) {
     if constexpr (Codes<F>::sign == Sign::cleared) {
-      return S::bit_and(x, S::template fill<width>(Word(~sign_bit)));
+      return x & S::template fill<width>(Word(~sign_bit));
     } else if constexpr (Codes<F>::sign == Sign::fnuz_nan) {
       // The sign bit alone is nan, which stays above all numbers.
       x = load_once(x);
       const V nan = S::template fill<width>(sign_bit);
-      return S::if_equal8(x, nan, x, S::bit_and(x, S::template fill<width>(Word(~sign_bit))));
+      return x == nan ? x : x & S::template fill<width>(Word(~sign_bit));
     } else if constexpr (Codes<F>::sign == Sign::twos) {
       return S::template abs<width>(x);
     } else {

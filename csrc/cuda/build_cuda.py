@@ -9,13 +9,12 @@ import contextlib
 import os
 import platform
 import re
-import shlex
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from build_units import CSRC, LOG, ROOT, BuildError, output_of, run_step
+from build_units import CSRC, BuildError, Ninja, output_of
 
 # From Turing to Blackwell: one binary for every generation PyTorch still builds for, and PTX for what comes after.
 DEFAULT_ARCHS = ("75", "80", "86", "89", "90", "100", "120")
@@ -71,11 +70,10 @@ def wanted_archs(available: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """Return what to compile for and what to add PTX for, by TORCH_CUDA_ARCH_LIST, the GPUs, or the default."""
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
     if not listed:
-        present = sorted(present_archs(), key=int)
-        if present and all(arch in available for arch in present):
-            return present, present[-1:]
-        binaries = [arch for arch in DEFAULT_ARCHS if arch in available]
-        return (binaries, binaries[-1:]) if binaries else ([available[-1]], [available[-1]])
+        binaries = sorted(present_archs(), key=int)
+        if not binaries or not set(binaries) <= set(available):
+            binaries = [arch for arch in DEFAULT_ARCHS if arch in available] or [available[-1]]
+        return binaries, binaries[-1:]
     binaries, ptx = [], []
     for entry in re.split(r"[\s;,]+", listed):
         match = re.fullmatch(r"(\d+)\.(\d[a-z]?)(\+PTX)?", entry)
@@ -99,44 +97,17 @@ def wanted_archs(available: tuple[str, ...]) -> tuple[list[str], list[str]]:
 class CudaPart:
     """Objects and flags that the CUDA part adds to the link, and its version and architectures."""
 
-    objects: list[str]
+    objects: list[Path]
     link: list[str]
     version: str
     archs: str
 
 
-def compile_cuda(source: Path, folder: Path, toolkit: Toolkit, targets: list[str], jobs: int) -> str:
-    """Compile one CUDA source and return the object file; BuildError if nvcc cannot."""
-    out = folder / f"{source.stem}.o"
-    command = [toolkit.nvcc, "-c", str(source), "-o", str(out), "-O3", "-std=c++17", f"--threads={jobs}"]
-    # Compressed, eight architectures are 3 MB in place of 9.
-    command += [
-        f"-I{CSRC.name}",
-        "-Xcompiler=-fPIC,-Wall,-Wextra,-fvisibility=hidden",
-        "-Xfatbin=-compress-all",
-        *targets,
-    ]
-    inputs = [ROOT / source, *CSRC.rglob("*.h")]
-    recipe = out.with_suffix(".command")
-    # Eight architectures take half a minute on two cores: not again for a change in a C++ file.
-    if not (
-        out.exists()
-        and recipe.exists()
-        and recipe.read_text() == shlex.join(command)
-        and max(path.stat().st_mtime for path in inputs) < out.stat().st_mtime
-    ):
-        folder.mkdir(parents=True, exist_ok=True)
-        failure = f"nvcc {toolkit.version} could not compile {source}; its message is in {LOG}"
-        run_step(f"{source} ({len(targets)} targets)", command, failure)
-        recipe.write_text(shlex.join(command))
-    return str(out)
-
-
-def build_cuda(folder: Path, jobs: int) -> CudaPart:
+def build_cuda(ninja: Ninja) -> CudaPart:
     """Compile the torch-free CUDA sources with nvcc alone, also where torch has no CUDA; BuildError if it cannot."""
     if not sys.platform.startswith("linux"):
         raise BuildError(f"the CUDA part is built on Linux only, this is {sys.platform}")
-    sources = sorted(path.relative_to(ROOT) for path in CSRC.rglob("*.cu"))
+    sources = sorted(CSRC.rglob("*.cu"))
     if not sources:
         raise BuildError("csrc/ has no *.cu: the source tree is not complete")
     nvcc = find_nvcc()
@@ -144,9 +115,16 @@ def build_cuda(folder: Path, jobs: int) -> CudaPart:
         raise BuildError("nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)")
     toolkit = read_toolkit(nvcc)
     binaries, ptx = wanted_archs(toolkit.archs)
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in binaries]
-    targets += [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ptx]
-    objects = [compile_cuda(source, folder, toolkit, targets, jobs) for source in sources]
+    # Compressed, eight architectures are 3 MB in place of 9.
+    flags = ["-O3", "-std=c++17", f"--threads={ninja.jobs}", f"-I{CSRC}", "-Xfatbin=-compress-all"]
+    flags += ["-Xcompiler=-fPIC,-Wall,-Wextra,-fvisibility=hidden"]
+    flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in binaries]
+    flags += [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ptx]
+    ninja.compiler_rule("nvcc", [toolkit.nvcc])
+    objects = [
+        ninja.edge("nvcc", [source], ninja.folder / "cuda" / f"{source.stem}.o", flags) for source in sources
+    ]
+    ninja.run(f"the CUDA part ({len(binaries) + len(ptx)} targets, nvcc {toolkit.version})", objects)
     # Hidden, or a libcudart of another version that torch brings would be bound in place of this one.
     link = [str(toolkit.runtime), f"-Wl,--exclude-libs,{toolkit.runtime.name}", "-ldl", "-lrt", "-lpthread"]
     archs = " ".join([f"sm_{arch}" for arch in binaries] + [f"compute_{arch}" for arch in ptx])

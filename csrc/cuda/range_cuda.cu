@@ -192,13 +192,6 @@ __device__ Range<F> range_of(const Ends& ends) {
   return range;
 }
 
-// Counts of a tensor that is not finite or may be a mask.
-struct Counts {
-  Bits num_nan, num_posinf, num_neginf, num_zero, num_subnormal, num_lowest;
-  Bits finite_hi, finite_not_lo;
-  Bits not_first;  // complement of the first non-finite position; 0: there is none
-};
-
 // A mask that is made with a dtype's minimum in place of -inf. Not of 8 bits, where finite tensors are full of the
 // largest number by saturation.
 template <Format F>
@@ -210,11 +203,17 @@ __device__ bool needs_counts(const Range<F>& range) {
   return !is_finite<F>(range.hi) || (kMasksWithLowest<F> && range.lo == 0 && range.hi == Codes<F>::max_finite);
 }
 
-// Called by all threads of the block; `counts` is in shared memory and zero.
+// Reads a tensor whose ends are known once more. Called by all threads of the block. The first one writes the columns
+// of Health::write, and whether the tensor may be a mask.
 template <Format F>
-__device__ void count(const char* data, int64_t numel, Counts* counts) {
+__device__ void count(const Ends& ends, const char* data, int64_t numel, double* values) {
   using Word = typename Codes<F>::Word;
   constexpr Word lowest = Word(Word(Word(1) << (8 * sizeof(Word) - 1)) | Codes<F>::max_finite);
+  constexpr int kSums = 6;
+  __shared__ Bits sums[kSums], not_first;  // complement of the first non-finite position; 0: there is none
+  if (threadIdx.x < kSums) sums[threadIdx.x] = 0;
+  if (threadIdx.x == 0) not_first = 0;
+  __syncthreads();
   const auto* const words = reinterpret_cast<const Word*>(data);
   Health<F> health;
   int64_t num_lowest = 0;
@@ -223,57 +222,36 @@ __device__ void count(const char* data, int64_t numel, Counts* counts) {
     health.update(words[i], i);
     num_lowest += kMasksWithLowest<F> && words[i] == lowest;
   }
-  atomicAdd(&counts->num_nan, Bits(health.num_nan));
-  atomicAdd(&counts->num_posinf, Bits(health.num_posinf));
-  atomicAdd(&counts->num_neginf, Bits(health.num_neginf));
-  atomicAdd(&counts->num_zero, Bits(health.num_zero));
-  atomicAdd(&counts->num_subnormal, Bits(health.num_subnormal));
-  atomicAdd(&counts->num_lowest, Bits(num_lowest));
-  atomicMax(&counts->finite_hi, Bits(health.finite.hi));
-  atomicMax(&counts->finite_not_lo, Bits(Word(~health.finite.lo)));
-  if (health.first_nonfinite != Health<F>::kNone) atomicMax(&counts->not_first, ~Bits(health.first_nonfinite));
-}
-
-// Writes the columns of Health::write and whether the tensor may be a mask.
-template <Format F>
-__device__ void write_counts(const Counts& counts, int64_t numel, volatile double* values) {
-  const RangeRow finite = range_of<F>({counts.finite_hi, counts.finite_not_lo}).row();
-  values[column::finite_abs_min] = finite.abs_min;
-  values[column::finite_abs_max] = finite.abs_max;
-  values[column::num_nan] = double(counts.num_nan);
-  values[column::num_posinf] = double(counts.num_posinf);
-  values[column::num_neginf] = double(counts.num_neginf);
-  values[column::num_zero] = double(counts.num_zero);
-  values[column::num_subnormal] = double(counts.num_subnormal);
-  values[column::first_nonfinite] = counts.not_first == 0 ? -1.0 : double(~counts.not_first);
-  const Bits masked = counts.num_neginf != 0 ? counts.num_neginf : counts.num_lowest;
-  values[column::is_mask] = masked != 0 && counts.num_zero != 0 && counts.num_zero + masked == Bits(numel) ? 1.0 : 0.0;
+  const int64_t counts[kSums] = {health.num_nan,  health.num_posinf,    health.num_neginf,
+                                 health.num_zero, health.num_subnormal, num_lowest};
+#pragma unroll
+  for (int k = 0; k < kSums; ++k) atomicAdd(sums + k, Bits(counts[k]));
+  if (health.first_nonfinite != Health<F>::kNone) atomicMax(&not_first, ~Bits(health.first_nonfinite));
+  const Ends finite = merge_block({health.finite.hi, Word(~health.finite.lo)}, sizeof(Word) < 8);
+  if (threadIdx.x != 0) return;
+  health.range = range_of<F>(ends);
+  health.finite = range_of<F>(finite);
+  static_cast<HealthCounts&>(health) = {int64_t(sums[0]), int64_t(sums[1]), int64_t(sums[2]), int64_t(sums[3]),
+                                        int64_t(sums[4])};
+  health.first_nonfinite = not_first == 0 ? Health<F>::kNone : int64_t(~not_first);
+  health.write(values);
+  const Bits masked = health.num_neginf != 0 ? Bits(health.num_neginf) : sums[5];
+  values[column::is_mask] = masked != 0 && health.num_zero != 0 && Bits(health.num_zero) + masked == Bits(numel);
 }
 
 // Writes the recorder's row into host memory, the stamp when all else is there. Not inlined: the loops before it keep
 // their registers, whatever is needed here.
 template <Format F>
-__device__ __noinline__ void record(const Ends& ends, const char* data, int64_t numel, NanwatchRow* to,
+__device__ __noinline__ void record(const Ends& ends, const char* data, int64_t numel, NanwatchRow* row,
                                     uint64_t stamp) {
-  __shared__ Counts counts;
   const Range<F> range = range_of<F>(ends);
   const bool examined = needs_counts<F>(range);
-  if (examined) {
-    if (threadIdx.x == 0) counts = {};
-    __syncthreads();
-    count<F>(data, numel, &counts);
-    __syncthreads();
-  }
+  if (examined) count<F>(ends, data, numel, row->values);
   if (threadIdx.x != 0) return;
-  volatile NanwatchRow* const row = to;
-  const RangeRow reported = range.row();
-  row->values[column::abs_min] = reported.abs_min;
-  row->values[column::abs_max] = reported.abs_max;
-  row->values[column::isfinite] = reported.isfinite ? 1.0 : 0.0;
-  if (examined) write_counts<F>(counts, numel, row->values);
+  range.write(row->values);
   row->examined = examined ? 1.0 : 0.0;
   __threadfence_system();
-  row->stamp = stamp;
+  *static_cast<volatile uint64_t*>(&row->stamp) = stamp;
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------

@@ -9,9 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#ifdef __cplusplus
 extern "C" {
-#endif
 
 enum { kNanwatchNotReady = -3, kNanwatchCapturing = -4, kNanwatchNoWorkspace = -5, kNanwatchRefused = -7 };
 
@@ -72,6 +70,4 @@ int nanwatch_cuda_await(void* stream);
 // A code of the functions above in words; never null.
 const char* nanwatch_cuda_error(int code);
 
-#ifdef __cplusplus
-}
-#endif
+}  // extern "C"

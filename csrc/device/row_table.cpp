@@ -7,9 +7,6 @@
 namespace nanwatch {
 namespace {
 
-// In one call to the backend: a round number above any frame's.
-constexpr size_t kMostAtOnce = 1024;
-
 std::unique_ptr<const Layout> layout_of(const at::Tensor& x, const at::Tensor& run) {
   if (x.is_contiguous() || x.numel() == 0) return nullptr;
   auto layout = std::make_unique<Layout>(Layout{x.sizes().vec(), run.strides().vec(), x.numel() / run.numel()});
@@ -98,8 +95,8 @@ int RowTable::make_room(size_t count) {
 int RowTable::enqueue(const PendingRows& frame, size_t begin, size_t* count) {
   const int device = frame.reads[begin].row->device;
   if (const int error = allocate(device)) return error;
-  if (const int error = make_room(std::min(frame.reads.size() - begin, kMostAtOnce))) return error;
-  const size_t slot = size_t(next_ % kSlots), most = std::min({frame.reads.size() - begin, kMostAtOnce, kSlots - slot});
+  if (const int error = make_room(std::min(frame.reads.size() - begin, kSlots))) return error;
+  const size_t slot = size_t(next_ % kSlots), most = std::min(frame.reads.size() - begin, kSlots - slot);
   for (*count = 1; *count < most && frame.reads[begin + *count].row->device == device;) ++*count;
   const uint64_t first = std::exchange(next_, next_ + *count);
   void* const stream = frame.reads[begin].row->stream;

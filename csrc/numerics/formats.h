@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -84,17 +85,14 @@ auto with_format(Format format, Fn&& fn) {
 
 // A table, as a switch is a jump that the CPU must guess.
 inline size_t word_size(Format format) {
-#define NANWATCH_SIZE(name, ...) sizes.of[int(Format::name)] = sizeof(Codes<Format::name>::Word);
-  struct Sizes {
-    uint8_t of[kNumFormats];
-  };
-  static constexpr Sizes table = [] {
-    Sizes sizes{};
+#define NANWATCH_SIZE(name, ...) sizes[int(Format::name)] = sizeof(Codes<Format::name>::Word);
+  static constexpr auto table = [] {
+    std::array<uint8_t, kNumFormats> sizes{};
     NANWATCH_FORMATS(NANWATCH_SIZE)
     return sizes;
   }();
 #undef NANWATCH_SIZE
-  return table.of[int(format)];
+  return table[size_t(format)];
 }
 
 // |x| as an unsigned number with the order of |x|; nan lies above inf, inf above every finite value.

@@ -9,8 +9,8 @@
 
 namespace nanwatch {
 
-void parallel_for(int64_t count, int64_t grain, ParallelWork work, const void* context) {
-  at::parallel_for(0, count, grain, [work, context](int64_t begin, int64_t end) { work(context, begin, end); });
+void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& work) {
+  at::parallel_for(0, count, grain, work);
 }
 
 namespace {

@@ -112,6 +112,17 @@ inline bool is_tensor(PyObject* object) {
          PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass));
 }
 
+// Calls action(key, item) for the items of a dictionary, or of null, until it returns false. Returns whether it did
+// not.
+template <typename Action>
+bool each_item(PyObject* dict, const Action& action) {
+  PyObject *key, *item;
+  Py_ssize_t position = 0;
+  while (dict != nullptr && PyDict_Next(dict, &position, &key, &item))
+    if (!action(key, item)) return false;
+  return true;
+}
+
 // ---- as one run of memory, which is all that the CUDA kernel reads ----
 
 // The tensor without what it repeats: each dimension of stride 0 cut to its first index.

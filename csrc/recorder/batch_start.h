@@ -44,9 +44,7 @@ class BatchStart {
     for (size_t i = 0; i < kDevices.size(); ++i)
       autocast_[i] = {at::autocast::get_autocast_dtype(kDevices[i]), at::autocast::is_autocast_enabled(kDevices[i])};
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) note(PyTuple_GET_ITEM(args, i), true);
-    PyObject *key, *item;
-    Py_ssize_t position = 0;
-    while (kwargs != nullptr && PyDict_Next(kwargs, &position, &key, &item)) note(item, true);
+    note_items(kwargs, true);
   }
 
   // Returns a pointer that any thread may drop, such as one of autograd's that frees a graph.
@@ -110,11 +108,11 @@ class BatchStart {
       for (Py_ssize_t i = 0; enters && i < std::min(Py_SIZE(value), kMostItems); ++i)
         note(PySequence_Fast_GET_ITEM(value, i), false);
     } else if (PyDict_Check(value)) {
-      PyObject *key, *item;
-      Py_ssize_t position = 0;
-      while (enters && PyDict_GET_SIZE(value) <= kMostItems && PyDict_Next(value, &position, &key, &item))
-        note(item, false);
+      if (enters && PyDict_GET_SIZE(value) <= kMostItems) note_items(value, false);
     }
+  }
+  void note_items(PyObject* dict, bool enters) {
+    each_item(dict, [&](PyObject*, PyObject* item) { return note(item, enters), true; });
   }
 
   int64_t batch_;

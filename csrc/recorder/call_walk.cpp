@@ -114,19 +114,11 @@ struct CallObserver::Walk {
   bool ended = false;  // by the limit
   int depth = 0;
 
-  Walk(CallObserver& observer, const Node& its_node, OpenFrame* its_frame, Role its_role, Memory its_memory,
-       const ModuleCall& its_call)
-      : self(observer), node(its_node), frame(its_frame), role(its_role), memory(its_memory), call(its_call) {}
-
   // Returns whether an object was an argument, such as a key-value cache: later calls see what this one wrote into it.
   bool is_argument(PyObject* object) const {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(call.args); ++i)
-      if (PyTuple_GET_ITEM(call.args, i) == object) return true;
-    PyObject *key, *item;
-    Py_ssize_t position = 0;
-    while (call.kwargs != nullptr && PyDict_Next(call.kwargs, &position, &key, &item))
-      if (item == object) return true;
-    return false;
+    PyObject** const args = &PyTuple_GET_ITEM(call.args, 0);
+    return std::count(args, args + PyTuple_GET_SIZE(call.args), object) > 0 ||
+           !each_item(call.kwargs, [&](PyObject*, PyObject* item) { return item != object; });
   }
 
   [[gnu::noinline]] bool value(PyObject* object, Labels::Id label) {
@@ -173,10 +165,8 @@ struct CallObserver::Walk {
 
   [[gnu::noinline]] bool mapping(PyObject* object, Labels::Id label) {
     if (!enter(object, label)) return true;
-    PyObject *key, *item;
-    Py_ssize_t position = 0;
-    bool done = true;
-    while (done && PyDict_Next(object, &position, &key, &item) && !limit(label)) done = item_of(label, key, item);
+    const bool done =
+        each_item(object, [&](PyObject* key, PyObject* item) { return limit(label) || item_of(label, key, item); });
     --depth;
     return done;
   }
@@ -197,11 +187,7 @@ struct CallObserver::Walk {
   }
 
   static bool has_plain_keys(PyObject* object) {
-    PyObject *key, *item;
-    Py_ssize_t position = 0;
-    while (PyDict_Next(object, &position, &key, &item))
-      if (!PyUnicode_CheckExact(key)) return false;
-    return true;
+    return each_item(object, [](PyObject* key, PyObject*) { return PyUnicode_CheckExact(key) != 0; });
   }
 
   // Walks over a value of a type that is not known here, by the walk in Python.
@@ -286,19 +272,17 @@ bool CallObserver::records(Node& node, const ModuleCall& call, OpenFrame* frame)
     if (options_.buffers && !own_tensors(node, module, Role::buffer, frame)) return false;
   }
   if (options_.inputs) {
-    Walk walk(*this, node, frame, Role::input, Memory::activation, call);
+    Walk walk{*this, node, frame, Role::input, Memory::activation, call};
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(call.args); ++i)
       if (!walk.value(PyTuple_GET_ITEM(call.args, i), labels_.item(Labels::kInput, i))) return false;
-    PyObject *key, *item;
-    Py_ssize_t position = 0;
-    while (call.kwargs != nullptr && PyDict_Next(call.kwargs, &position, &key, &item))
-      if (!walk.item_of(Labels::kInput, key, item)) return false;
+    const auto walk_item = [&](PyObject* key, PyObject* item) { return walk.item_of(Labels::kInput, key, item); };
+    if (!each_item(call.kwargs, walk_item)) return false;
   }
   if (options_.outputs) {
     // A write past the version counter between a module and the end of the forward would else hide a nan in what the
     // model returns.
     const Memory memory = call.is_outermost ? Memory::none : Memory::activation;
-    Walk walk(*this, node, frame, Role::output, memory, call);
+    Walk walk{*this, node, frame, Role::output, memory, call};
     if (!walk.value(call.output, Labels::kOutput)) return false;
     for (const AddedOutput& added : frame->added)
       if (!walk.value(added.tensor.ptr(), added.label)) return false;

@@ -5,10 +5,10 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <limits>
-#include <map>
 #include <optional>
 #include <span>
 #include <string>
@@ -30,11 +30,6 @@ class Labels {
   static constexpr Id kInput = 0, kOutput = 1;
 
   Labels() { of_text("input"), of_text("output"); }
-  Labels(const Labels&) = delete;
-  Labels& operator=(const Labels&) = delete;
-  ~Labels() {
-    for (Label& label : labels_) forget_keys(&label);
-  }
 
   // The reference stays valid while labels are added.
   const std::string& text(Id id) const { return labels_[size_t(id)].text; }
@@ -66,19 +61,21 @@ class Labels {
   std::optional<Id> item(Id parent, PyObject* key, const Spell& spell) {
     Label& container = labels_[size_t(parent)];
     // Calls name their arguments in the order of the call before.
-    if (container.next < container.keys.size() && container.keys[container.next].first == key) [[likely]]
+    if (container.next < container.keys.size() && container.keys[container.next].first.ptr() == key) [[likely]]
       return container.keys[container.next++].second;
     for (size_t i = 0; i < container.keys.size(); ++i) {
-      if (container.keys[i].first != key) continue;
+      if (container.keys[i].first.ptr() != key) continue;
       container.next = i + 1;
       return container.keys[i].second;
     }
     const std::optional<std::string> spelt = spell(key);
     if (!spelt.has_value()) return std::nullopt;
     const Id id = of_text(container.text + "[" + *spelt + "]");
-    if (container.keys.size() >= kMostKeys) forget_keys(&container);
+    // The destructor of a key, of a subclass of str, may run Python code that calls this function again.
+    std::vector<Key> forgotten;
+    if (container.keys.size() >= kMostKeys) forgotten.swap(container.keys);
     // While it is held, no other string can have its address.
-    container.keys.emplace_back(Py_NewRef(key), id);
+    container.keys.emplace_back(pybind11::reinterpret_borrow<pybind11::object>(key), id);
     return id;
   }
 
@@ -86,18 +83,13 @@ class Labels {
   static constexpr size_t kLimit = 1 << 16;  // labels
   static constexpr size_t kMostKeys = 256;   // of a container
 
+  using Key = std::pair<pybind11::object, Id>;
   struct Label {
     std::string text;
     std::vector<Id> items;
-    std::vector<std::pair<PyObject*, Id>> keys;  // owned
-    size_t next = 0;                             // the key that is expected
+    std::vector<Key> keys;
+    size_t next = 0;  // the key that is expected
   };
-
-  static void forget_keys(Label* container) {
-    // The destructor of a key, of a subclass of str, may run Python code that calls this function again.
-    const auto forgotten = std::exchange(container->keys, {});
-    for (const auto& [key, id] : forgotten) Py_DECREF(key);
-  }
 
   Id add(const std::string& text) {
     labels_.push_back({text, {}, {}});
@@ -247,14 +239,15 @@ class FrameRing {
   }
   // Counts a frame that would be overwritten before anybody could see it.
   void skip(int64_t batch) {
-    if (batch != current_batch_) turn_to(batch);
-    ++*current_;
+    if (current_->batch != batch) current_ = count_of(batch);
+    ++current_->frames;
   }
   int64_t pushed() const { return pushed_; }  // ever
   // Number of frames of a batch, including those that were overwritten. Nothing once 16 later batches have had some:
   // more than one batch is under way where several threads call the model.
   std::optional<int64_t> frames_of(int64_t batch) const {
-    if (const auto count = counts_.find(batch); count != counts_.end()) return count->second;
+    for (const Count& count : counts_)
+      if (count.batch == batch) return count.frames;
     return batch > forgotten_ ? std::optional<int64_t>(0) : std::nullopt;
   }
   size_t size() const { return held_; }
@@ -268,25 +261,28 @@ class FrameRing {
  private:
   static constexpr int64_t kNone = std::numeric_limits<int64_t>::min();
 
-  // Makes the count of a batch the current one, in place of the oldest.
-  void turn_to(int64_t batch) {
-    current_batch_ = batch;
-    if (batch <= forgotten_ && !counts_.contains(batch)) {
-      current_ = &uncounted_;
-      return;
-    }
-    if (counts_.size() == 16 && !counts_.contains(batch)) {
-      forgotten_ = std::max(forgotten_, counts_.begin()->first);
-      counts_.erase(counts_.begin());
-    }
-    current_ = &counts_[batch];
+  struct Count {
+    int64_t batch = kNone, frames = 0;
+  };
+
+  // The count of a batch, in place of the oldest; of one that was forgotten, one that nobody asks for.
+  Count* count_of(int64_t batch) {
+    const auto of_batch = [batch](const Count& count) { return count.batch == batch; };
+    const auto count = std::find_if(counts_.begin(), counts_.end(), of_batch);
+    if (count != counts_.end()) return &*count;
+    if (batch <= forgotten_) return &(uncounted_ = {});
+    const auto by_batch = [](const Count& a, const Count& b) { return a.batch < b.batch; };
+    const auto oldest = std::min_element(counts_.begin(), counts_.end(), by_batch);
+    forgotten_ = std::max(forgotten_, oldest->batch);
+    *oldest = {batch, 0};
+    return &*oldest;
   }
 
   std::vector<FrameData> frames_;
   size_t next_ = 0, held_ = 0;
-  int64_t pushed_ = 0, forgotten_ = kNone, current_batch_ = kNone, uncounted_ = 0;
-  int64_t* current_ = nullptr;  // the count of the current batch
-  std::map<int64_t, int64_t> counts_;
+  int64_t pushed_ = 0, forgotten_ = kNone;
+  std::array<Count, 16> counts_;
+  Count uncounted_, *current_ = &uncounted_;
 };
 
 }  // namespace nanwatch

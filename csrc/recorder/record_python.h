@@ -66,12 +66,11 @@ inline bool show_error() {
   return true;
 }
 
-// Returns look(), which returns false with a Python error set to end the user's call. Errors of nanwatch, C++
-// exceptions among them, are shown and cleared, so that the caller closes what it has opened.
-template <typename Look>
-bool survived(const Look& look) {
+// Returns action(). A C++ exception becomes the Python error that is set; then returns nothing.
+template <typename Action>
+auto without_exceptions(const Action& action) -> std::optional<decltype(action())> {
   try {
-    return look();
+    return action();
   } catch (pybind11::error_already_set& error) {
     error.restore();
   } catch (python_error& error) {
@@ -79,7 +78,15 @@ bool survived(const Look& look) {
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }
-  return show_error();
+  return std::nullopt;
+}
+
+// Returns look(), which returns false with a Python error set to end the user's call. Errors of nanwatch, C++
+// exceptions among them, are shown and cleared, so that the caller closes what it has opened.
+template <typename Look>
+bool survived(const Look& look) {
+  const std::optional<bool> done = without_exceptions(look);
+  return done.has_value() ? *done : show_error();
 }
 
 // A pending Python error, put aside while callbacks run, and restored at the end: it came first.

@@ -6,8 +6,6 @@
 // forward raises.
 #include "recorder/watched_call.h"
 
-#include <torch/csrc/Exceptions.h>
-
 #include <algorithm>
 #include <array>
 
@@ -52,7 +50,7 @@ struct WatchedCall {
 PyObject* call(PyObject* object, PyObject* args, PyObject* kwargs) {
   // Not HANDLE_TH_ERRORS: it would hold back the warnings of the forward, and takes 10 ns.
   const LevelGivenBack level;
-  try {
+  const auto make_call = [&]() -> PyObject* {
     auto* const self =
         static_cast<WatchedCall*>(reinterpret_cast<py::detail::instance*>(object)->simple_value_holder[0]);
     const py::object module = py::reinterpret_borrow<py::object>(PyWeakref_GetObject(self->module.ptr()));
@@ -64,14 +62,8 @@ PyObject* call(PyObject* object, PyObject* args, PyObject* kwargs) {
     if (!self->owner) return call_past_wrappers(inner.ptr(), module.ptr(), args, kwargs);
     const py::object keep = py::reinterpret_borrow<py::object>(object);  // stop() may drop it during the call
     return self->recorder->run(self->node, module.ptr(), inner.ptr(), args, kwargs);
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (python_error& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
+  };
+  return without_exceptions(make_call).value_or(nullptr);
 }
 
 // Gives a subclass of WatchedCall this file's call again, whatever `__call__` its body defines. A compiler that reads

@@ -1,8 +1,8 @@
 """The number formats, declared once, and the plain results of reading a tensor. Needs no torch.
 
 `NUMBER_FORMATS` is the declaration for Python and C++: `csrc/make_headers.py` writes `csrc/numerics/format_table.h`
-from it, and `make lint` fails when that header is stale. The script runs this file alone, so it imports nothing of
-nanwatch.
+from it, and `make lint` fails when that header is stale. The script runs without PyTorch, and so does this
+file.
 """
 
 from __future__ import annotations
