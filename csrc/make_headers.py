@@ -118,7 +118,7 @@ def short_name(name: str) -> str:
 
 
 def codes(form: Any) -> str:
-    """Return what describes a word of the format: the arguments of detail::FormatCodes."""
+    """Return what describes a word of the format: the arguments of FormatCodes."""
     width = form.bits // 4
     columns = [
         f"uint{form.bits}_t",

@@ -33,10 +33,10 @@ std::runtime_error refused(const std::string& path, const char* what, int error)
 
 // Frees the place of a thread in the file when the thread ends.
 struct OwnSlot {
-  const BlackBox* box = nullptr;  // only compared: of a forked child the parent's
-  Slot slot;
+  Slot slot;  // of a forked child the parent's
   ~OwnSlot() {
-    if (box != nullptr && box == BlackBox::active()) __atomic_store_n(&slot.thread->id, int64_t(0), __ATOMIC_RELEASE);
+    if (slot.box != nullptr && slot.box == BlackBox::active())
+      __atomic_store_n(&slot.thread->id, int64_t(0), __ATOMIC_RELEASE);
   }
 };
 
@@ -118,14 +118,13 @@ void BlackBox::add_sample(std::string_view text) {
 
 Slot* BlackBox::slot() {
   thread_local OwnSlot thread_slot;
-  if (thread_slot.box == this) return &thread_slot.slot;
+  if (thread_slot.slot.box == this) return &thread_slot.slot;
   for (size_t number = 0; number < kThreads; ++number) {
     Thread& thread = file_->threads[number];
     if (__atomic_load_n(&thread.id, __ATOMIC_ACQUIRE) != 0) continue;
     thread.depth = 0;
     publish(&thread.id, thread_id());
     thread_slot.slot = {this, &thread, file_->stacks + number * kStack};
-    thread_slot.box = this;
     return &thread_slot.slot;
   }
   return nullptr;

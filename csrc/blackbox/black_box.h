@@ -129,16 +129,28 @@ class BlackBox {
 
   // Calls of the thread that has this place, which may be null, or the parent's in a forked child.
   static void begin(Slot* slot, uint32_t module, int64_t batch, bool recomputed) {
-    if (slot != nullptr && slot->box == active()) [[unlikely]]
-      slot->box->begin_call(slot, module, batch, recomputed);
+    if (!is_live(slot)) [[likely]]
+      return;
+    const int64_t depth = slot->thread->depth, now = ticks();
+    if (depth == 0) slot->box->note_time();
+    if (depth < int64_t(kStack)) slot->stack[depth] = {now, batch, module, recomputed};
+    slot->box->state_->latest = now;
+    publish(&slot->thread->depth, depth + 1);
   }
   static void end(Slot* slot, bool raised) {
-    if (slot != nullptr && slot->box == active()) [[unlikely]]
-      slot->box->end_call(slot, raised);
+    if (!is_live(slot) || slot->thread->depth == 0) [[likely]]
+      return;
+    const int64_t depth = slot->thread->depth - 1;
+    if (depth < int64_t(kStack)) {
+      const UnderWay& call = slot->stack[depth];
+      // A recomputation ends by an exception of PyTorch's once it has all that the backward needs.
+      slot->box->add_call({call.begun, ticks(), call.batch, call.module, raised && call.recomputed == 0});
+    }
+    publish(&slot->thread->depth, depth);
   }
   // A call of compiled code, which is known when it has ended.
   static void ended(Slot* slot, uint32_t module, int64_t batch) {
-    if (slot != nullptr && slot->box == active()) slot->box->add_call({0, ticks(), batch, module, false});
+    if (is_live(slot)) slot->box->add_call({0, ticks(), batch, module, false});
   }
 
   // Appends a text, which the file shows as a whole or not at all. False where there is no more room.
@@ -173,27 +185,11 @@ class BlackBox {
     // All stores before are visible to who sees this one.
     __atomic_store_n(place, value, __ATOMIC_RELEASE);
   }
+  static bool is_live(const Slot* slot) { return slot != nullptr && slot->box == active(); }
   void add_call(const Call& call) {
     file_->calls[size_t(state_->calls) % kCalls] = call;
     state_->latest = call.ended;
     publish(&state_->calls, state_->calls + 1);
-  }
-  void begin_call(Slot* slot, uint32_t module, int64_t batch, bool recomputed) {
-    const int64_t depth = slot->thread->depth, now = ticks();
-    if (depth == 0) note_time();
-    if (depth < int64_t(kStack)) slot->stack[depth] = {now, batch, module, recomputed};
-    state_->latest = now;
-    publish(&slot->thread->depth, depth + 1);
-  }
-  void end_call(Slot* slot, bool raised) {
-    if (slot->thread->depth == 0) return;
-    const int64_t depth = slot->thread->depth - 1;
-    if (depth < int64_t(kStack)) {
-      const UnderWay& call = slot->stack[depth];
-      // A recomputation ends by an exception of PyTorch's once it has all that the backward needs.
-      add_call({call.begun, ticks(), call.batch, call.module, raised && call.recomputed == 0});
-    }
-    publish(&slot->thread->depth, depth);
   }
   bool append(char* section, size_t room, int64_t* used, std::string_view text);
   void begin_life();

@@ -60,6 +60,10 @@ Dispatch& dispatch() {
   return instance;
 }
 
+const KernelTable& current_kernels() {
+  return *dispatch().current.load(std::memory_order_relaxed);
+}
+
 // ---- ranges ---------------------------------------------------------------------------------------------------------
 
 // Narrowed to the format's own word. An untouched accumulator stays empty.
@@ -123,10 +127,6 @@ int64_t first_nonfinite(const View& view) {
 }
 
 }  // namespace
-
-const KernelTable& current_kernels() {
-  return *dispatch().current.load(std::memory_order_relaxed);
-}
 
 RangeRow range_cpu(const View& view) {
   RangeBits bits;

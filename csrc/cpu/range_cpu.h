@@ -56,8 +56,6 @@ void health_cpu(const View& view, double* row);
 std::vector<std::string> cpu_capabilities();
 std::string cpu_capability();
 std::string cpu_capability_warning();
-// The kernels in force.
-const KernelTable& current_kernels();
 bool set_cpu_capability(const std::string& name);  // false: not available here, nothing changed
 
 }  // namespace nanwatch

@@ -20,16 +20,6 @@ from build_units import CSRC, BuildError, Ninja, output_of
 DEFAULT_ARCHS = ("75", "80", "86", "89", "90", "100", "120")
 
 
-@dataclass(frozen=True)
-class Toolkit:
-    """The parts of one CUDA toolkit that a torch-free build needs."""
-
-    nvcc: str
-    version: str
-    runtime: Path  # libcudart_static.a
-    archs: tuple[str, ...]  # what this nvcc can compile for: "75", "90", "90a", …
-
-
 def find_nvcc() -> str | None:
     """Return the nvcc of CUDA_HOME or CUDA_PATH, else the one on PATH, else the one in /usr/local/cuda."""
     for variable in ("CUDA_HOME", "CUDA_PATH"):
@@ -39,8 +29,11 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
-def read_toolkit(nvcc: str) -> Toolkit:
-    """Return the toolkit of this nvcc; BuildError where it does not answer as nvcc does."""
+def read_toolkit(nvcc: str) -> tuple[str, Path, tuple[str, ...]]:
+    """Return the version of this nvcc, its static runtime library, and what it can compile for: "75", "90a", …
+
+    BuildError where it does not answer as nvcc does.
+    """
     version = re.search(r"release (\d+\.\d+)", output_of([nvcc, "--version"]))
     # nvcc itself knows where its toolkit lies; a symbolic link or a wrapper on PATH would mislead a guess.
     dry_run = output_of([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull])
@@ -55,7 +48,7 @@ def read_toolkit(nvcc: str) -> Toolkit:
     if runtime is None:
         raise BuildError(f"libcudart_static.a is in none of {', '.join(map(str, places))}")
     archs = tuple(re.findall(r"sm_(\d+[a-z]?)", output_of([nvcc, "--list-gpu-code"])))
-    return Toolkit(nvcc, version.group(1), runtime, archs)
+    return version.group(1), runtime, archs
 
 
 def present_archs() -> set[str]:
@@ -110,22 +103,21 @@ def build_cuda(ninja: Ninja) -> CudaPart:
     sources = sorted(CSRC.rglob("*.cu"))
     if not sources:
         raise BuildError("csrc/ has no *.cu: the source tree is not complete")
-    nvcc = find_nvcc()
-    if nvcc is None:
+    if (nvcc := find_nvcc()) is None:
         raise BuildError("nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)")
-    toolkit = read_toolkit(nvcc)
-    binaries, ptx = wanted_archs(toolkit.archs)
+    version, runtime, available = read_toolkit(nvcc)
+    binaries, ptx = wanted_archs(available)
     # Compressed, eight architectures are 3 MB in place of 9.
     flags = ["-O3", "-std=c++17", f"--threads={ninja.jobs}", f"-I{CSRC}", "-Xfatbin=-compress-all"]
     flags += ["-Xcompiler=-fPIC,-Wall,-Wextra,-fvisibility=hidden"]
     flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in binaries]
     flags += [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ptx]
-    ninja.compiler_rule("nvcc", [toolkit.nvcc])
+    ninja.compiler_rule("nvcc", [nvcc])
     objects = [
         ninja.edge("nvcc", [source], ninja.folder / "cuda" / f"{source.stem}.o", flags) for source in sources
     ]
-    ninja.run(f"the CUDA part ({len(binaries) + len(ptx)} targets, nvcc {toolkit.version})", objects)
+    ninja.run(f"the CUDA part ({len(binaries) + len(ptx)} targets, nvcc {version})", objects)
     # Hidden, or a libcudart of another version that torch brings would be bound in place of this one.
-    link = [str(toolkit.runtime), f"-Wl,--exclude-libs,{toolkit.runtime.name}", "-ldl", "-lrt", "-lpthread"]
+    link = [str(runtime), f"-Wl,--exclude-libs,{runtime.name}", "-ldl", "-lrt", "-lpthread"]
     archs = " ".join([f"sm_{arch}" for arch in binaries] + [f"compute_{arch}" for arch in ptx])
-    return CudaPart(objects, link, toolkit.version, archs)
+    return CudaPart(objects, link, version, archs)

@@ -248,7 +248,7 @@ __device__ __noinline__ void record(const Ends& ends, const char* data, int64_t 
   const bool examined = needs_counts<F>(range);
   if (examined) count<F>(ends, data, numel, row->values);
   if (threadIdx.x != 0) return;
-  range.write(row->values);
+  range.row().write(row->values);
   row->examined = examined ? 1.0 : 0.0;
   __threadfence_system();
   *static_cast<volatile uint64_t*>(&row->stamp) = stamp;
@@ -289,7 +289,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     });
   } else {
     if (threadIdx.x != 0 || !merge_into(batch.cells + tensor, blocks, &ends)) return;
-    with_device_format(format, [&](auto tag) { range_of<decltype(tag)::format>(ends).write(batch.rows + 3 * tensor); });
+    with_device_format(format,
+                       [&](auto tag) { range_of<decltype(tag)::format>(ends).row().write(batch.rows + 3 * tensor); });
   }
 }
 
@@ -354,8 +355,7 @@ class Uncaptured {
  public:
   Uncaptured() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
   ~Uncaptured() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
-  Uncaptured(const Uncaptured&) = delete;
-  Uncaptured& operator=(const Uncaptured&) = delete;
+  Uncaptured& operator=(Uncaptured&&) = delete;
 
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;

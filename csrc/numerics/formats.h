@@ -36,8 +36,6 @@ enum class Sign : int32_t {
   fnuz_nan,  // fnuz: as cleared, but 0x80 is nan (there is no -0) and must stay above every number
 };
 
-namespace detail {
-
 template <typename W, Sign S, bool Float, bool Inf, bool Zero, int Mantissa, int Bias, W Finite, W Normal>
 struct FormatCodes {
   using Word = W;
@@ -47,8 +45,6 @@ struct FormatCodes {
   static constexpr Word max_finite = Finite, min_normal = Normal;
 };
 
-}  // namespace detail
-
 // Codes<F>: Word, sign, has_inf (then inf is max_finite + 1 and nan is above it; otherwise all above is nan),
 // max_finite, min_normal (the smallest code that is not subnormal), has_zero.
 template <Format F>
@@ -56,7 +52,7 @@ struct Codes;
 
 #define NANWATCH_CODES(name, number, scalar_type, ...) \
   template <>                                          \
-  struct Codes<Format::name> : detail::FormatCodes<__VA_ARGS__> {};
+  struct Codes<Format::name> : FormatCodes<__VA_ARGS__> {};
 NANWATCH_FORMATS(NANWATCH_CODES)
 #undef NANWATCH_CODES
 

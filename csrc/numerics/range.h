@@ -46,9 +46,6 @@ struct Range {
     if (is_nan<F>(hi)) return {decode<F>(hi), decode<F>(hi), false};
     return {decode<F>(lo), decode<F>(hi), is_finite<F>(hi)};
   }
-
-  // Writes kRangeColumns.
-  NANWATCH_HD void write(double* out) const { row().write(out); }
 };
 
 // Counts of a tensor's health.
@@ -104,7 +101,7 @@ struct Health : HealthCounts {
 
   // Writes kHealthColumns; first_nonfinite is -1 if there is none. Counts are exact in a double up to 2^53.
   NANWATCH_HD void write(double* out) const {
-    range.write(out);
+    range.row().write(out);
     const RangeRow f = finite.row();
     out[column::finite_abs_min] = f.abs_min;
     out[column::finite_abs_max] = f.abs_max;

@@ -80,7 +80,7 @@ class BatchStart {
     py::list autocast;
     for (size_t i = 0; i < kDevices.size(); ++i)
       autocast.append(
-          py::make_tuple(c10::DeviceTypeName(kDevices[i], true), py::cast(autocast_[i].dtype), autocast_[i].enabled));
+          py::make_tuple(c10::DeviceTypeName(kDevices[i], true), py::cast(autocast_[i].first), autocast_[i].second));
     py::list versions;
     for (const auto& [tensor, version] : versions_) versions.append(py::make_tuple(tensor, version));
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - began_;
@@ -90,10 +90,6 @@ class BatchStart {
   }
 
  private:
-  struct Autocast {
-    at::ScalarType dtype;
-    bool enabled;
-  };
   static constexpr std::array<at::DeviceType, 2> kDevices = {at::DeviceType::CPU, at::DeviceType::CUDA};
   static constexpr Py_ssize_t kMostItems = 1024;  // of a container: longer ones are data
 
@@ -119,8 +115,8 @@ class BatchStart {
   pybind11::object module_, weak_module_, args_, kwargs_, extra_;
   std::vector<std::pair<pybind11::object, uint32_t>> versions_;
   at::Tensor random_ = state_of(at::detail::getDefaultCPUGenerator());
-  std::vector<at::Tensor> cuda_;  // states of the generators, by device
-  std::array<Autocast, 2> autocast_{};
+  std::vector<at::Tensor> cuda_;                             // states of the generators, by device
+  std::array<std::pair<at::ScalarType, bool>, 2> autocast_;  // by device: the dtype, whether it is on
   bool inference_ = c10::InferenceMode::is_enabled(), grad_ = c10::GradMode::is_enabled();
   std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
 };

@@ -67,8 +67,7 @@ class CallRecorder {
   CallRecorder(const Options& options, Helpers helpers, pybind11::object events, pybind11::object frame_type,
                pybind11::object start_type);
   ~CallRecorder();
-  CallRecorder(const CallRecorder&) = delete;
-  CallRecorder& operator=(const CallRecorder&) = delete;
+  CallRecorder& operator=(CallRecorder&&) = delete;
 
   int32_t add_node(const std::string& name, pybind11::handle module, bool observed, pybind11::object allow_inf);
   // For a node that another module of this name and class gets.
@@ -182,7 +181,7 @@ class CallRecorder {
     box::Slot* slot = nullptr;                       // in the black box, for the batch under way
   };
   struct Threads;
-  class Recording;
+  struct Recording;
 
   Thread& this_thread();
   void note_class(Node& node, PyObject* module);
@@ -226,18 +225,14 @@ class CallRecorder {
 // Scope of the observation of a call. Python code that runs meanwhile may call a watched module; that call is not
 // recorded. The frame is left empty in any case: it is thread-local, and Python objects in it would outlive the
 // interpreter.
-class CallRecorder::Recording {
- public:
-  explicit Recording(Thread* thread) : thread_(thread) { thread_->recording = true; }
-  Recording(const Recording&) = delete;
-  Recording& operator=(const Recording&) = delete;
+struct CallRecorder::Recording {
+  Thread& thread;
+  explicit Recording(Thread* of_thread) : thread(*of_thread) { thread.recording = true; }
+  Recording& operator=(Recording&&) = delete;
   ~Recording() {
-    thread_->recording = false;
-    thread_->frame.clear();
+    thread.recording = false;
+    thread.frame.clear();
   }
-
- private:
-  Thread* thread_;
 };
 
 }  // namespace nanwatch

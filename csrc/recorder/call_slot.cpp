@@ -35,17 +35,23 @@ class CallSlots {
     return recent.call;
   }
 
-  void put(PyObject* module, py::object call) {
-    recent_of(module) = {};
-    const py::object before = std::exchange(calls_[module], std::move(call));  // freed last: it may run any code
+  // For Python, which gives a module's address.
+  py::object call_at(uintptr_t address) {
+    PyObject* const call = find(at(address));
+    return py::reinterpret_borrow<py::object>(call != nullptr ? call : Py_None);
   }
 
-  void take(PyObject* module) {
-    recent_of(module) = {};
-    const auto before = calls_.extract(module);
+  void put(uintptr_t address, py::object call) {
+    recent_of(at(address)) = {};
+    const py::object before = std::exchange(calls_[at(address)], std::move(call));  // freed last: it may run any code
   }
 
-  bool has_site(PyObject* module) const { return sites_.count(module) > 0; }
+  void take(uintptr_t address) {
+    recent_of(at(address)) = {};
+    const auto before = calls_.extract(at(address));
+  }
+
+  bool has_site(uintptr_t address) const { return sites_.count(at(address)) > 0; }
 
   // Returns the module's site, made at its first use; empty with an exception set.
   py::object site(PyObject* module) {
@@ -62,9 +68,9 @@ class CallSlots {
   }
 
   // Drops everything of a module that no longer exists.
-  void forget(PyObject* module) {
-    take(module);
-    const auto site = sites_.extract(module);
+  void forget(uintptr_t address) {
+    take(address);
+    const auto site = sites_.extract(at(address));
   }
 
   py::object keep = py::none();          // the Python function that calls `forget` for a module
@@ -79,6 +85,7 @@ class CallSlots {
     return recent_[reinterpret_cast<uintptr_t>(module) * 0x9e3779b97f4a7c15ull >> (64 - kBits)];
   }
 
+  static PyObject* at(uintptr_t address) { return reinterpret_cast<PyObject*>(address); }
   static constexpr int kBits = 10;
   std::array<Recent, size_t(1) << kBits> recent_{};
   std::unordered_map<PyObject*, py::object> calls_, sites_;
@@ -121,10 +128,6 @@ void bind_descriptor(py::module_& m, const char* name, descrgetfunc function) {
       .def(py::init<>());
 }
 
-PyObject* at(uintptr_t address) {
-  return reinterpret_cast<PyObject*>(address);
-}
-
 }  // namespace
 
 PyObject* call_of(PyObject* module) {
@@ -132,36 +135,21 @@ PyObject* call_of(PyObject* module) {
 }
 
 void bind_call_slot(py::module_& m) {
-  struct Slot {};  // without a state: the table is global
   const auto set_up = [](PyHeapTypeObject* heap_type) { heap_type->ht_type.tp_descr_get = get; };
-  py::class_<Slot>(m, "CallSlot", py::custom_type_setup(set_up), "Descriptor for nn.Module._compiled_call_impl.")
-      .def(py::init<>())
+  // Every instance is the one table.
+  py::class_<CallSlots, std::unique_ptr<CallSlots, py::nodelete>>(m, "CallSlot", py::custom_type_setup(set_up),
+                                                                  "Descriptor for nn.Module._compiled_call_impl.")
+      .def(py::init([] { return slots; }))
+      .def("find", &CallSlots::call_at, "The callable before the call of the module at an address, or None.")
+      .def("set", &CallSlots::put, "Puts a callable before the call of the module at an address.")
+      .def("clear", &CallSlots::take, "Removes the callable before the call of the module at an address.")
+      .def("forget", &CallSlots::forget, "Drops everything of the module that was at an address.")
+      .def("has_site", &CallSlots::has_site, "Returns whether the module at an address has a site.")
       .def(
-          "find",
-          [](const Slot&, uintptr_t address) {
-            PyObject* const call = slots->find(at(address));
-            return py::reinterpret_borrow<py::object>(call != nullptr ? call : Py_None);
-          },
-          "The callable before the call of the module at an address, or None.")
-      .def(
-          "set", [](const Slot&, uintptr_t address, py::object call) { slots->put(at(address), std::move(call)); },
-          "Puts a callable before the call of the module at an address.")
-      .def(
-          "clear", [](const Slot&, uintptr_t address) { slots->take(at(address)); },
-          "Removes the callable before the call of the module at an address.")
-      .def(
-          "forget", [](const Slot&, uintptr_t address) { slots->forget(at(address)); },
-          "Drops everything of the module that was at an address.")
-      .def(
-          "has_site", [](const Slot&, uintptr_t address) { return slots->has_site(at(address)); },
-          "Returns whether the module at an address has a site.")
-      .def(
-          "keep_sites", [](const Slot&, py::object function) { std::swap(slots->keep, function); },
+          "keep_sites", [](CallSlots& self, const py::object& function) { self.keep = function; },
           "Calls the function with each module that gets a site.")
-      .def_property(
-          "default_call", [](const Slot&) { return slots->default_call; },
-          [](const Slot&, py::object function) { std::swap(slots->default_call, function); },
-          "The function that makes the calls of all modules without a wrapper, or None.");
+      .def_readwrite("default_call", &CallSlots::default_call,
+                     "The function that makes the calls of all modules without a wrapper, or None.");
   bind_descriptor<Site>(m, "CallSite", get_site);
   bind_descriptor<IsWatched>(m, "IsWatched", is_watched);
 }

@@ -55,18 +55,16 @@ bool CallObserver::each_own(Node& node, const Attributes& module, Role role, con
   if (!named) return false;
   if (!PyDict_Check(named.ptr()) || PyDict_GET_SIZE(named.ptr()) == 0) return true;
   std::vector<Node::Slot>& slots = role == Role::weight ? node.weights : node.buffers;
-  PyObject *name, *value;
-  Py_ssize_t position = 0;
   size_t count = 0;
-  while (PyDict_Next(named.ptr(), &position, &name, &value)) {
-    if (!is_tensor(value)) continue;
+  return each_item(named.ptr(), [&](PyObject* name, PyObject* value) {
+    if (!is_tensor(value)) return true;
     if (role == Role::buffer) {
       const at::Tensor& x = THPVariable_Unpack(value);
-      if (!x.is_floating_point() && !x.is_complex()) continue;
+      if (!x.is_floating_point() && !x.is_complex()) return true;
     }
     size_t place = 0;
     while (place < count && slots[place].value != value) ++place;
-    if (place < count) continue;
+    if (place < count) return true;
     if (count == slots.size()) slots.emplace_back();
     Node::Slot& slot = slots[count++];
     slot.value = value;
@@ -75,9 +73,8 @@ bool CallObserver::each_own(Node& node, const Attributes& module, Role role, con
       slot.label = labels_.of_text(to_utf8(name));
     }
     const py::object keep = py::reinterpret_borrow<py::object>(value);
-    if (!action(value, slot)) return false;
-  }
-  return true;
+    return action(value, slot);
+  });
 }
 
 bool CallObserver::own_tensors(Node& node, const Attributes& module, Role role, OpenFrame* frame) {
@@ -165,8 +162,9 @@ struct CallObserver::Walk {
 
   [[gnu::noinline]] bool mapping(PyObject* object, Labels::Id label) {
     if (!enter(object, label)) return true;
-    const bool done =
-        each_item(object, [&](PyObject* key, PyObject* item) { return limit(label) || item_of(label, key, item); });
+    bool done = true;
+    each_item(object,
+              [&](PyObject* key, PyObject* item) { return !limit(label) && (done = item_of(label, key, item)); });
     --depth;
     return done;
   }

@@ -172,8 +172,7 @@ static_assert(offsetof(CacheEntry, pending) == 64);
 class ActivationCache {
  public:
   ActivationCache() { used_.reserve(1024); }
-  ActivationCache(const ActivationCache&) = delete;
-  ActivationCache& operator=(const ActivationCache&) = delete;
+  ActivationCache& operator=(ActivationCache&&) = delete;
   ~ActivationCache() { clear(); }
 
   // Returns null if the content was not read, or has changed since.

@@ -26,8 +26,7 @@ namespace nanwatch {
 class OutsideCompiler {
  public:
   OutsideCompiler() : before_(set_compiler(Py_None)) {}
-  OutsideCompiler(const OutsideCompiler&) = delete;
-  OutsideCompiler& operator=(const OutsideCompiler&) = delete;
+  OutsideCompiler& operator=(OutsideCompiler&&) = delete;
   ~OutsideCompiler() {
     if (before_ != nullptr && before_ != Py_None) Py_XDECREF(set_compiler(before_));
     Py_XDECREF(before_);
@@ -93,8 +92,7 @@ bool survived(const Look& look) {
 class HeldError {
  public:
   HeldError() { PyErr_Fetch(&type_, &value_, &traceback_); }
-  HeldError(const HeldError&) = delete;
-  HeldError& operator=(const HeldError&) = delete;
+  HeldError& operator=(HeldError&&) = delete;
   ~HeldError() {
     if (type_ == nullptr) return;
     if (is_explained()) {
@@ -127,14 +125,10 @@ class HeldError {
     if (!PyErr_Occurred()) return false;
     // KeyboardInterrupt and SystemExit end the program, whatever came first.
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    PyObject* const cause = PyException_GetCause(value);
-    const bool is_cause = cause != nullptr && cause == value_;
-    Py_XDECREF(cause);
-    PyErr_Restore(type, value, traceback);
-    return is_cause;
+    pybind11::error_scope later;
+    PyErr_NormalizeException(&later.type, &later.value, &later.trace);
+    const auto cause = pybind11::reinterpret_steal<pybind11::object>(PyException_GetCause(later.value));
+    return cause && cause.ptr() == value_;
   }
 
   PyObject *type_, *value_, *traceback_;

@@ -26,8 +26,7 @@ class LevelGivenBack {
 #else
   LevelGivenBack() {}
 #endif
-  LevelGivenBack(const LevelGivenBack&) = delete;
-  LevelGivenBack& operator=(const LevelGivenBack&) = delete;
+  LevelGivenBack& operator=(LevelGivenBack&&) = delete;
 };
 
 struct WatchedCall {
@@ -131,11 +130,7 @@ void bind_watched_call(py::module_& m) {
       .def_property_readonly(
           "recorder", [=](const WatchedCall& self) { return or_none(self.owner); }, "The CallRecorder.")
       .def_property_readonly(
-          "module",
-          [](const WatchedCall& self) {
-            return py::reinterpret_borrow<py::object>(PyWeakref_GetObject(self.module.ptr()));
-          },
-          "The module, or None once it is gone.")
+          "module", [](const WatchedCall& self) { return self.module(); }, "The module, or None once it is gone.")
       .def_property(
           "inner", [=](const WatchedCall& self) { return or_none(self.inner); },
           [](WatchedCall& self, const py::object& inner) {

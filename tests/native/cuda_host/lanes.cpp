@@ -10,7 +10,7 @@ void fold(const Vector* vectors, int64_t count, double* rows) {
   for (int64_t i = 0; i < count; ++i) {
     RangeLanes<F> lanes;
     lanes.take(vectors[i]);
-    lanes.range().write(rows + 3 * i);
+    lanes.range().row().write(rows + 3 * i);
   }
 }
 
