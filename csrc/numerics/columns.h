@@ -36,9 +36,9 @@ enum Item : int { kind, text, placement };
 
 constexpr int kNoteItems = note_item::placement + 1;
 
-enum class NoteKind : uint8_t { none, absent, not_a_tensor, not_checked, local_shard, mask, allowed, skipped_step, not_taken, spike, forecast };
-inline constexpr const char* kNoteKinds[] = {"", "absent", "not_a_tensor", "not_checked", "local_shard", "mask", "allowed", "skipped_step", "not_taken", "spike", "forecast"};
+enum class NoteKind : uint8_t { none, absent, not_a_tensor, not_checked, local_shard, mask, allowed, absorbed, skipped_step, not_taken, spike, forecast };
+inline constexpr const char* kNoteKinds[] = {"", "absent", "not_a_tensor", "not_checked", "local_shard", "mask", "allowed", "absorbed", "skipped_step", "not_taken", "spike", "forecast"};
 // These say that a non-finite value is meant.
-inline constexpr NoteKind kExcuses[] = {NoteKind::mask, NoteKind::allowed, NoteKind::skipped_step, NoteKind::not_taken};
+inline constexpr NoteKind kExcuses[] = {NoteKind::mask, NoteKind::allowed, NoteKind::absorbed, NoteKind::skipped_step, NoteKind::not_taken};
 
 }  // namespace nanwatch

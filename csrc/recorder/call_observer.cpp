@@ -335,6 +335,7 @@ bool CallObserver::fill_frame(const Node& node, OpenFrame* frame, const Make& ma
     frame->reads_all = true;
     done = fill_once(node, frame, make);
     frame->reads_all = false;
+    if (done) excuse_absorbed(frame);
   }
   return done;
 }
@@ -396,6 +397,7 @@ bool CallObserver::resolve(const Node& node, OpenFrame* frame) {
     frame->has_nonfinite |= is_nonfinite(record);
   }
   frame->pending.clear();
+  if (frame->has_nonfinite) excuse_absorbed(frame);
   return true;
 }
 

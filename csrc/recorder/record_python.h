@@ -264,6 +264,36 @@ inline bool is_nonfinite(const RecordData& record) {
          !is_meant(record.python);
 }
 
+// Whether a record that is no fault is one of finite numbers of floating point.
+inline bool holds_finite_fractions(const RecordData& record) {
+  if (record.python == nullptr) return record.dtype >= 0 && floating_dtype(dtype_name(record)) >= 0;
+  if (!is_record(record.python) || PyTuple_GET_ITEM(record.python, record_item::isfinite) != Py_True) return false;
+  return floating_dtype(to_utf8(PyTuple_GET_ITEM(record.python, record_item::dtype))) >= 0;
+}
+
+// Notes on a nan that came in, of which the call's outputs have nothing, that it is meant: some data has nan for
+// missing values. The frame is finite then. An infinity may have overflowed.
+inline void excuse_absorbed(FrameData* frame) {
+  bool returns_numbers = false;
+  for (const RecordData& record : frame->records) {
+    if (!is_nonfinite(record)) {
+      returns_numbers |= record.role == Role::output && holds_finite_fractions(record);
+      continue;
+    }
+    if (record.role != Role::input || record.python == nullptr) return;
+    PyObject* const health = PyTuple_GET_ITEM(record.python, record_item::health);
+    if (!PyTuple_Check(health)) return;
+    for (const int count : {column::num_posinf, column::num_neginf})
+      if (PyObject_IsTrue(PyTuple_GET_ITEM(health, count)) != 0) return;
+  }
+  if (!returns_numbers) return;
+  for (RecordData& record : frame->records)
+    if (is_nonfinite(record))
+      Py_SETREF(record.python,
+                with_item(record.python, record_item::note, make_note(NoteKind::absorbed)).release().ptr());
+  frame->has_nonfinite = false;
+}
+
 // The Python object of a tensor; empty with a Python error set.
 inline pybind11::object wrap(const at::Tensor& x) {
   return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(x));

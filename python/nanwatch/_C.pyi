@@ -1,6 +1,6 @@
 # A compiled part is not loaded when this file has changed since it was built. csrc/make_headers.py writes the digest of
 # the headers that are generated from the declarations, so that a new field of a record changes the file too.
-# headers: 99b5f8e8abcc0409
+# headers: cda4f74e19c3d4e2
 
 from collections.abc import Callable
 from typing import Any

@@ -130,6 +130,19 @@ def observe(
         return _sketched(x, record) if is_due else record
 
 
+def with_absorbed(records: list[Record]) -> list[Record]:
+    """Return the records of a call. A nan that came in, of which the outputs have nothing, has a note that it is meant.
+
+    Some data has nan for missing values. An infinity may have overflowed.
+    """
+    faults = [record for record in records if record.is_fault]
+    healths = [record.health for record in faults if record.role == "input"]
+    is_nan_alone = len(healths) == len(faults) and all(x and not x.num_posinf + x.num_neginf for x in healths)
+    if not is_nan_alone or not any(x.role == "output" and x.ends and x.isfinite for x in records):
+        return records
+    return [record._replace(note=Note("absorbed")) if record.is_fault else record for record in records]
+
+
 def observe_all(values: Sequence[tuple[Role, str, Tensor]], wanted: Settings) -> list[Record]:
     """Return the record of each value as `observe` makes it: those of plain and finite tensors from one read of all."""
     records = []

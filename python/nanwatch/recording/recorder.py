@@ -27,7 +27,7 @@ from ..records.record import PLAIN_MASK, Frame, Note, Record, Role
 from .backward import Gradient, backward_frames, is_loss_finite
 from .events import Part, PeakName, Recorder, RecorderEvents, Settings, Start
 from .masks import Excuses
-from .observe import call_values, completed_record, observe
+from .observe import call_values, completed_record, observe, with_absorbed
 from .walk import is_container, leaves, spell_key
 
 _COUNTED_BATCHES = 16  # each thread that calls the model has a batch under way
@@ -187,7 +187,7 @@ class PythonRecorder:
             values = call_values(settings, module, args, kwargs, output) + call.added
             call.added.clear()
             read = partial(observe, allow_inf=self._nodes[call.node].allow_inf, batch=batch, wanted=settings)
-            records = [read(x, label, role) for role, label, x in values]
+            records = with_absorbed([read(x, label, role) for role, label, x in values])
             if self._follows and (settings.gradients or call.around is None):
                 self._follow(call, values)
         except RecursionError:

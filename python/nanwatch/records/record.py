@@ -17,12 +17,12 @@ from ..util.messages import module_name
 from .fields import Cell
 
 NoteKind: TypeAlias = Literal[
-    "absent", "not_a_tensor", "not_checked", "local_shard", "mask", "allowed", "skipped_step", "not_taken",
+    "absent", "not_a_tensor", "not_checked", "local_shard", "mask", "allowed", "absorbed", "skipped_step", "not_taken",
     "spike", "forecast",
 ]  # fmt: skip
 NOTE_KINDS: tuple[NoteKind, ...] = get_args(NoteKind)
 # These say that a non-finite value is meant.
-EXCUSES: tuple[NoteKind, ...] = ("mask", "allowed", "skipped_step", "not_taken")
+EXCUSES: tuple[NoteKind, ...] = ("mask", "allowed", "absorbed", "skipped_step", "not_taken")
 # These say what was reported in a batch, in records that `event_frame` makes.
 EVENTS: tuple[NoteKind, ...] = ("spike", "forecast")
 
@@ -36,6 +36,7 @@ _WORDS: dict[NoteKind, tuple[str, str]] = {
     "local_shard": ("local shard", "local shard: {}"),
     "mask": ("mask", ""),
     "allowed": ("allowed", ""),
+    "absorbed": ("nan not passed on", ""),
     "skipped_step": ("skipped step", "skipped step ({})"),
     "not_taken": ("not in the step's gradients", ""),
     "spike": ("spike", "{}"),
@@ -54,6 +55,7 @@ class Note(NamedTuple):
     | local_shard | a DTensor, of which this process's part was read | its placement in the device mesh, if known |
     | mask | an additive mask, whose -inf is meant | |
     | allowed | a value that is meant, as `allow` says | |
+    | absorbed | an input with nan, of which the outputs have nothing, as where nan marks missing data | |
     | skipped_step | a gradient that no optimizer's step took | the scale: `scale 65536 → 32768` |
     | not_taken | a gradient that never reached those of the step | |
     | spike, forecast | no tensor, but what was reported of one | its line |

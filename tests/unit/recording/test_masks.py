@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import nanwatch
 from nanwatch.records.record import Note
+from support.recorders import watched
 from support.toys import Does, fault_of
 
 pytestmark = pytest.mark.usefixtures("each_recorder")
@@ -140,6 +141,19 @@ def test_missing_values_are_allowed_by_the_option_that_the_report_names() -> Non
     model.linear.weight.data.fill_(torch.nan)
     with nanwatch.watch(model, allow="nan:known"):
         assert fault_of(model, x).finding.module == "linear"
+
+
+@pytest.mark.parametrize("recorder", ["native", "python"])
+def test_a_nan_that_is_in_no_output_is_meant(recorder: str) -> None:
+    """An infinity may have overflowed, and integers do not show that a nan came in."""
+    x = torch.tensor([1.0, torch.nan])
+    gives_inf, gives_integers = (Tensor.tanh, x.nan_to_num(torch.inf), False), (Tensor.argmax, x, False)
+    for change, value, is_quiet in ((Tensor.nan_to_num, x, True), gives_inf, gives_integers):
+        model = nn.Sequential(Does(lambda x, change=change: change(x)))
+        with watched(model, recorder, on_nonfinite="record") as w:
+            model(value)
+        record = w.frames[0].records[0]
+        assert (record.is_fault, record.note) == (not is_quiet, Note("absorbed") if is_quiet else None)
 
 
 def test_scores_that_leave_float16_are_no_mask() -> None:

@@ -107,10 +107,10 @@ def test_both_recorders_see_what_hooks_see(seed: int, poison: float) -> None:
     findings = [report.finding for report in reports.values()]
     places = [None if x is None else (x.batch, x.module, x.label) for x in findings]
     assert places[0] == places[1]
-    # The first fault, or what a call around it had been given: inside, another tensor of that call may have become bad.
+    # The first fault, or what a call around it had been given, also a nan that this call passes on to no output.
     first = next((number for number, frame in enumerate(found["python"]) if frame.fault is not None), None)
     around = [frame for frame, calls in zip(found["python"], inside, strict=True) if first in calls]
-    bad = [(f.batch, f.name, r.label) for f in around for r in f.records if r.is_fault]
+    bad = [(f.batch, f.name, r.label) for f in around for r in f.records if r.isfinite is False]
     assert places[0] in (bad if bad else [None])
 
 

@@ -169,7 +169,7 @@ def test_only_what_is_zero_or_subnormal_has_vanished(name: str) -> None:
 @pytest.mark.parametrize("kind", NOTE_KINDS)
 def test_only_what_is_meant_or_not_taken_is_no_fault(kind: NoteKind) -> None:
     record = Record("output", "output", (1,), "float32", 0.0, 1.0, False, None, Note(kind))
-    assert record.is_fault == (kind not in ("mask", "allowed", "skipped_step", "not_taken"))
+    assert record.is_fault == (kind not in ("mask", "allowed", "absorbed", "skipped_step", "not_taken"))
 
 
 @pytest.mark.parametrize(
