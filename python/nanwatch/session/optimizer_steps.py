@@ -236,11 +236,11 @@ class OptimizerSteps:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (box := process_box()) is not None:
             box.step_begins()
-        takes_ours = False
+        takes_ours = not self._recorder.paused and self._takes_gradients(optimizer)
         if not self._recorder.paused:
             self._unread_step = self._recorder.latest_batch
-            takes_ours = self._takes_gradients(optimizer)
-            self._check_rates(optimizer, takes_ours)
+        if takes_ours:
+            self._check_rates(optimizer)
         if not self._has_read_state and optimizer.state:  # from a checkpoint
             self._read_state(optimizer)
         if self._options.gradients is False:
@@ -256,10 +256,9 @@ class OptimizerSteps:
         One search for each optimizer, unless it gets a group: 0.5 ms for the parameters of 400 modules.
         """
         known_count, takes = self._reports.steppers.get(optimizer, (-1, False))
-        if (
-            not takes
-            and (count := sum(len(group["params"]) for group in optimizer.param_groups)) != known_count
-        ):
+        if takes:
+            return True
+        if (count := sum(len(group["params"]) for group in optimizer.param_groups)) != known_count:
             takes = bool(self._recorder.gathers_weights) or self._steps_given(optimizer)
             if not takes and (model := self._model()) is not None:
                 takes = not {*map(id, parameters_of(optimizer))}.isdisjoint(map(id, each_parameter(model)))
@@ -271,7 +270,7 @@ class OptimizerSteps:
         given = self._options.optimizer
         return given is not None and stepping.param_groups is given.param_groups
 
-    def _check_rates(self, optimizer: Optimizer, takes_ours: bool) -> None:
+    def _check_rates(self, optimizer: Optimizer) -> None:
         """Stop a step whose learning rate is nan or inf, as every weight would be. Waits for no device."""
         batch = self._recorder.latest_batch
         if batch < 0 or self._failures.knows(batch):
@@ -281,7 +280,7 @@ class OptimizerSteps:
             is_bad = isinstance(rate, float) and not isfinite(rate)
             if isinstance(rate, Tensor) and rate.device.type == "cpu":  # may require a gradient
                 is_bad = bool(nonfinite([rate]))
-            if is_bad and takes_ours:
+            if is_bad:
                 record = observe(torch.as_tensor(rate), f"lr[{number}]", "input")
                 frame = Frame(batch, OPTIMIZER, type(optimizer).__name__, (record,), "step")
                 self._failures.step_follows(self._reports.of_frame(frame))
