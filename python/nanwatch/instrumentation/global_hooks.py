@@ -86,11 +86,9 @@ class GlobalHooks:
 
     def call(self, subject: Any, *rest: Any) -> Any:
         """Call the hooks, as PyTorch does. Return the changed arguments, or None."""
-        compiles = is_compiling()
+        is_idle = (compiles := is_compiling()) and not self._traced
         # `subjects` first: each forward of a Llama makes a ModuleList of its layers.
-        if (compiles and not self._traced) or (
-            self.subjects is not None and id(subject) not in self.subjects
-        ):
+        if is_idle or (self.subjects is not None and id(subject) not in self.subjects):
             return None
         # Dynamo compiles also what eager code calls between two graphs. To disable it takes 2 µs.
         if compiles or get_eval_frame_callback() is not None:
@@ -171,8 +169,6 @@ def with_check_after_closure(
 
     Lightning makes forward and backward in a closure, also for optimizers that call it once.
     """
-    if len(args) == 1 and not kwargs:
-        return None
     # Behind the optimizer itself, and perhaps behind further arguments of its class.
     place = next((i for i, value in enumerate(args) if i > 0 and callable(value)), None)
     closure = kwargs.get("closure") if place is None else args[place]

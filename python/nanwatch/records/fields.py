@@ -174,14 +174,8 @@ def columns_of(kind: type, owner: type | None = None) -> tuple[Column, ...]:
         elif get_origin(plain_type) is not tuple or get_args(plain_type)[0] is int:
             name, is_json = cell.name or field, is_named or get_origin(plain_type) is tuple
             nullable = may_be_null or cell.is_null_if_empty or owner is not None
-            column = (
-                name,
-                cell.kind or _KINDS.get(plain_type, "string"),
-                nullable,
-                field,
-                plain_type,
-                is_json,
-            )
+            column_kind = cell.kind or _KINDS.get(plain_type, "string")
+            column = name, column_kind, nullable, field, plain_type, is_json
             columns[name] = Column(*column, cell.is_null_if_empty, owner)
     return tuple(columns.values())
 
