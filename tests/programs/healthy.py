@@ -37,16 +37,6 @@ def causal_mask_of_pytorch() -> Setup:
 
 
 @healthy
-def causal_mask_by_hand() -> Setup:
-    def forward(qkv: nn.Module, softmax: nn.Module, x: Tensor) -> Tensor:
-        q, k, v = qkv(x).chunk(3, -1)
-        mask = torch.full((5, 5), -INF).triu(1)
-        return softmax(q @ k.mT / 4 + mask) @ v
-
-    return Setup(Does(forward, nn.Linear(8, 24), nn.Softmax(-1)), (torch.randn(2, 5, 8),), loss=squares)
-
-
-@healthy
 def mask_as_a_buffer() -> Setup:
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
@@ -56,16 +46,6 @@ def mask_as_a_buffer() -> Setup:
     model = Does(forward, attention)
     model.register_buffer("mask", torch.full((5, 5), -INF).triu(1))
     return Setup(model, (torch.randn(2, 5, 8),), loss=squares, steps=2)
-
-
-@healthy
-def causal_mask_with_alibi() -> Setup:
-    def forward(attend: nn.Module, x: Tensor) -> Tensor:
-        bias = -(torch.arange(5)[:, None] - torch.arange(5)).abs() * 0.5
-        mask = bias.masked_fill(torch.ones(5, 5).triu(1).bool(), -INF)
-        return attend(x, x, x, attn_mask=mask)[0]
-
-    return Setup(Does(forward, nn.MultiheadAttention(8, 2, batch_first=True)), (torch.randn(2, 5, 8),))
 
 
 @healthy

@@ -10,23 +10,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from .case import PRODUCTS, Setup, failure
 
 
-class Standardised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net((x - x.mean(0)) / x.std(0))  # culprit: given_to_a_container
-
-
-@failure(module="", label="", operations="div")
-def given_to_a_container() -> Setup:
-    """A constant column is divided by its deviation."""
-    x = torch.randn(16, 5)
-    x[:, 3] = 1.0
-    return Setup(Standardised(), (x,))
-
-
 class Scores(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -57,22 +40,6 @@ class Gated(nn.Module):
 def parameter_of_a_parent() -> Setup:
     """A parameter of a parent is nan."""
     return Setup(Gated(float("nan")), (torch.randn(2, 4),))
-
-
-class ListedScales(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.scales = nn.ParameterList([nn.Parameter(torch.full((4,), float("nan")))])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.scales[0]
-
-
-@failure(module="", label="scales.0", origin="weight")
-def parameter_in_a_list() -> Setup:
-    """A parameter in a ParameterList is nan."""
-    return Setup(ListedScales(), (torch.randn(2, 4),))
 
 
 @failure(module="0.parametrizations.weight", label="original0", origin="weight")

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the judge forks
 
 # How many programs have the column. A program that goes takes its number along, and says why in its commit.
 COUNTS = {
-    "module": 35, "operation": 35, "line": 25, "cure": 30, "sound": 25, "quiet": 13, "audit": 3,
+    "module": 28, "operation": 28, "line": 20, "cure": 24, "sound": 20, "quiet": 11, "audit": 3,
 }  # fmt: skip
 MISSES = {
     "module": {"scores_that_overflow", "mse_missing_targets"},
@@ -28,8 +28,7 @@ MISSES = {
     "line": {"scores_that_overflow", "causal_sign"},
     "cure": {
         # Nothing works, or no statement of the program would.
-        "own_input", "data_in_place", "negative_running_var",
-        "given_to_a_nested_container", "scores_that_overflow",
+        "own_input", "negative_running_var", "given_to_a_nested_container", "scores_that_overflow",
     },
 }  # fmt: skip
 

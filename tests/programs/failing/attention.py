@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from programs.case import PRODUCTS, Setup, failure, sequence
+from programs.case import PRODUCTS, Setup, failure
 
 
 class Attention(nn.Module):
@@ -87,28 +87,3 @@ def mask_times_infinity() -> Setup:
     """An additive mask is made as (1 - keep) × -inf, where keep is 1."""
     keep = torch.ones(5, 5).tril()
     return Setup(AdditiveMask(), (torch.randn(5, 16), keep))
-
-
-class Experts(nn.Module):
-    def __init__(self, width: int, count: int) -> None:
-        super().__init__()
-        self.router = nn.Linear(width, count)
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        choice = self.router(x).argmax(dim=-1)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            out[choice == number] = expert(x[choice == number])
-        chosen = F.one_hot(choice, len(self.experts)).float()
-        centres = (chosen.T @ x) / chosen.sum(0)[:, None]  # culprit: idle_expert
-        return out, centres
-
-
-@failure(module="moe", label="output[1]", operations="div")
-def idle_expert() -> Setup:
-    """No token went to an expert: 0 / 0."""
-    model = sequence(moe=Experts(8, 4))
-    with torch.no_grad():
-        model.moe.router.bias[2] = -50.0
-    return Setup(model, (torch.randn(12, 8),))

@@ -62,24 +62,6 @@ def embedding_scale() -> Setup:
     return Setup(model.half(), (torch.tensor([[7, 2, 9]]),))
 
 
-class MomentNorm(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        mean = x.mean(-1, keepdim=True)
-        square = x * x  # culprit: layer_norm_square
-        var = square.mean(-1, keepdim=True) - mean * mean
-        return (x - mean) * torch.rsqrt(var + 1e-5)
-
-
-@failure(module="norm", operations="mul")
-def layer_norm_square() -> Setup:
-    """A layer norm by hand squares its input in float16."""
-    model = sequence(proj=nn.Linear(16, 64), norm=MomentNorm())
-    with torch.no_grad():
-        model.proj.bias.fill_(400.0)
-        model.proj.weight.mul_(80)
-    return Setup(model.half(), (torch.randn(4, 16).half(),))
-
-
 class ResidualStream(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -97,28 +79,6 @@ def autocast_cast() -> Setup:
     model = ResidualStream()
     model.scale[5] = 4e4  # a massive activation in one channel
     return Setup(model, (torch.randn(8, 16) * 2,), autocast=torch.float16)
-
-
-class FastWeights(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.start = nn.Parameter(torch.randn(width))
-        self.register_buffer("m", torch.zeros(width))
-        self.register_buffer("v", torch.zeros(width))
-
-    def forward(self, grad: Tensor) -> Tensor:
-        m = 0.9 * self.m + 0.1 * grad
-        v = 0.999 * self.v + 0.001 * grad * grad
-        denominator = v.sqrt() + 1e-8
-        step = m / denominator  # culprit: adam_eps
-        return self.start - 0.01 * step
-
-
-@failure(module="inner", value="nan+inf", operations="div")
-def adam_eps() -> Setup:
-    """Adam's eps of 1e-8 is zero in float16, and so is the square of a small gradient."""
-    model = sequence(inner=FastWeights(16))
-    return Setup(model.half(), (torch.linspace(0, 1e-4, 16).half(),))
 
 
 class Rounded(nn.Module):

@@ -34,21 +34,3 @@ def own_input() -> Setup:
     x = torch.randn(6, 8)
     x[4] = 0.0
     return Setup(model, (x,))
-
-
-class Spectrogram(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, clips: Tensor) -> Tensor:
-        clips.div_(clips.abs().amax(dim=-1, keepdim=True))  # culprit: data_in_place
-        return self.head(clips)
-
-
-@failure(module="", label="input[0]", operations="div_")
-def data_in_place() -> Setup:
-    """A model scales its batch in place, with a silent clip."""
-    clips = torch.randn(4, 16)
-    clips[3] = 0.0
-    return Setup(Spectrogram(), (clips,))

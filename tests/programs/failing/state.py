@@ -77,26 +77,6 @@ def inf_in_data() -> Setup:
     return Setup(Tabular(), (_table(float("inf")),))
 
 
-class Forecast(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(3, 8, batch_first=True)
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, *, series: Tensor, horizon: int) -> Tensor:
-        x = (series - 20.0) / 5.0
-        states, _ = self.rnn(x)
-        return self.head(states[:, -horizon:])
-
-
-@failure(module="", label="input[series]", origin="data")
-def nan_in_data() -> Setup:
-    """The data has a nan: a reading is missing."""
-    series = 20 + 5 * torch.randn(2, 12, 3)
-    series[1, 7, 0] = float("nan")
-    return Setup(Forecast(), kwargs={"series": series, "horizon": 3})
-
-
 class SplitReduce(nn.Module):
     """A sum in parts, added up in a workspace that each launch leaves at zero for the next.
 

@@ -31,21 +31,6 @@ MASK = torch.eye(3, dtype=torch.bool)
 EMPTY_ROW = torch.tensor([[False, True, True], [True, True, True], [False, False, True]])
 
 
-def in_place(x: Tensor) -> Tensor:
-    y = x.clone()
-    y.mul_(1e20)
-    y.mul_(1e20)  # culprit aten.mul_.Tensor
-    y.sub_(y)
-    return y
-
-
-def column_by_column(x: Tensor) -> Tensor:
-    y = torch.zeros(3, 4)
-    y[:, 0] = torch.exp(x[:, 0] * 100)
-    y[:, 1] = torch.log(-x[:, 0])  # culprit aten.log.default
-    return y[:, 1] * 2
-
-
 def made_of_python(x: Tensor) -> Tensor:
     factor = torch.tensor(NAN)  # culprit aten.lift_fresh.default
     return x * factor
