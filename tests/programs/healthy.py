@@ -49,21 +49,6 @@ def mask_as_a_buffer() -> Setup:
 
 
 @healthy
-def classes_that_are_not_allowed() -> Setup:
-    def forward(head: nn.Module, loss: nn.Module, x: Tensor) -> Tensor:
-        logits = head(x).masked_fill(torch.tensor([False, False, False, True]), -INF)
-        return loss(logits, torch.zeros(len(x), dtype=torch.long))
-
-    return Setup(Does(forward, nn.Linear(8, 4), nn.CrossEntropyLoss()), (torch.randn(2, 8),), loss=squares)
-
-
-@healthy
-def padding_before_a_maximum() -> Setup:
-    model = nn.Sequential(nn.ConstantPad1d(1, -INF), nn.MaxPool1d(3, 1), nn.Flatten(), nn.Linear(8, 1))
-    return Setup(model, (torch.randn(2, 1, 8),), loss=squares)
-
-
-@healthy
 def gru_of_packed_sequences() -> Setup:
     def forward(gru: nn.Module, head: nn.Module, x: Tensor) -> Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3, 2]), batch_first=True)

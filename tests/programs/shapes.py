@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import weight_norm
 
 from .case import PRODUCTS, Setup, failure
 
@@ -40,15 +39,6 @@ class Gated(nn.Module):
 def parameter_of_a_parent() -> Setup:
     """A parameter of a parent is nan."""
     return Setup(Gated(float("nan")), (torch.randn(2, 4),))
-
-
-@failure(module="0.parametrizations.weight", label="original0", origin="weight")
-def original_of_a_parametrization() -> Setup:
-    """The original of a parametrization is nan."""
-    model = nn.Sequential(weight_norm(nn.Linear(4, 4)))
-    with torch.no_grad():
-        model[0].parametrizations.weight.original0[1] = float("nan")
-    return Setup(model, (torch.randn(2, 4),))
 
 
 class TwoLogarithms(nn.Module):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the judge forks
 
 # How many programs have the column. A program that goes takes its number along, and says why in its commit.
 COUNTS = {
-    "module": 28, "operation": 28, "line": 20, "cure": 24, "sound": 20, "quiet": 11, "audit": 3,
+    "module": 24, "operation": 24, "line": 18, "cure": 21, "sound": 18, "quiet": 9, "audit": 3,
 }  # fmt: skip
 MISSES = {
     "module": {"scores_that_overflow", "mse_missing_targets"},

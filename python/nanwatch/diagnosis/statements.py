@@ -194,7 +194,7 @@ class Part:
             self._needs_graph, self.reads = False, {}
             if is_made:
                 self.body, needed = self._block(following[:number], set())
-                self.has_backward = number <= len(following) and not caller.ends_there
+                self.has_backward = number <= len(following)
                 self.reads |= {name: self._values[name] for name in needed & self._values.keys()}
                 break
         if self.body and caller.makes_arguments:

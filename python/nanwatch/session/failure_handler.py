@@ -33,7 +33,7 @@ from ..ranks.consensus import RankCoordinator
 from ..recording.events import Event
 from ..records.record import Frame
 from ..report import text
-from ..report.report import BatchLimitError, NonFiniteError, Report, add_note
+from ..report.report import NonFiniteError, Report, add_note
 from ..sinks.sink import SinkStream
 from ..util.messages import MANY, first_few, is_due, module_name, spell, suppressing, warn_user
 from .optimizer_steps import OptimizerSteps, scale_of
@@ -123,7 +123,7 @@ class FailureHandler:
         """
         incident, error = self._under_way.get(batch), None if completed else sys.exc_info()[1]
         theirs = error if isinstance(error, Exception) and batch % self._options.every == 0 else None
-        theirs = None if isinstance(error, NonFiniteError | BatchLimitError) else theirs
+        theirs = None if isinstance(error, NonFiniteError) else theirs
         try:
             if not completed:
                 self.exception_batch = batch

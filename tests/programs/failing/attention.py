@@ -44,25 +44,6 @@ def attention_logits() -> Setup:
     return Setup(model.half(), (torch.randn(2, 6, 64).half(),))
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(20, 16)
-        self.attn = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.embed(ids)
-        h, _ = self.attn(h, h, h, key_padding_mask=ids == 0)  # culprit: padded_sequence
-        return self.head(h)
-
-
-@failure(module="attn", label="output[0]", operations="_softmax softmax _safe_softmax")
-def padded_sequence() -> Setup:
-    """A sequence is all padding."""
-    return Setup(Encoder(), (torch.tensor([[3, 8, 0], [0, 0, 0]]),))
-
-
 class AdditiveMask(nn.Module):
     def __init__(self) -> None:
         super().__init__()

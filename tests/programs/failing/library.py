@@ -27,24 +27,6 @@ def ignored_labels() -> Setup:
     return Setup(FineTuning(), (ids, torch.full((2, 6), -100)))
 
 
-class NoEps(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8, eps=0.0)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x))  # culprit: eps_of_zero
-
-
-@failure(module="norm", operations="native_layer_norm layer_norm")
-def eps_of_zero() -> Setup:
-    """nn.LayerNorm has eps=0 and gets a constant row."""
-    x = torch.randn(3, 8)
-    x[1] = 2.0
-    return Setup(NoEps(), (x,))
-
-
 class SignedSqrt(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:

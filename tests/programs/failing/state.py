@@ -132,13 +132,3 @@ def weights_diverge() -> Setup:
     optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
     x = 10 * torch.randn(32, 8)
     return Setup(model, loop=lambda: fit(model, optimizer, x, x.sum(-1), 20))
-
-
-@failure(module="hidden", label="weight", origin="weight", value="inf")
-def adam_in_float16() -> Setup:
-    """Adam has float16 weights: its eps of 1e-8 and the squares of small gradients are zero."""
-    model = Regressor(8, 16).half()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    x = 0.1 * torch.randn(32, 8).half()
-    y = model(x).detach().squeeze(-1) + 0.3
-    return Setup(model, loop=lambda: fit(model, optimizer, x, y, 5))

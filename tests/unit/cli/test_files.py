@@ -256,13 +256,8 @@ def test_spikes_and_forecasts_stand_above_the_table(tmp_path, capsys):
     _, out, _ = run(capsys, "top", str(folder), "--json")
     document = json.loads(out)["marks"]
     assert [mark["text"] for mark in document] == [SPIKE_TEXT, *forecasts, SPIKE_TEXT]
-    assert document[-1] == {
-        "kind": "spike",
-        "batch": 39,
-        "module": "whole",
-        "label": "output",
-        "text": SPIKE_TEXT,
-    }
+    place = dict(zip(("kind", "batch", "module", "label"), ("spike", 39, "whole", "output"), strict=True))
+    assert document[-1] == {**place, "text": SPIKE_TEXT}
 
 
 def test_the_live_view(tmp_path, capsys, monkeypatch):

@@ -1,7 +1,10 @@
 """A failure: whom it blames, its note on somebody else's exception, and its warnings: few, at the user's line."""
 
+import contextlib
+import gc
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch import Report, Sink
+from nanwatch import NonFiniteError, Report, Sink
 from support.gradient_models import Sick
 from support.toys import Does, Scale, fault_of
 from support.watching import watch
@@ -240,6 +243,29 @@ def test_what_a_forward_catches_is_not_noted() -> None:
         model(torch.ones(1))
     assert (len(caught), notes_of(caught[0]), w.report().finding) == (1, [], None)
     assert [(frame.batch, frame.name) for frame in w.frames] == [(0, "")]
+
+
+def test_an_error_that_a_forward_caught_is_raised_once(tmp_path: Path) -> None:
+    """The next bad call raises nothing, nothing is written, and nothing of the batch is kept."""
+
+    def tries(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
+        with contextlib.suppress(NonFiniteError):
+            first(x)
+        return second(x)
+
+    with watch(model := Does(tries, Scale(INF), Scale(INF)), output_dir=tmp_path) as w:
+        alive = weakref.ref(x := torch.ones(1))
+        model(x)
+        del x
+        gc.collect()
+        assert (alive(), w.report().finding.module, [*tmp_path.glob("batch*")]) == (None, "parts.0", [])
+
+
+def test_a_batch_that_is_not_read_ends_no_run_of_failures() -> None:
+    with watch(model := Scale(INF), on_nonfinite="record", every=2) as w:
+        for _ in range(3):
+            model(torch.ones(1))
+        assert w.report().batch == 0
 
 
 def test_a_look_that_fails_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,17 +29,10 @@ class Root(nn.Module):
         return (x + self.weight).sqrt()
 
 
-class Keeps(nn.Module):
-    """Keeps its latest output, and with it the graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.root = Root()
-        self.latest: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.latest = self.root(x)
-        return self.latest
+def keep(root: nn.Module, x: Tensor) -> Tensor:
+    """Keep the output in the module, and with it the graph."""
+    root.latest = root(x)
+    return root.latest
 
 
 def given() -> Tensor:
@@ -109,7 +102,7 @@ def test_nothing_is_kept_after_stop() -> None:
 @pytest.mark.usefixtures("each_recorder")
 def test_a_model_that_keeps_its_output_is_collected() -> None:
     """A model that holds its graph is freed: no part of the watch that the graph holds refers to the model."""
-    model, x = Keeps(), given()
+    model, x = Does(keep, Root()), given()
     alive = [weakref.ref(model), weakref.ref(x)]
     w = watch(model, gradients=True)
     model(x)
