@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import importlib
 import io
 import mmap
 import multiprocessing
@@ -19,6 +20,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -78,6 +80,8 @@ def run_in_child(work: Callable[[], Any], seconds: float) -> Iterator[Any]:
     Raises ChildEndedError where no process can be had, or it takes longer or ends without a result, and what a signal
     handler of the program raises meanwhile, after the child has been ended.
     """
+    importlib.import_module("torch._dynamo")  # or each child does so anew, which takes a second
+    tempfile.gettempdir()  # writes a file, the first time
     drawn = random.getstate()  # which Python seeds anew in a child
     parent, (reading, writing) = os.getpid(), multiprocessing.Pipe(duplex=False)
     with reading:

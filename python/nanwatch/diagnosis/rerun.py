@@ -25,7 +25,7 @@ from ..instrumentation.wrapped_names import module_names
 from ..numerics.readable import inner_tensors, is_plain, only_our_dispatch, unreadable
 from ..precision.precision import replaced
 from ..recording.observe import observe, state_of
-from ..records.record import Frame, Phase
+from ..records.record import Frame, Phase, Record
 from ..report.finding import Finding, finding_of, with_earlier, working_first
 from ..util.messages import spell
 from ..util.program import is_in
@@ -339,6 +339,23 @@ def find_operation(
         return _of_forward(snapshot, finding, module, model, allows)
     except Exception as error:
         return Diagnosis(_completed(finding, remarks=[f"the finding could not be examined: {spell(error)}"]))
+
+
+def may_be_mask(record: Record | None) -> bool:
+    """Return whether the record is one of an output with -inf, and with neither nan nor inf."""
+    health = record.health if record is not None and record.role == "output" else None
+    return health is not None and bool(health.num_neginf) and not health.num_nan + health.num_posinf
+
+
+def place_of_mask(snapshot: BatchSnapshot, finding: Finding, *, model: nn.Module, allows: Allows) -> str:
+    """Return the line that wrote the -inf of an output as a number, as a mask of scores is; "" where none did.
+
+    A row of nothing else is no mask.
+    """
+    (finding, step, *_), asked = find_operation(snapshot, finding, model=model, allows=allows), finding.module
+    is_written = step is not None and step.meant and "log" not in step.operation and finding.module == asked
+    is_row = finding.extent == "all" or ("rows" in finding.extent and "scattered" not in finding.extent)
+    return str(finding.place or "") if is_written and not is_row else ""
 
 
 def _completed(

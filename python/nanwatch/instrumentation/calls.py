@@ -20,7 +20,6 @@ from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..numerics import _extension
-from ..recording.masks import Excuses
 from ..recording.observe import parameter_mesh
 from ..recording.recorder import PythonRecorder
 from ..util.messages import warn_user, with_utf8
@@ -54,11 +53,7 @@ class Attachment:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        recorder: Any,
-        observed: Callable[[str], bool],
-        allow_inf: Callable[[str, nn.Module], bool | Excuses],
+        self, model: nn.Module, recorder: Any, observed: Callable[[str], bool], allow_inf: Callable[..., Any]
     ) -> None:
         self.is_attached = True
         self._recorder, self._observed, self._allow_inf = recorder, observed, allow_inf
@@ -90,6 +85,11 @@ class Attachment:
         call.attachment = weakref.ref(self)
         attach(module, call)
         self._names[module] = name
+
+    def excuse_again(self) -> None:
+        """Ask anew which infinities are meant."""
+        for module, name in self._names.items():
+            self._node_of(name, module)
 
     def _node_of(self, name: str, module: nn.Module) -> int:
         """Return the node of this name and class. A recorder keeps each, and a forward may register modules."""

@@ -151,11 +151,11 @@ def excuse(
     """
     if record.isfinite:
         return None
-    if not isinstance(allowed, Excuses) and allowed and not health.num_nan:
-        return "allowed"
     kind: NoteKind | None = "mask" if plain_mask else None
-    if kind is None and isinstance(allowed, Excuses):
-        kind = allowed.kind(x, record.role, record.label, health)
+    if isinstance(allowed, Excuses):
+        kind = kind or allowed.kind(x, record.role, record.label, health)
+    elif allowed and not health.num_nan:
+        kind = "allowed"
     # A tensor made in inference mode has no version, so that nothing tells when it changes.
     if x is None or x.is_inference():
         return kind

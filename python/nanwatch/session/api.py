@@ -188,6 +188,7 @@ class Options:
     stall_timeout: float | None = _setting(None, "NANWATCH_STALL_TIMEOUT", kinds.seconds)
     rerun_in: str = _setting("child", "NANWATCH_RERUN", partial(kinds.one_of, ("in-process", "child")))
     scaler: Any = None  # a trainer's
+    masks: tuple[str, ...] = field(default=(), compare=False)  # as `allow`, found by the watch
     max_skipped_steps: int = 20
 
     @property
@@ -211,7 +212,7 @@ class Options:
 
     def allows(self, value: Literal["inf", "nan"], name: str) -> bool:
         """Return whether this value is meant in the module of this name."""
-        return _matches(name, [entry[4:] for entry in self.allow if entry.startswith(value)])
+        return _matches(name, [entry[4:] for entry in self.allow + self.masks if entry.startswith(value)])
 
     def excuses(self, name: str, module: nn.Module) -> bool | Excuses:
         """Return whether infinities in this module are meant, or the judge of a module that may hold masks or nans."""

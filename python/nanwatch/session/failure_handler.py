@@ -8,9 +8,7 @@ hands it over as the option `on_nonfinite` says.
 
 from __future__ import annotations
 
-import importlib
 import sys
-import tempfile
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -31,11 +29,13 @@ from ..instrumentation.execution_context import unwatched
 from ..instrumentation.global_hooks import weakly
 from ..ranks.consensus import RankCoordinator
 from ..recording.events import Event
+from ..recording.masks import Excuses
 from ..records.record import Frame
 from ..report import text
 from ..report.report import NonFiniteError, Report, add_note
 from ..sinks.sink import SinkStream
 from ..util.messages import MANY, first_few, is_due, module_name, spell, suppressing, warn_user
+from .kinds import ROOT
 from .optimizer_steps import OptimizerSteps, scale_of
 from .reports import Reports
 
@@ -61,6 +61,8 @@ class FailureHandler:
         self._reports, self._monitor, self._sinks = reports, monitor, sinks
         self._options, self._recorder = options, recorder = reports.options, reports.recorder
         self._action = options.on_nonfinite
+        self._mask: tuple[Any, ...] | None = ()  # batch, shape and counts of the latest mask of scores
+        self.allow: Callable[[str], object]  # allows what an entry names, also in the recorder
         self._first: Incident | None = None  # of the latest non-finite batches in a row
         self.is_run_open = False
         self._under_way: dict[int, Incident] = {}  # by the numbers of their batches
@@ -90,6 +92,8 @@ class FailureHandler:
                 self._ended.append(frame.batch)
                 self.step_follows(Incident(make()))
             return
+        if self._is_mask(frame, make):
+            return
         incident = self._see(frame.batch, make)
         may_raise = self._action == "raise" and self._options.act_at != "batch" and not is_over
         if may_raise and incident is not None and incident.raised is None:
@@ -97,6 +101,32 @@ class FailureHandler:
             incident.raised = NonFiniteError(incident.report)
             # No local variable holds the error: its traceback would hold this frame, and so the locals of the forward.
             raise incident.raised
+
+    def _is_mask(self, frame: Frame, make: Callable[[], Report]) -> bool:
+        """Return whether a line has written the -inf of an output as a number, which is allowed from then on."""
+        fault, options, model, place = frame.fault, self._options, self._reports.model(), ""
+        values = None if fault is None else (frame.batch, fault.shape, fault.health)
+        may_look = options.reruns and options.rerun_in == "child" and self._action == "raise" and can_fork()
+        is_handed_on = values == self._mask
+        if is_handed_on or not (rerun.may_be_mask(fault) and may_look) or self.knows(frame.batch):
+            return is_handed_on
+        finding = make().finding
+        start = None if finding is None else self._reports.starts.of(finding)[0]
+        with suppressing("an output of -inf could not be looked into"):
+            if (
+                finding is not None
+                and start is not None
+                and model is not None
+                and finding.module == frame.name
+            ):
+                look = partial(rerun.place_of_mask, start, finding, model=model, allows=self._allows)
+                [place] = run_in_child(look, 2 * start.seconds)
+        if finding is not None and place:
+            self._mask, entry = values, f"inf:{frame.name or ROOT}"
+            self.allow(entry)
+            words = f"{place} wrote it as a number, as a mask is: allowed from now on, as by allow={entry!r}"
+            warn_user(f"{text.summary(finding)}; {words}", may_raise=False)
+        return bool(place)
 
     def knows(self, batch: int) -> bool:
         """Return whether the batch of this number is known to be non-finite."""
@@ -214,6 +244,10 @@ class FailureHandler:
         self._warned[incident.finding.module] += 1
         return begins and self._num_runs.bit_count() == 1
 
+    def _allows(self, name: str, module: nn.Module) -> bool | Excuses:
+        """Return whether infinities of the module are meant. One that is not watched is not judged either."""
+        return not self._options.observes(name) or self._options.excuses(name, module)
+
     def _examine(self, incident: Incident) -> None:
         """Complete the incident by a re-run of this thread's batch, if it may run again, and write it to output_dir."""
         options, finding, model = self._options, incident.finding, self._reports.model()
@@ -230,9 +264,7 @@ class FailureHandler:
             incident.remark(f"no re-run was made: this is failure {number} of the watch, and {_RARER}")
             return
         start, call = self._reports.starts.of(finding)
-        # A module that is not watched is not judged either.
-        allows = lambda name, module: not options.observes(name) or options.excuses(name, module)  # noqa: E731
-        facts: Any = {"call": call, "allows": allows, "loss_scale": scale_of(options.scaler)}
+        facts: Any = {"call": call, "allows": self._allows, "loss_scale": scale_of(options.scaler)}
         examine: Any = partial(rerun.examine, incident, model=model, output_dir=options.output_dir, **facts)
 
         def in_child() -> str:
@@ -244,10 +276,9 @@ class FailureHandler:
             if not examines or (start is None and call is None):
                 examine(None, examines=examines)
             elif options.rerun_in == "child" and can_fork():
-                importlib.import_module("torch._dynamo")  # or each child does so anew, which takes a second
-                tempfile.gettempdir()  # writes a file, the first time
-                seconds = LEAST_SECONDS if start is None else start.seconds
-                for document in run_in_child(in_child, 2 * seconds):
+                for document in run_in_child(
+                    in_child, 2 * (LEAST_SECONDS if start is None else start.seconds)
+                ):
                     incident.report = Report.from_json(document)
             else:
                 with unwatched(model):  # no other thread enters the model meanwhile

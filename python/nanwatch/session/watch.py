@@ -16,7 +16,7 @@ from ..history.monitor import Monitor
 from ..history.spikes import SpikeWatch
 from ..instrumentation.attention import AttentionLogits, AttentionWatch
 from ..instrumentation.calls import Attachment
-from ..instrumentation.global_hooks import GlobalHooks
+from ..instrumentation.global_hooks import GlobalHooks, weakly
 from ..ranks.replicas import ReplicaWatch, StepRanks
 from ..recording.events import Arrival, BackwardCall, Event
 from ..recording.recorder import make_recorder
@@ -108,7 +108,13 @@ class Watch:
         self._attachment: Attachment | None = None
         if options.enabled:
             self._attachment = Attachment(model, recorder, options.observes, options.excuses)
+            self._failures.allow = weakly(self._allow)
             watch_starts.call(self, model)
+
+    def _allow(self, entry: str) -> None:
+        object.__setattr__(self._options, "masks", (*self._options.masks, entry))
+        if self._attachment is not None:
+            self._attachment.excuse_again()
 
     def __repr__(self) -> str:
         model = self._model()

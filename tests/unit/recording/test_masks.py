@@ -156,6 +156,22 @@ def test_a_nan_that_is_in_no_output_is_meant(recorder: str) -> None:
         assert (record.is_fault, record.note) == (not is_quiet, Note("absorbed") if is_quiet else None)
 
 
+@pytest.mark.parametrize("recorder", ["native", "python"])
+def test_scores_that_a_line_masks_are_allowed_from_then_on(recorder: str) -> None:
+    """By a number of the program, with a score left in each row. The log of a zero is a failure."""
+    mask = torch.eye(3).bool()
+    model = nn.Sequential(Does(lambda x: x.masked_fill(mask, -torch.inf)), nn.Identity())
+    with watched(model, recorder) as w:
+        with pytest.warns(RuntimeWarning, match="test_masks.py:[0-9]+ wrote it as a number.*allow='inf:0'"):
+            model(torch.rand(3, 3))
+        model(torch.rand(3, 3))
+    notes = [record.note for frame in w.frames[-3:] for record in frame.records]
+    assert notes == [None, Note("allowed"), Note("allowed"), Note("allowed"), None, Note("allowed")]
+    for change in (torch.log, lambda x: x.masked_fill(x < 2, -torch.inf)):
+        with watched(model := nn.Sequential(Does(change)), recorder):
+            fault_of(model, torch.eye(3))
+
+
 def test_scores_that_leave_float16_are_no_mask() -> None:
     """Some become -inf and others come near the end; a mask of float16's lowest number and -inf stays one."""
 
