@@ -147,16 +147,7 @@ class Tree(nn.Module):
 
 def test_objects_and_keys_of_any_class_lose_no_value() -> None:
     """An object is entered once, as two that refer to their parent have 2^16 paths to the limit of depth."""
-
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tree = Tree()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.tree(x)[0].children[1].value
-
-    model = Holder()
+    model = Does(lambda tree, x: tree(x)[0].children[1].value, Tree())
     eager, compiled = (
         _run(model, call, lambda _: {"x": torch.ones(2)}, 1)
         for call in (model, torch.compile(model, backend="eager", fullgraph=True))
@@ -169,13 +160,8 @@ def test_objects_and_keys_of_any_class_lose_no_value() -> None:
 
 def test_eager_and_compiled_calls_keep_their_order() -> None:
     """A graph break in the middle: frames of compiled and interpreted calls come in the order of the calls."""
-
-    class Breaks(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            torch._dynamo.graph_break()
-            return x + 1
-
-    model = nn.Sequential(Scale(2.0), nn.Sequential(Scale(3.0), Breaks(), Scale(4.0)), Scale(5.0))
+    breaks = Does(lambda x: (torch._dynamo.graph_break(), x + 1)[1])
+    model = nn.Sequential(Scale(2.0), nn.Sequential(Scale(3.0), breaks, Scale(4.0)), Scale(5.0))
     calls = model, torch.compile(model, backend="eager")
     eager, compiled = (_run(model, call, lambda _: {"input": torch.ones(2)}) for call in calls)
     assert compiled.frames == eager.frames
@@ -183,12 +169,7 @@ def test_eager_and_compiled_calls_keep_their_order() -> None:
 
 def test_a_tensor_without_values_to_read_says_so() -> None:
     """A subclass and a sparse tensor inside a graph are named as not checked, and the graph is whole."""
-
-    class Takes(nn.Module):
-        def forward(self, x: Tensor, other: Any) -> Tensor:
-            return x * 2
-
-    model = Takes()
+    model = Does(lambda x, other: x * 2)
     with watch(model) as w:
         step = torch.compile(lambda x, y: model(x, y), backend="eager", fullgraph=True)
         step(torch.ones(2), torch.ones(2).to_sparse())

@@ -78,12 +78,7 @@ def test_a_failing_call_is_read_whole() -> None:
 def test_a_mask_is_recognised_once() -> None:
     """It is not read again while it is unchanged, under any label, and judged anew when it changes."""
     mask = torch.full((8, 8), -torch.inf).triu(1)
-
-    class Takes(nn.Module):
-        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-            return x + bias.clamp(min=0)
-
-    model = nn.ModuleList([Takes(), Takes()])
+    model = nn.ModuleList(Does(lambda x, bias: x + bias.clamp(min=0)) for _ in range(2))
     with watch(model, on_nonfinite="record", rerun=False) as w:
         for _ in range(3):
             model[0](torch.ones(8, 8), mask)
@@ -99,11 +94,8 @@ def test_a_mask_is_recognised_once() -> None:
     assert finding.label == "input[1]"
 
 
-FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-
-
 @pytest.mark.parametrize("how", ["fused", "foreach", "plain"])
-@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
 def test_weights_are_current_after_an_optimizer_step(kind: type[Any], how: str) -> None:
     """No cache hit is stale over training steps."""
     torch.manual_seed(0)

@@ -152,14 +152,8 @@ def test_reports_of_backwards_are_those_of_the_host(seed, spoils, behind, skips)
             model.steps[0] = Spoiling(model.steps[0], behind)
         torch.manual_seed(0)
         with stand_in(place=lambda x, place=place: place, holds=holds):
-            with watch(
-                model,
-                gradients=True,
-                max_frames=1000,
-                on_nonfinite="record",
-                act_at=check,
-                max_skipped_steps=skips,
-            ) as w:
+            options: Any = {"gradients": True, "act_at": check, "max_skipped_steps": skips}
+            with watch(model, max_frames=1000, on_nonfinite="record", **options) as w:
                 for _ in range(3):
                     loss_of(model(torch.randn(2, 4, requires_grad=True))).backward()
             found[check, place, holds] = text_of(w)
