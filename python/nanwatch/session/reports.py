@@ -188,8 +188,8 @@ class Reports:
         self.model, self.recorder, self.options = model_ref(model), recorder, options
         self.starts, self._suspicion = Starts(self.model, recorder, options), suspicion
         self.describe: Describe | None = None
-        # Optimizers that have stepped: how many parameters each has, and whether it holds one of the model.
-        self.steppers: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        # Optimizers that have stepped, by id as some have no hash: how many parameters, and whether one is the model's.
+        self.steppers: dict[int, tuple[weakref.ref[Optimizer], int, bool]] = {}
         self._mesh = parameter_mesh(model)  # kept: a report may be asked for when the model has gone
 
     def look_at_mesh(self) -> None:
@@ -311,8 +311,8 @@ class Reports:
             return finding
         owner = find_module(model, path)
         weight = None if owner is None else owner.module._parameters.get(key)
-        # `keyrefs` is a copy at one moment: another thread may make its first step.
-        for optimizer in [x for reference in self.steppers.keyrefs() if (x := reference()) is not None]:
+        # A copy at one moment: another thread may make its first step.
+        for optimizer in [x for reference, *_ in [*self.steppers.values()] if (x := reference()) is not None]:
             if weight is not None and any(x is weight for x in parameters_of(optimizer)):
                 return take_apart(finding, optimizer, weight)
         return finding

@@ -244,8 +244,8 @@ def test_what_the_user_mends_or_drops_is_no_failure(every: bool | None) -> None:
 def test_a_step_around_a_backward_or_inside_one_is_stopped(recorder: str) -> None:
     """A closure is looked at when its backward ends; a hook on a weight steps as soon as the gradient is there."""
 
-    class Scaled(torch.optim.SGD):
-        """Optimizer with an argument of its own before the closure."""
+    class Scaled(torch.optim.SGD):  # has an argument of its own before the closure
+        __hash__ = None  # type: ignore[assignment]  # as a dataclass
 
         def step(self, scale: Any = 1.0, closure: Any = None) -> Any:
             return super().step(closure)
