@@ -190,6 +190,7 @@ bool CallObserver::excuse(Labels::Id label, Role role, OpenFrame* frame) {
                                                   node.allow_inf.ptr(), py::int_(frame->batch).ptr(), nullptr);
   if (record == nullptr) return excuse(label, role, frame);
   frame->add({.label = label, .role = role, .python = record});
+  if (THPVariable_Check(value)) frame->records.back().requires_grad = THPVariable_Unpack(value).requires_grad();
   frame->has_nonfinite |= is_nonfinite(frame->records.back());
   return true;
 }
@@ -206,17 +207,16 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
     ++counters.tensors_read;
     return record_from_python(object, label, role, node, frame);
   }
-  const View& view = source.view;
   if (!masks_.empty() && !source.is_on_device() && !frame->reads_all && known_mask(x, label, role, frame)) [[unlikely]]
     return true;
   // Taken before the read: another thread may give the tensor other sizes while the lock is released.
   RecordData record{.label = label, .role = role, .shape_at = uint32_t(frame->shapes.size())};
   record.describe(x);
-  for (int64_t d = 0; d < view.dims; ++d) frame->shapes.push_back(view.sizes[d]);
+  for (int64_t d = 0; d < source.view.dims; ++d) frame->shapes.push_back(source.view.sizes[d]);
   const Reading reading = range_of(source, memory, slot);
   record.range = reading.range;
   if (reading.pending == nullptr && !reading.is_refused && record.range.isfinite &&
-      !may_be_mask(record.range, role, view.format)) [[likely]] {
+      !may_be_mask(record.range, role, source.view.format)) [[likely]] {
     frame->add(record);
     return true;
   }
@@ -227,13 +227,14 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
 [[gnu::noinline]] bool CallObserver::unusual(const Source& source, const Reading& reading, const Node& node,
                                              RecordData* record) {
   OpenFrame* const frame = source.frame;
-  const Labels::Id label = record->label;
+  const at::Tensor& x = source.x;
   const Role role = record->role;
   if (reading.pending != nullptr) {
     const PendingRow& row = **reading.pending;
     if (row.state == PendingRow::State::completed && !may_be_mask(row.range, role, source.view.format)) {
       record->range = row.range;  // of an earlier batch, as a weight has
     } else {
+      record->requires_grad = x.requires_grad();
       record->pending = int32_t(frame->pending.rows.size());
       frame->pending.rows.push_back(*reading.pending);
     }
@@ -242,15 +243,14 @@ bool CallObserver::tensor(PyObject* object, Labels::Id label, Role role, const N
   }
   frame->shapes.resize(record->shape_at);
   if (reading.is_refused) {
-    frame->add({label, role, NoteKind::not_checked});
+    frame->add({record->label, role, NoteKind::not_checked});
     return true;
   }
-  const at::Tensor& x = source.x;
   const std::optional<Content> content =
       can_be_remembered(x) ? std::optional<Content>(Content(x, epoch_)) : std::nullopt;
   // A copy to the host that nobody has waited for yet leaves in the output what was there before.
   if (!record->range.isfinite && table_ != nullptr && role == Role::output) table_->drain();
-  if (!record_from_python(source.object, label, role, node, frame)) return false;
+  if (!record_from_python(source.object, record->label, role, node, frame)) return false;
   if (content.has_value() && frame->records.back().python != nullptr) remember_mask(x, *content, frame->records.back());
   return true;
 }
@@ -408,7 +408,6 @@ bool CallObserver::resolve_record(const Node& node, const PendingRow& pending, c
   const Format format = *format_of(static_cast<at::ScalarType>(record->dtype));
   if (is_here && pending.range.isfinite && !may_be_mask(pending.range, record->role, format)) return true;
   const OutsideCompiler outside;
-  const py::tuple shape = shape_of(frame, *record);
   py::object values = py::str("its row did not come from the device (" + table_->words(pending.error) + ")");
   if (is_here) {
     double row[kRangeColumns];
@@ -416,8 +415,8 @@ bool CallObserver::resolve_record(const Node& node, const PendingRow& pending, c
     values = py::cast(pending.columns.empty() ? std::vector<double>(row, row + kRangeColumns) : pending.columns);
   }
   record->python = PyObject_CallFunction(helpers_.completed.ptr(), "ssOsOO", labels_.text(record->label).c_str(),
-                                         role_name(record->role), shape.ptr(), dtype_name(*record).c_str(),
-                                         values.ptr(), node.allow_inf.ptr());
+                                         role_name(record->role), shape_of(frame, *record).ptr(),
+                                         dtype_name(*record).c_str(), values.ptr(), node.allow_inf.ptr());
   if (record->python != nullptr) return true;
   const std::optional<std::string> reason = excuse_error();
   if (reason.has_value()) record->python = unread_record(labels_.text(record->label), record->role, *reason);

@@ -108,6 +108,7 @@ struct RecordData {
   NoteKind note = NoteKind::none;
   int8_t dtype = -1;  // c10::ScalarType, -1 where there is no tensor
   uint8_t dims = 0;
+  bool requires_grad = false;     // known of values that are not plain and finite
   uint32_t shape_at = 0;          // into FrameData::shapes
   int32_t pending = kNotPending;  // into FrameData::pending.rows while the range is still to come
   RangeRow range = {};

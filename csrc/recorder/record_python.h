@@ -271,8 +271,8 @@ inline bool holds_finite_fractions(const RecordData& record) {
   return floating_dtype(to_utf8(PyTuple_GET_ITEM(record.python, record_item::dtype))) >= 0;
 }
 
-// Notes on a nan that came in, of which the call's outputs have nothing, that it is meant: some data has nan for
-// missing values. The frame is finite then. An infinity may have overflowed.
+// Notes on a nan that came in, of which the outputs have nothing, that it is meant: data has nan for missing values.
+// The frame is finite then. An inf may have overflowed, and a router takes a computed nan for a choice.
 inline void excuse_absorbed(FrameData* frame) {
   bool returns_numbers = false;
   for (const RecordData& record : frame->records) {
@@ -280,7 +280,7 @@ inline void excuse_absorbed(FrameData* frame) {
       returns_numbers |= record.role == Role::output && holds_finite_fractions(record);
       continue;
     }
-    if (record.role != Role::input || record.python == nullptr) return;
+    if (record.role != Role::input || record.requires_grad || record.python == nullptr) return;
     PyObject* const health = PyTuple_GET_ITEM(record.python, record_item::health);
     if (!PyTuple_Check(health)) return;
     for (const int count : {column::num_posinf, column::num_neginf})

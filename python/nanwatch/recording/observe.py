@@ -130,13 +130,13 @@ def observe(
         return _sketched(x, record) if is_due else record
 
 
-def with_absorbed(records: list[Record]) -> list[Record]:
+def with_absorbed(records: list[Record], values: Iterable[tuple[Role, str, Any]]) -> list[Record]:
     """Return the records of a call. A nan that came in, of which the outputs have nothing, has a note that it is meant.
 
-    Some data has nan for missing values. An infinity may have overflowed.
+    Some data has nan for missing values. An inf may have overflowed, and a router takes a computed nan for a choice.
     """
-    faults = [record for record in records if record.is_fault]
-    healths = [record.health for record in faults if record.role == "input"]
+    faults = [(record, x) for record, (_, _, x) in zip(records, values, strict=True) if record.is_fault]
+    healths = [record.health for record, x in faults if record.role == "input" and not x.requires_grad]
     is_nan_alone = len(healths) == len(faults) and all(x and not x.num_posinf + x.num_neginf for x in healths)
     if not is_nan_alone or not any(x.role == "output" and x.ends and x.isfinite for x in records):
         return records

@@ -187,7 +187,7 @@ class PythonRecorder:
             values = call_values(settings, module, args, kwargs, output) + call.added
             call.added.clear()
             read = partial(observe, allow_inf=self._nodes[call.node].allow_inf, batch=batch, wanted=settings)
-            records = with_absorbed([read(x, label, role) for role, label, x in values])
+            records = with_absorbed([read(x, label, role) for role, label, x in values], values)
             if self._follows and (settings.gradients or call.around is None):
                 self._follow(call, values)
         except RecursionError:

@@ -55,7 +55,7 @@ class Note(NamedTuple):
     | local_shard | a DTensor, of which this process's part was read | its placement in the device mesh, if known |
     | mask | an additive mask, whose -inf is meant | |
     | allowed | a value that is meant, as `allow` says | |
-    | absorbed | an input with nan, of which the outputs have nothing, as where nan marks missing data | |
+    | absorbed | data with nan, of which the outputs have nothing: an input that requires no gradient | |
     | skipped_step | a gradient that no optimizer's step took | the scale: `scale 65536 → 32768` |
     | not_taken | a gradient that never reached those of the step | |
     | spike, forecast | no tensor, but what was reported of one | its line |

@@ -145,10 +145,10 @@ def test_missing_values_are_allowed_by_the_option_that_the_report_names() -> Non
 
 @pytest.mark.parametrize("recorder", ["native", "python"])
 def test_a_nan_that_is_in_no_output_is_meant(recorder: str) -> None:
-    """An infinity may have overflowed, and integers do not show that a nan came in."""
-    x = torch.tensor([1.0, torch.nan])
-    gives_inf, gives_integers = (Tensor.tanh, x.nan_to_num(torch.inf), False), (Tensor.argmax, x, False)
-    for change, value, is_quiet in ((Tensor.nan_to_num, x, True), gives_inf, gives_integers):
+    """An infinity may have overflowed, integers do not show that a nan came in, and a gradient shows no data."""
+    x, computed = torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan], requires_grad=True)
+    given = [(Tensor.nan_to_num, x, True), (Tensor.nan_to_num, computed, False), (Tensor.argmax, x, False)]
+    for change, value, is_quiet in (*given, (Tensor.tanh, x.nan_to_num(torch.inf), False)):
         model = nn.Sequential(Does(lambda x, change=change: change(x)))
         with watched(model, recorder, on_nonfinite="record") as w:
             model(value)
