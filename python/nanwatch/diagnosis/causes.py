@@ -282,8 +282,6 @@ def _with_eps(finding: Finding, group: Mapping[str, Any], state: Mapping[str, An
         f"a float32 copy of the weights for the optimizer, which keeps what {format_name} loses of squares, is a cure"
         " too; it was not tried"
     )
-    words, cures = (
-        f"{operation}, which is 0 in {format_name}",
-        (Cure(f"give the optimizer eps={eps:g}", works),),
-    )
-    return replace(finding, operation=words, cures=cures, remarks=(*finding.remarks, remark))
+    operation, remarks = f"{operation}, which is 0 in {format_name}", (*finding.remarks, remark)
+    cure = Cure(f"give the optimizer eps={eps:g}", works)
+    return replace(finding, operation=operation, cures=(cure,), remarks=remarks)

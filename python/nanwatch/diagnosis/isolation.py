@@ -41,6 +41,7 @@ from ..util.program import is_library
 _PR_SET_PDEATHSIG = 1
 # MAP_PRIVATE, MAP_FIXED, and MAP_NORESERVE, as a file may be larger than the memory.
 _PRIVATE_IN_PLACE = 0x4012
+_MOST_COPIED = 1 << 26
 # Ends a run in the main thread: a wait for a lock lets a signal through. Ignored by default; Windows has none.
 _ENDS_RUN: Any = getattr(signal, "SIGURG", None)
 
@@ -124,8 +125,10 @@ def _end(child: int) -> str:
 def _be_child(work: Callable[[], Any], parent: int, writing: Connection, drawn: Any) -> NoReturn:
     global _to_parent
     try:
-        # A parent that the system kills for its memory ends the child too, which would keep that memory.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # A parent that the system kills ends the child too, which would keep its memory, and a pool's workers.
+        end_with_parent = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
+        os.register_at_fork(after_in_child=end_with_parent)
         if os.getppid() != parent:
             os._exit(1)
         os.setpgid(0, 0)
@@ -148,27 +151,43 @@ def _be_child(work: Callable[[], Any], parent: int, writing: Connection, drawn: 
 
 
 def _own_memory() -> None:
-    """Map anew what the program has mapped of files to write to them, so that no write of the child reaches a file."""
+    """Map anew what the program shares with files and other processes, so that no write of the child reaches those.
+
+    A file without a name, as of a shared tensor, is found among the open ones. Of memory that has none, as that of a
+    lock, the child has a copy, or may not write to it where it is large.
+    """
+    opened, system = {}, ctypes.CDLL(None)
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # of the listing itself
+            opened[os.readlink(path), path.stat().st_ino] = str(path)
     for line in Path("/proc/self/maps").read_text().splitlines():
-        place, modes, offset, _, _, *name = line.split(maxsplit=5)
-        if modes[1] + modes[3] == "ws" and name and os.path.isfile(name[0]):
-            start, end = (int(x, 16) for x in place.split("-"))
-            memory = ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.PROT_READ | mmap.PROT_WRITE
-            with suppress(OSError):  # of a file that this user may read no longer
-                file = os.open(name[0], os.O_RDONLY)
-                ctypes.CDLL(None).mmap(*memory, _PRIVATE_IN_PLACE, file, ctypes.c_long(int(offset, 16)))
-                os.close(file)
+        addresses, modes, offset, _, inode, *name = [*line.split(maxsplit=5), ""][:6]
+        if modes[1] + modes[3] == "ws" and (name[0].endswith(" (deleted)") or os.path.isfile(name[0])):
+            start, end = (int(x, 16) for x in addresses.split("-"))
+            memory, file = (ctypes.c_void_p(start), ctypes.c_size_t(end - start)), None
+            with suppress(OSError):  # also of a file that this user may read no longer
+                file = os.open(opened.get((name[0], int(inode)), name[0]), os.O_RDONLY)
+            if file is None and end - start > _MOST_COPIED:
+                system.mprotect(*memory, mmap.PROT_READ)
+                continue
+            if file is None:
+                file, offset = os.memfd_create("copy"), "0"
+                os.write(file, (ctypes.c_char * (end - start)).from_address(start))
+            access, place = mmap.PROT_READ | mmap.PROT_WRITE, ctypes.c_long(int(offset, 16))
+            system.mmap(*memory, access, _PRIVATE_IN_PLACE, file, place)
+            os.close(file)
 
 
 def _cut_off(kept: int) -> None:
     """Let all files, pipes and sockets lead nowhere: what is written is lost, and a read raises OSError.
 
-    So does what `open` overwrites or appends to. A file that the child itself has made, as to read it again, is one.
+    So does what `open` overwrites or appends to, and it opens none to update it. A file that the child itself has made,
+    as to read it again, is one.
     """
     began = time.time() - 0.005  # files have their times by a clock that stands still for up to 4 ms
 
     def opened(before: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        is_path = isinstance(file, str | bytes | os.PathLike) and not {*"wax"}.isdisjoint(mode)
+        is_path = isinstance(file, str | bytes | os.PathLike) and not {*"wax+"}.isdisjoint(mode)
         if is_path and os.path.isfile(file):
             file, mode = os.devnull if os.stat(file).st_ctime < began else file, mode.replace("x", "w")
         return before(file, mode, *args, **kwargs)

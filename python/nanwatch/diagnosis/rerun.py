@@ -159,9 +159,8 @@ class _Rerun:
         best: tuple[Diagnosis, BatchSnapshot] | None = None
         for start in self._starts(snapshot, call, remarks):
             leads_to_step = isinstance(start.module, LossStatements) and start.module.leads_to_step
-            diagnosis = self._find(
-                start, replace(finding, remarks=(), phase="step" if leads_to_step else finding.phase)
-            )
+            phase = "step" if leads_to_step else finding.phase
+            diagnosis = self._find(start, replace(finding, remarks=(), phase=phase))
             if diagnosis.step is None:
                 remarks.append("; ".join(diagnosis.finding.remarks))
                 continue
@@ -175,9 +174,7 @@ class _Rerun:
             return
         (completed, step, *_), start = best
         incident.finding = replace(completed, remarks=(*finding.remarks, *completed.remarks))
-        if (
-            completed.phase != finding.phase
-        ):  # the backward was finite, and what was behind it wrote the value
+        if completed.phase != finding.phase:  # what is behind a finite backward wrote the value
             *earlier, frame = incident.report.frames
             frames = *earlier, frame._replace(phase=completed.phase)
             incident.report = replace(incident.report, frames=frames)
@@ -466,11 +463,8 @@ def _of_fault(finding: Finding, names: Mapping[nn.Module, str], experiment: Expe
         remarks.append(f"{step.operation} put {step.spelt} there; {advice}")
     remarks += [] if provenance.trouble is None else [provenance.trouble]
     remarks += () if step is None else step.remarks
-    remarks += (
-        f"the call wrote to its {label}, in place: what it was given is no longer there"
-        for label in guilty.written()
-        if label != finding.label
-    )
+    written = (label for label in guilty.written() if label != finding.label)
+    remarks += (f"the call wrote to its {x}, in place: what it was given is no longer there" for x in written)
     strangers = () if step is None else step.strangers
     memory = {memory_of(y) for y in strangers}
     for module, name in names.items() if memory else ():

@@ -212,12 +212,8 @@ class Part:
         is_computed = any(isinstance(x, ast.Call | ast.BinOp) for y in given for x in ast.walk(y))
         self.makes_arguments = is_computed or not made.isdisjoint(bad)
         self.body = [*body, *self.body]
-        kept = {name: x for name, x in self.reads.items() if name not in made}
-        self.reads = {
-            **kept,
-            **before.reads,
-            **{name: self._values[name] for name in needed & self._values.keys()},
-        }
+        values = {name: self._values[name] for name in needed & self._values.keys()}
+        self.reads = {name: x for name, x in self.reads.items() if name not in made} | before.reads | values
 
     def _losses_of(self, top: ast.stmt) -> _Ends:
         """Return the loss of each statement in the node that makes a backward."""
@@ -267,9 +263,8 @@ class Part:
             # A module keeps its weights: made anew, it would have others.
             is_bound = name in self._bound and not isinstance(value, nn.Module)
             # The statement that made a bad value is sought, unless samples are. Weights have none.
-            is_bad = self.kept is None and any(
-                (is_free or not x.requires_grad) and observe(x, "", "output").is_fault for x in tensors
-            )
+            given = [x for x in tensors if is_free or not x.requires_grad]
+            is_bad = self.kept is None and any(observe(x, "", "output").is_fault for x in given)
             self.data |= {name: value} if is_bad else {}
             has_graph = not is_free and any(x.grad_fn is not None for x in tensors)
             if is_bound or is_bad or has_graph or (is_gone and not is_behind):
@@ -421,9 +416,8 @@ def filled_by(statement: ast.stmt, *, plainly: bool = False, directly: bool = Fa
     filled, nodes = set[str](), [*ast.walk(statement)]
     steps = [x.target for x in nodes if plainly and isinstance(x, ast.AugAssign)]
     for node in nodes:
-        changed: Any = (
-            node if isinstance(getattr(node, "ctx", None), ast.Store) and node not in steps else None
-        )
+        is_stored = isinstance(getattr(node, "ctx", None), ast.Store) and node not in steps
+        changed: Any = node if is_stored else None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not plainly:
             name, is_part = node.func.attr, isinstance(node.func.value, ast.Attribute)
             is_change = name in _CHANGES or (name.endswith("_") and not name.endswith("__"))

@@ -129,24 +129,28 @@ def test_the_document_comes_back_and_nothing_else(tmp_path: Path) -> None:
     """Of memory, files, random numbers and processes nothing that the child did is left."""
     values, state, file = [1], random.getstate(), tmp_path / "log"
     opened, mapped = file.open("w"), np.memmap(tmp_path / "mapped", np.uint8, "w+", shape=5000)
+    lock, arrays = multiprocessing.Lock(), [mapped, torch.zeros(5000).share_memory_().numpy()]
 
     def work() -> Any:
         values.append(2)
-        mapped[[0, -1]] = 2
+        for array in arrays:
+            array[[0, -1]] += 2
+        lock.acquire()
         for written in opened, file.open("a"):
             written.write("in the child")
             written.flush()
         torch.ones(1000) @ torch.ones(1000)
         ended, left = [multiprocessing.Process(target=time.sleep, args=(60,)) for _ in range(2)]
         ended.start(), left.start(), ended.terminate(), ended.join()
-        return {"values": values, "drawn": random.random(), "processes": [os.getpid(), left.pid]}
+        written = [*values, *(int(x[-1]) for x in arrays)]
+        return {"values": written, "drawn": random.random(), "processes": [os.getpid(), left.pid]}
 
     handler = signal.signal(signal.SIGTERM, lambda *_: None)  # no process of the child has it
     (document,) = run_in_child(work, 30.0)
     signal.signal(signal.SIGTERM, handler)
-    assert document["values"] == [1, 2]
+    assert (document["values"], [int(x[0]) for x in arrays]) == ([1, 2, 2, 2], [0, 0])
     opened.close()
-    assert (values, random.getstate(), file.read_text(), mapped.max()) == ([1], state, "", 0)
+    assert (values, random.getstate(), file.read_text(), lock.acquire(timeout=0)) == ([1], state, "", True)
     assert document["drawn"] == random.random()  # it has the program's generator, not one seeded anew
     until(lambda: not any(map(is_running, document["processes"])))
 

@@ -209,9 +209,8 @@ class Proposer:
         return self._new([self._change(node, form, Binding(letters))], words)
 
     def _change(self, node: ast.AST, form: str, binding: Binding) -> Change:
-        return node, written(
-            self._site, node, form, binding, {**self._numbers, "BOUND": self._bound(binding)}
-        )
+        numbers = {**self._numbers, "BOUND": self._bound(binding)}
+        return node, written(self._site, node, form, binding, numbers)
 
     def _stable(self) -> Iterator[Proposal]:
         nodes = [x for x in ast.walk(self._site.node) if isinstance(x, ast.expr) and self._operands(x)]

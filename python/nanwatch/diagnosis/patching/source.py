@@ -118,10 +118,8 @@ class SourceFile:
             path += "\t"  # ends a name with spaces in it
         # Lines as git has them, which knows no other end than a line feed.
         before, changed = (re.findall(r"[^\n]*\n|[^\n]+", file.text) for file in (self, after))
-        return "".join(
-            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
-            for line in difflib.unified_diff(before, changed, f"a/{path}", f"b/{path}")
-        )
+        lines = difflib.unified_diff(before, changed, f"a/{path}", f"b/{path}")
+        return "".join(x if x.endswith("\n") else f"{x}\n\\ No newline at end of file\n" for x in lines)
 
 
 def moved(span: Span, edits: Sequence[Edit]) -> Span:
@@ -327,10 +325,8 @@ def compiled_with(tree: ast.Module, file: SourceFile, looks: Sequence[Span], pro
 def _branch(function: FunctionType, code: CodeType) -> CodeType:
     """Return code for the place of the function's own, which runs `code` in this thread, and the own in all others."""
     owner, names = threading.get_ident(), (function.__globals__, function.__name__)
-    edited, before = (
-        FunctionType(x, *names, function.__defaults__, function.__closure__)
-        for x in (code, function.__code__)
-    )
+    values = function.__defaults__, function.__closure__
+    edited, before = (FunctionType(x, *names, *values) for x in (code, function.__code__))
     edited.__kwdefaults__ = before.__kwdefaults__ = function.__kwdefaults__
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -108,10 +108,8 @@ def operands(pattern: str, dtype: torch.dtype) -> dict[str, Any]:
     if "gather(" in pattern:
         given["lengths"] = torch.tensor([[0], [1], [2]])
     if "ctc_loss" in pattern:
-        given |= {
-            "a": torch.randn(5, 2, 4, dtype=torch.float64).log_softmax(-1).to(dtype),
-            "b": torch.tensor([[1, 2], [1, 3]]),
-        }
+        scores = torch.randn(5, 2, 4, dtype=torch.float64)
+        given |= {"a": scores.log_softmax(-1).to(dtype), "b": torch.tensor([[1, 2], [1, 3]])}
         given |= {"steps": torch.tensor([5, 5]), "lengths": torch.tensor([2, 2])}
     return given
 
