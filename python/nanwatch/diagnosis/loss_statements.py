@@ -193,7 +193,8 @@ def with_loss(batch: BatchSnapshot, model: nn.Module, depth: int = -1) -> BatchS
         if (part := part_of(caller, file)) is None or (number == depth and not part.makes_arguments):
             break
         level = LossStatements(model, caller, file, part, batch.module, level)
-        level.has_loss = has_loss = has_loss or part.has_backward
+        level.has_loss, level.given = has_loss or part.has_backward, [*tensors_in((batch.args, batch.kwargs))]
+        has_loss = level.has_loss
         if number == depth:
             batch = replace(batch, args=(), kwargs=level.inputs, versions=(), draws=[])
         chosen = level if number == depth or (number > depth and has_loss) else chosen
@@ -222,6 +223,7 @@ class LossStatements(LossModule):
         super().__init__()
         self.model, self.called, self.inner = model, called, inner
         self.has_loss, self.untried = False, ""
+        self.given: list[Tensor] = []  # to the call that they are around
         self.is_whole, self.data, self.leads_to_step = part.is_whole, part.data, caller.since > 0
         first, last = part.body[0].lineno, part.body[-1].end_lineno or 0
         self._lines = range(first, last + 1)
@@ -283,6 +285,11 @@ class LossStatements(LossModule):
             return self.inner.run(inputs, args) if leads_on else self.inner.run(_bound(function, made, named))
 
         names = {**self._names, **({} if leads_on else inputs), VALUE: value, RETURN: _Reached}
+        if (
+            leads_on
+        ):  # the loss may differentiate by what the model was given, as that of a physics-informed one does
+            given = dict(zip(map(id, self.given), tensors_in((args, dict(inputs))), strict=False))
+            names |= {name: given[id(x)] for name, x in names.items() if id(x) in given}
         # The statements may fill containers of the program, so they get copies.
         for name in self._filled & names.keys():
             if isinstance(names[name], list | dict | set):
