@@ -1,7 +1,5 @@
 """Statements that are found in a program: run again they make its loss, and they go as far as they are asked to."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from typing import Any
@@ -60,12 +58,15 @@ def test_the_statements_make_the_loss_again(program: Any) -> None:
     assert torch.equal(look.statements.run({}), look.loss)
 
 
-def test_a_loss_that_is_handed_in_has_no_statements() -> None:
+def test_what_is_handed_in_has_no_statements() -> None:
     def of_its_caller(look: Look, loss: Tensor) -> None:
         look.backward(loss)
 
     of_its_caller(look := Look(), torch.ones(2, requires_grad=True).sum())
     assert look.part is None
+    for x, is_whole in ((leaf := torch.ones(2, requires_grad=True), True), (leaf * 2, False)):
+        in_a_loop(look, x)
+        assert look.part.is_whole == is_whole
 
 
 def made(look: Look, rows: Tensor) -> Tensor:
@@ -75,16 +76,15 @@ def made(look: Look, rows: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("ends_there", [False, True])
-def test_statements_end_with_the_call_if_its_own_function_makes_the_backward(ends_there: bool) -> None:
-    """Else they lead on to what the function returns."""
+def test_statements_end_with_the_call_or_lead_on_to_a_return(ends_there: bool) -> None:
     look = Look(around=("look.call", 0), makes_arguments=True, ends_there=ends_there)
     made(look, torch.zeros(2))
     call = "__nanwatch_value__(look.call, x)"
-    ends = ["__nanwatch_return__({})".format(call if ends_there else "logits.sum()")]
+    value = call if ends_there else "logits.sum()"
     expected = [
         "x = rows / rows.sum()",
         *[f"logits = {call}"][ends_there:],
-        *(f"raise {end}" for end in ends),
+        f"raise __nanwatch_return__({value})",
     ]
     assert [ast.unparse(x) for x in look.part.body] == expected
 
@@ -104,8 +104,7 @@ def test_statements_make_an_argument_that_is_computed() -> None:
 def test_a_keyword_of_the_call_is_no_name_of_the_statements_that_lead_on() -> None:
     def program(look: Look, x: Tensor) -> Tensor:
         scale = 3.0
-        output = look.call(x, scale=1.0)
-        return output * scale
+        return look.call(x, scale=1.0) * scale
 
     look = Look(around=("look.call", 0))
     look.called = lambda x, scale: x + scale
