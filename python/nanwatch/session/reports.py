@@ -399,12 +399,15 @@ class Reports:
         A model adds to objects: a bad value in a key-value cache may come from the batch itself.
         """
         (_, added), given = self.starts.changes(), list[Leaf]()
+        records = [record for frame in self.recorder.frames() if not frame.name for record in frame.records]
+        # Where the model has passed on no nan of this argument before, it stands for missing data.
+        absorbed = {x.label for x in records if x.note is not None and x.note.kind == "absorbed"}
         likeness = None if fault is None or fault.role != "input" else _likeness(fault)
         for label, value in call_leaves(args, kwargs, objects=False):
             inside = leaves(value, label, num_before=len(given))  # the value alone, unless it is an object
             for at, x in inside:
                 is_given = likeness is None or x is value or _likeness(observe(x, at, "input")) == likeness
-                given += [(at, x)] if is_given and id(x) not in added else []
+                given += [(at, x)] if is_given and id(x) not in added and at not in absorbed else []
         return given
 
 

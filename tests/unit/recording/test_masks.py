@@ -156,6 +156,17 @@ def test_a_nan_that_is_in_no_output_is_meant(recorder: str) -> None:
         assert (record.is_fault, record.note) == (not is_quiet, Note("absorbed") if is_quiet else None)
 
 
+def test_missing_data_is_not_blamed_for_what_the_model_makes() -> None:
+    model = Does(lambda last, x, less: last((x.nan_to_num(1) - less).log()), nn.Identity())
+    x = torch.tensor([1.0, torch.nan])
+    with nanwatch.watch(model, on_nonfinite="record", rerun=True) as w:
+        model(x, 0.5)
+        model(x, 2.0)
+    finding = w.report().finding
+    assert finding is not None
+    assert (finding.origin, finding.module, finding.operation) == ("received", "parts.0", "aten.log.default")
+
+
 @pytest.mark.parametrize("recorder", ["native", "python"])
 def test_scores_that_a_line_masks_are_allowed_from_then_on(recorder: str) -> None:
     """By a number of the program, with a score left in each row. The log of a zero is a failure."""
