@@ -116,8 +116,8 @@ class _Rerun:
         """Run the forward of the batch again to find the operation, cures and samples."""
         incident, was_there = self._incident, self._incident.finding.origin in ("data", "buffer")
         what = "the search for a statement before the call"
-        found = attempt(what, partial(self._find_maker, snapshot), incident.remark)
-        start, diagnosis = found or (snapshot, self._find(snapshot, incident.finding))
+        maker = attempt(what, partial(self._find_maker, snapshot), incident.remark)
+        start, diagnosis = maker or (snapshot, self._find(snapshot, incident.finding))
         incident.finding, step, self.call, holder = diagnosis
         self.send()
         if holder is not None:
@@ -127,9 +127,9 @@ class _Rerun:
         if may_cure and (doubts := snapshot.doubts()):
             incident.remark(f"no cure was tried, as {doubts[0]}")
         elif may_cure:
-            start = start if found else with_loss(snapshot, self._model) or snapshot
-            self._cure(start, step, "forward", found is None)
-        if found and isinstance(start.module, LossStatements):
+            start = start if maker else with_loss(snapshot, self._model) or snapshot
+            self._cure(start, step, "forward", maker is None)
+        if maker and isinstance(start.module, LossStatements):
             incident.remark(f"found by running {start.module.where} again")
         if step is not None or incident.finding.origin == "data":
             self._find_samples(snapshot, batch_size(snapshot))
