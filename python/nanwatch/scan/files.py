@@ -5,14 +5,17 @@ A mapped tensor takes memory only for the pages that are read, until `Stored.rel
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
 import io
 import json
+import operator
+import os
 import pickle
 import re
 import sys
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -59,16 +62,17 @@ class Problem:
 class Stored(NamedTuple):
     """One tensor of a checkpoint.
 
-    `regions` are the addresses at which its file is mapped. `load` returns the tensor, or rows of bytes in a GGUF
-    `encoding`, which stand for `shape` elements.
+    `regions` are the addresses at which its file is mapped. `load` returns the tensor, or the rows of bytes of an
+    `encoding` of GGUF, which stand for `shape` elements and which `decoder` decodes.
     """
 
     file: Path
     regions: Sequence[range]
     name: str
     load: Callable[[], Tensor]
-    encoding: Any = None
+    encoding: str = ""
     shape: tuple[int, ...] = ()
+    decoder: Callable[[Any], Any] | None = None
 
     def parts(self, x: Tensor, step: int) -> Sequence[Tensor]:
         """Return the parts of the loaded tensor in C order, to `decode`.
@@ -77,16 +81,16 @@ class Stored(NamedTuple):
         """
         flat = x.reshape(-1)
         flat = flat.view(torch.uint8) if flat.dtype is torch.bool else flat  # a file may have any byte there
-        length = step if self.encoding is None else step * flat.numel() // prod(self.shape)
+        length = step * flat.numel() // prod(self.shape) if self.encoding else step
         # A view takes a tenth of the read of 1 MiB.
         return flat.split(length) if flat.numel() > length else (flat,)
 
     def decode(self, part: Tensor) -> Tensor:
         """Return the elements of a part."""
-        if self.encoding is None:
+        if self.decoder is None:
             return part
         with np.errstate(all="ignore"):
-            return torch.from_numpy(import_module("gguf").dequantize(part.numpy(), self.encoding))
+            return torch.from_numpy(self.decoder(part.numpy()))
 
     def release(self, *tensors: Tensor) -> None:
         """Give the mapped pages from the first to the last of these back to the kernel.
@@ -122,10 +126,13 @@ def open_checkpoint(path: Path) -> Entries:
         for file in files:
             yield from _file(file)
     elif any(path.glob("*.distcp")):
-        text = f"{path}: {_METADATA} is missing, which {_DCP} writes last: the save did not end"
-        yield Problem("file", True, text)
+        yield _fault(path, f"{_METADATA} is missing, which {_DCP} writes last: the save did not end")
     else:
         raise ValueError(f"{path} has no checkpoint: no {_METADATA}, *{_INDEX} or any {', '.join(_SUFFIXES)}")
+
+
+def _fault(path: Path, text: str) -> Problem:
+    return Problem("file", True, f"{path}: {text}")
 
 
 def _index(path: Path) -> Entries:
@@ -136,7 +143,7 @@ def _index(path: Path) -> Entries:
         raise ValueError(f"{path} is no index of a checkpoint: {spell(error)}") from None
     for file in sorted({*file_of.values()}):
         if Path(file).name != file or not (path.parent / file).is_file():
-            yield Problem("file", True, f"{path}: it names {file[:80]!r}, which is not in its folder")
+            yield _fault(path, f"it names {file[:80]!r}, which is not in its folder")
             continue
         for entry in _file(path.parent / file):
             file_of.pop(getattr(entry, "name", ""), None)
@@ -151,8 +158,7 @@ def _file(path: Path) -> Entries:
     with path.open("rb") as file:
         head = file.read(16)
     if not head or head.startswith(b"version https://"):
-        text = "it is a pointer of Git LFS: run git lfs pull" if head else "it is empty"
-        yield Problem("file", True, f"{path}: {text}")
+        yield _fault(path, "it is a pointer of Git LFS: run git lfs pull" if head else "it is empty")
     elif head.startswith(b"GGUF"):
         yield from _entries(_gguf_file, path)
     elif head.startswith(b"\x93NUMPY") or (head.startswith(b"PK\x03\x04") and path.suffix == ".npz"):
@@ -162,7 +168,7 @@ def _file(path: Path) -> Entries:
     elif head.startswith((b"PK\x03\x04", b"\x80")):
         yield from _entries(_torch_file, path)
     elif path.suffix in _SUFFIXES:
-        yield Problem("file", True, f"{path}: it does not begin as a file of its kind does")
+        yield _fault(path, "it does not begin as a file of its kind does")
     else:
         raise ValueError(f"{path} is no checkpoint that nanwatch reads, which are {_READS}")
 
@@ -174,13 +180,13 @@ def _entries(reader: Callable[[Path], _Fields], path: Path) -> Entries:
         for fields in reader(path):
             if regions is None:  # the library has mapped the file by now
                 maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
-                lines = rf"^(\w+)-(\w+) .*? {re.escape(str(path.resolve()))}$"
+                lines = rf"^(\w+)-(\w+) .*? {re.escape(os.path.realpath(path))}$"
                 regions = [range(int(a, 16), int(b, 16)) for a, b in re.findall(lines, maps, re.MULTILINE)]
             yield fields if isinstance(fields, Problem) else Stored(path, regions, *fields)
     except ImportError:
         raise
     except Exception as error:
-        yield Problem("file", True, f"{path}: it cannot be read: {spell(error)}")
+        yield _fault(path, f"it cannot be read: {spell(error)}")
 
 
 # The formats: each reader yields the name of a tensor and what loads it.
@@ -225,16 +231,20 @@ def _native(array: Any) -> Tensor:
 
 
 def _gguf_file(path: Path) -> _Fields:
-    for entry in needed("gguf", "a GGUF file", "scan").GGUFReader(path, "c").tensors:
+    library = needed("gguf", "a GGUF file", "scan")
+    for entry in library.GGUFReader(path, "c").tensors:
         data, encoding = torch.from_numpy(entry.data), entry.tensor_type
-        data = data.view(torch.bfloat16) if encoding.name == "BF16" else data
-        is_encoded = data.dtype is torch.uint8
-        yield entry.name, data.detach, encoding if is_encoded else None, tuple(entry.shape[::-1].tolist())
+        if data.dtype is not torch.uint8 or encoding.name == "BF16":
+            yield entry.name, (data.view(torch.bfloat16) if encoding.name == "BF16" else data).detach
+        else:
+            shape = tuple(map(int, reversed(entry.shape)))
+            decoder = partial(library.dequantize, qtype=encoding)
+            yield entry.name, data.detach, encoding.name.lower(), shape, decoder
 
 
 _DCP = "torch.distributed.checkpoint"
 _RECORDS = (f"{_DCP}.metadata", f"{_DCP}.filesystem", "pathlib")  # modules, of which any class may be made
-_PLAIN = (("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"))
+_PLAIN = (torch.Size, OrderedDict, copyreg.dispatch_table[torch.layout](torch.strided)[0])
 
 
 class _Metadata(pickle.Unpickler):
@@ -242,19 +252,21 @@ class _Metadata(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return lambda enum, member: enum[member]  # as Python 3.11.0 to 3.11.3 pickle one
+            return operator.getitem  # Python 3.11.0 to 3.11.3 pickle a member of an enum by its name
         # All modules of DCP's records are imported, and a damaged name imports none.
         value = vars(sys.modules.get(module, _Metadata)).get(name)
         is_record = isinstance(value, type) and value.__module__.startswith(_RECORDS)
-        if is_record or isinstance(value, torch.dtype | torch.layout) or (module, name) in _PLAIN:
+        if is_record or isinstance(value, torch.dtype | torch.layout) or any(value is x for x in _PLAIN):
             return value
         raise pickle.UnpicklingError(f"{_METADATA} would import {module[:80]}.{name[:80]}")
 
 
 def _dcp(folder: Path) -> _Fields:
     dcp: Any = import_module(_DCP)  # takes 0.3 s
-    metadata = _Metadata(io.BytesIO((folder / _METADATA).read_bytes())).load()
-    reader = dcp.FileSystemReader(folder)
+    metadata, reader = (
+        _Metadata(io.BytesIO((folder / _METADATA).read_bytes())).load(),
+        dcp.FileSystemReader(folder),
+    )
     reader.set_up_storage_reader(metadata, True)
 
     def load(name: str, entry: Any) -> Tensor:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from math import inf, prod, sqrt
 from os import PathLike
 from pathlib import Path
@@ -37,6 +37,7 @@ _MANY_ZEROS = 0.25  # blocks of 4 bits make up to 17 % of random numbers zero
 _SHOWN = 5  # dead rows whose numbers are kept
 _MOST_LINES = 10  # of one kind in the text
 _MOST_THREADS = 16  # more are no faster, and each has a part in memory
+_NARROW = {name: BY_NAME[name].ends for name in ("float16", "bfloat16")}
 # Relative, of a tensor: rounding to float8_e5m2 takes at most this. A cast that makes everything zero takes more.
 _MOST_ROUNDED = 0.125
 
@@ -191,18 +192,25 @@ def scan(
         raise ValueError("scan got no path; pass the file or the folder of a checkpoint")
     _extension.explain_once()
     members, problems = _read_all(paths, tell, fingerprints=against is not None)
-    changes = () if against is None else tuple(_changes(members, against, tell))
+    changes: list[Change] = []
+    if against is not None:
+        others, faults = _read_all([against], tell, fingerprints=True)
+        if not others:
+            why = "; ".join(fault.text for fault in faults) or "it has no tensor"
+            raise ValueError(f"{against} cannot be compared with: {why}")
+        lost = [(name, fault.text) for fault in faults for name in fault.tensors or (str(against),)]
+        changes = [Change(name, name, "not compared", text) for name, text in lost]
+        changes += _changes(members, others, tell)
     tensors = tuple(tensor for _, tensor in members)
     problems += (Problem(*remark, (tensor.name,)) for tensor in tensors for remark in _remarks(tensor))
     problems = sorted([*problems, *_outliers(tensors)], key=lambda problem: not problem.is_fault)
     files = tuple(map(str, paths)), None if against is None else str(against)
-    return Scan(*files, tensors, tuple(problems), changes)
+    return Scan(*files, tensors, tuple(problems), tuple(changes))
 
 
 # The values of each tensor.
 
 _Member: TypeAlias = tuple[Stored, TensorScan]
-_Part: TypeAlias = tuple[Stored, Tensor]
 _Loaded: TypeAlias = tuple[Stored, TensorScan, Tensor, int, Sequence[Tensor]]  # parts of so many elements
 
 
@@ -236,43 +244,54 @@ def _load(stored: Stored, tensor: TensorScan) -> list[_Loaded]:
         x = stored.load()
         tensor.dtype, tensor.unread = dtype_name(x.dtype), unreadable(x)
         tensor.shape = () if x.is_nested else tuple(x.shape)  # some sizes of a nested tensor are no numbers
-        if not tensor.unread and is_plain(x):
-            if stored.encoding is not None:
-                tensor.dtype, tensor.shape = stored.encoding.name.lower(), stored.shape
-                stored.decode(x.view(-1, x.shape[-1])[0])  # raises where gguf has no decoder
-            tensor.nbytes = x.nbytes
-            step = PART // (x.element_size() if stored.encoding is None else 4)  # gguf decodes to float32
-            return [(stored, tensor, x, step, stored.parts(x, step))]
-        tensor.health = None if tensor.unread else tensor_health(x)
-    except (TypeError, NotImplementedError) as error:  # PyTorch does not read the dtype or layout
-        tensor.unread = spell(error)
-    except Exception as error:  # a library meets the damage when it loads the tensor
-        tensor.lost = spell(error)
-    return []
+        if tensor.unread:
+            return []
+        if not is_plain(x):
+            tensor.health = tensor_health(x)
+            return []
+        if stored.encoding:
+            tensor.dtype, tensor.shape = stored.encoding, stored.shape
+            stored.decode(x.view(-1, x.shape[-1])[0])  # raises where gguf has no decoder
+        tensor.nbytes = x.nbytes
+        step = PART // (4 if stored.encoding else x.element_size())  # gguf decodes to float32
+        return [(stored, tensor, x, step, stored.parts(x, step))]
+    except Exception as error:
+        # PyTorch does not read the dtype or layout, or a library meets the damage when it loads the tensor.
+        is_damaged = not isinstance(error, TypeError | NotImplementedError)
+        tensor.lost, tensor.unread = (spell(error), "") if is_damaged else ("", spell(error))
+        return []
 
 
 def _read(pool: ThreadPoolExecutor, tell: Tell, fingerprints: bool, loaded: Sequence[_Loaded]) -> None:
     """Read all parts in the threads, and put together what is known of each tensor."""
-    groups, size = defaultdict[int, list[_Part]](list), 0
+    groups, room = list[list[tuple[Stored, Tensor]]](), 0
     for stored, part in ((stored, part) for stored, *_, parts in loaded for part in parts):
+        if room <= 0:
+            groups.append([])
+            room = 2 * PART
+        groups[-1].append((stored, part))
         # A part that is to be decoded becomes as large as PART, and is read alone.
-        size += part.nbytes if stored.encoding is None else 2 * PART
-        groups[size // (2 * PART)].append((stored, part))
-    rows = chain.from_iterable(pool.map(partial(_read_group, fingerprints), groups.values()))
-    for number, (stored, tensor, x, step, parts) in enumerate(loaded):
-        tell("reading", number, len(loaded), "tensors")
-        columns, sums = zip(*islice(rows, len(parts)), strict=True)
+        room = 0 if stored.encoding else room - part.nbytes
+    rows: list[tuple[list[float], Tensor]] = []
+    for number, group_rows in enumerate(pool.map(partial(_read_group, fingerprints), groups)):
+        tell("reading", number, len(groups), "parts")
+        rows += group_rows
+    rows_left = iter(rows)
+    for stored, tensor, x, step, parts in loaded:
+        columns, sums = zip(*islice(rows_left, len(parts)), strict=True)
         tensor.health = health_of_parts({n * step: row for n, row in enumerate(columns)}, tensor.shape)
         if fingerprints:
             tensor.fingerprint = sealed(torch.cat(sums), dtype_name(x.dtype), x.shape)
+        num_zero, is_float = tensor.health.num_zero, not stored.encoding and x.is_floating_point()
         # With fewer zeros than a row has elements no row is dead.
-        num_zero = tensor.health.num_zero
-        if num_zero and x.is_floating_point() and 1 < prod(x.shape[1:]) <= num_zero:
+        if num_zero and is_float and 1 < prod(x.shape[1:]) <= num_zero:
             _find_dead_rows(stored, tensor, x.reshape(len(x), -1))
 
 
 @torch.inference_mode()
-def _read_group(fingerprints: bool, group: Sequence[_Part]) -> list[tuple[list[float], Tensor]]:
+def _read_group(
+    fingerprints: bool, group: Sequence[tuple[Stored, Tensor]]
+) -> list[tuple[list[float], Tensor]]:
     """Return the health of each part, read by one call, and its sums for the fingerprint. Give the pages back."""
     columns = healths([stored.decode(part) for stored, part in group])
     rows = [(row, block_sums(x) if fingerprints else x) for row, (_, x) in zip(columns, group, strict=True)]
@@ -284,13 +303,13 @@ def _read_group(fingerprints: bool, group: Sequence[_Part]) -> list[tuple[list[f
 def _find_dead_rows(stored: Stored, tensor: TensorScan, rows: Tensor) -> None:
     """Count the rows that are all zero, and note the first."""
     step = max(PART // 8 // rows.shape[1], 1)  # they become float64
-    for number, part in enumerate(parts := rows.split(step)):
+    for start in range(0, len(rows), step):
         # PyTorch's `any` refuses formats of 8 bits.
-        dead = number * step + part.double().any(1).logical_not_().nonzero().flatten()
+        dead = rows[start : start + step].double().any(1).logical_not_().nonzero().flatten().numpy()
         tensor.dead_rows += len(dead)
-        tensor.first_dead_rows += tuple(dead[: _SHOWN - len(tensor.first_dead_rows)].tolist())
+        tensor.first_dead_rows += tuple((start + dead[: _SHOWN - len(tensor.first_dead_rows)]).tolist())
         # With the first page Linux has mapped pages of the part before again.
-        stored.release(*parts[max(number - 1, 0) : number + 1])
+        stored.release(rows[max(start - step, 0) : start + step])
 
 
 # Search for problems in the tensors.
@@ -320,8 +339,8 @@ def _remarks(tensor: TensorScan) -> Iterator[tuple[str, bool, str]]:
         listed = ", ".join(map(str, tensor.first_dead_rows)) + (", ..." if count > _SHOWN else "")
         yield "dead", False, f"{count:,} rows are all zero: {listed}"
     ends = limits(tensor.dtype)
-    for name in ("float16", "bfloat16"):
-        if ends is None or ends.largest <= BY_NAME[name].ends.largest:
+    for name, narrow in _NARROW.items():
+        if ends is None or ends.largest <= narrow.largest:
             continue
         if largest >= edges(name).overflows_from:
             yield "range", False, f"abs max {largest:.4g} overflows in {name}"
@@ -335,31 +354,27 @@ def _outliers(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
     for factor, (module, label), pattern, siblings in apart_from_siblings(peaks):
         peak, middle = peaks[module, label], f"{median(siblings):.4g}"
         # A median that is nearly 0 is no measure: the factor is then that of a larger number.
-        base = f"{peak / factor:.4g}"
-        if base == middle:
-            base = f"the median {base}"
-        else:
-            base += f", which stands for the smaller median {middle}"
-        text = f"abs max {peak:.4g} is {factor:.3g} times {base}"
-        text += f" of the {len(siblings)} other {pattern}.{label}"
+        least = f"{peak / factor:.4g}"
+        base = (
+            f"the median {middle}"
+            if least == middle
+            else f"{least}, which stands for the smaller median {middle}"
+        )
+        text = (
+            f"abs max {peak:.4g} is {factor:.3g} times {base} of the {len(siblings)} other {pattern}.{label}"
+        )
         yield Problem("outlier", False, text, (f"{module}.{label}".removeprefix("."),))
 
 
 # Comparison of two checkpoints.
 
 
-def _changes(first: Sequence[_Member], against: Any, tell: Tell) -> Iterator[Change]:
-    """Yield how the tensors of the checkpoint `against` differ from the first.
+def _changes(first: Sequence[_Member], second: Sequence[_Member], tell: Tell) -> Iterator[Change]:
+    """Yield how the tensors of `second` differ from those of `first`.
 
     They are matched by name, and by fingerprint where names differ. Those that have the same, as the random states of
     several ranks in a folder, are matched in their order.
     """
-    second, faults = _read_all([against], tell, fingerprints=True)
-    if not second:
-        why = "; ".join(fault.text for fault in faults) or "it has no tensor"
-        raise ValueError(f"{against} cannot be compared with: {why}")
-    for name, text in ((name, fault.text) for fault in faults for name in fault.tensors or (str(against),)):
-        yield Change(name, name, "not compared", text)
     keys: tuple[Callable[[TensorScan], Any], ...] = (lambda tensor: without_wrappers(tensor.name), _value)
     left, matches = dict(enumerate(second)), dict[int, _Member]()
     for key in keys:
@@ -397,9 +412,10 @@ def _change(first: _Member, second: _Member) -> Change:
         why = spell(error)
     if why:
         return Change(a.name, b.name, "not compared", why)
-    kind, text = ("equal", "") if a.dtype == b.dtype else ("converted", f"{a.dtype} to {b.dtype}")
-    is_faithful = is_cast and relative <= _MOST_ROUNDED
-    return Change(a.name, b.name, kind if is_faithful else "changed", text, relative)
+    if a.dtype == b.dtype:
+        return Change(a.name, b.name, "changed" if relative else "equal", "", relative)
+    kind = "converted" if is_cast and relative <= _MOST_ROUNDED else "changed"
+    return Change(a.name, b.name, kind, f"{a.dtype} to {b.dtype}", relative)
 
 
 def _distance(stored: Stored, other: Stored) -> tuple[float, bool]:
