@@ -271,8 +271,8 @@ inline bool holds_finite_fractions(const RecordData& record) {
   return floating_dtype(to_utf8(PyTuple_GET_ITEM(record.python, record_item::dtype))) >= 0;
 }
 
-// Notes on a nan that came in, of which the outputs have nothing, that it is meant: data has nan for missing values.
-// The frame is finite then. An inf may have overflowed, and a router takes a computed nan for a choice.
+// Excuses a nan that an input has and no output: data marks missing values so. The frame is finite then. An inf may
+// have overflowed, and a router turns a computed nan into a choice, so these are no data.
 inline void excuse_absorbed(FrameData* frame) {
   bool returns_numbers = false;
   for (const RecordData& record : frame->records) {

@@ -131,9 +131,9 @@ def observe(
 
 
 def with_absorbed(records: list[Record], values: Iterable[tuple[Role, str, Any]]) -> list[Record]:
-    """Return the records of a call. A nan that came in, of which the outputs have nothing, has a note that it is meant.
+    """Return the records of a call. A nan that an input has and no output gets the note "absorbed".
 
-    Some data has nan for missing values. An inf may have overflowed, and a router takes a computed nan for a choice.
+    Data marks missing values so. An inf may have overflowed, and a router turns a computed nan into a choice.
     """
     faults = [(record, x) for record, (_, _, x) in zip(records, values, strict=True) if record.is_fault]
     healths = [record.health for record, x in faults if record.role == "input" and not x.requires_grad]

@@ -103,7 +103,7 @@ class FailureHandler:
             raise incident.raised
 
     def _is_mask(self, frame: Frame, make: Callable[[], Report]) -> bool:
-        """Return whether a line has written the -inf of an output as a number, which is allowed from then on."""
+        """Return whether a line wrote the -inf of this output as a number. If so, allow the module's infinities."""
         fault, options, model, place = frame.fault, self._options, self._reports.model(), ""
         values = None if fault is None else (frame.batch, fault.shape, fault.health)
         may_look = options.reruns and options.rerun_in == "child" and self._action == "raise" and can_fork()
@@ -113,12 +113,7 @@ class FailureHandler:
         finding = make().finding
         start = None if finding is None else self._reports.starts.of(finding)[0]
         with suppressing("an output of -inf could not be looked into"):
-            if (
-                finding is not None
-                and start is not None
-                and model is not None
-                and finding.module == frame.name
-            ):
+            if model is not None and start is not None and finding and finding.module == frame.name:
                 look = partial(rerun.place_of_mask, start, finding, model=model, allows=self._allows)
                 [place] = run_in_child(look, 2 * start.seconds)
         if finding is not None and place:
@@ -276,9 +271,8 @@ class FailureHandler:
             if not examines or (start is None and call is None):
                 examine(None, examines=examines)
             elif options.rerun_in == "child" and can_fork():
-                for document in run_in_child(
-                    in_child, 2 * (LEAST_SECONDS if start is None else start.seconds)
-                ):
+                seconds = LEAST_SECONDS if start is None else start.seconds
+                for document in run_in_child(in_child, 2 * seconds):
                     incident.report = Report.from_json(document)
             else:
                 with unwatched(model):  # no other thread enters the model meanwhile

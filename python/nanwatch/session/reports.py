@@ -400,7 +400,7 @@ class Reports:
         """
         (_, added), given = self.starts.changes(), list[Leaf]()
         records = [record for frame in self.recorder.frames() if not frame.name for record in frame.records]
-        # Where the model has passed on no nan of this argument before, it stands for missing data.
+        # The nan of an argument that no output had before marks missing data.
         absorbed = {x.label for x in records if x.note is not None and x.note.kind == "absorbed"}
         likeness = None if fault is None or fault.role != "input" else _likeness(fault)
         for label, value in call_leaves(args, kwargs, objects=False):

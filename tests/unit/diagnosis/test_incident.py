@@ -20,7 +20,7 @@ from support.html_page import growing
 
 
 def test_a_failure_has_its_forms_and_its_patch(tmp_path: Path) -> None:
-    """Of the first cure that works and has one; a second failure has a folder of its own."""
+    """The patch is that of the first working cure that has one; a second failure has a folder of its own."""
     patch = "--- a/x\n+++ b/x\n"
     cures = (Cure("widen", False, patch="bad"), Cure("cast", True), Cure("clamp", True, patch=patch))
     report = replace(growing(), finding=replace(growing().finding, cures=cures, remarks=("seen",)))
