@@ -42,7 +42,7 @@ def scaler_of(scale: float) -> torch.amp.GradScaler:
     return scaler
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(power=st.integers(8, 15), weight=st.sampled_from([30.0, 64.0, 100.0, 999.0, 3000.0]))
 def test_the_scale_that_is_named_is_right(power: int, weight: float) -> None:
     """With it, and with twice of it, a user's gradients are finite; with four times of it they are not."""

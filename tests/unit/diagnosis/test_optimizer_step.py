@@ -54,8 +54,8 @@ def test_a_fused_step_is_taken_apart_too() -> None:
     """Its arithmetic is float32's, so eps is not 0, and it is lr that leaves the format: there is no cure."""
     model = nn.Linear(2, 1)
     optimizer = AdamW(model.parameters(), lr=1e39, fused=True)
-    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()  # which holds no weight of the model
-    w = watch(model)
+    w, stranger = watch(model), torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    stranger.step()  # which holds no weight of the model
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()  # the step
     finding = fault_of(w.stop).finding

@@ -133,9 +133,10 @@ def test_every_length(implementation: Implementation, dtype: torch.dtype) -> Non
 
 
 def test_each_part_of_a_large_tensor_is_read(implementation: Implementation) -> None:
-    """The magnitude of one element in each 64 KiB is seen: a large tensor is read as four streams, 256 KiB apart."""
+    """Elements in the last and first lines of each of the four streams, 256 KiB apart, and between, are seen."""
     x = implementation.place(torch.ones(5 << 18))
-    for place in range(5000, len(x), 1 << (14 if implementation.is_native else 17)):
+    step = 1 << (15 if implementation.is_native else 18)
+    for place in [start + behind for start in range(0, len(x), step) for behind in (1, 16)]:
         for value, want in ((3.0, (1.0, 3.0, True)), (0.5, (0.5, 1.0, True))):
             x[place] = value
             assert tuple(implementation.abs_range(x)) == want
@@ -189,11 +190,12 @@ def test_threads(implementation: Implementation, dtype: torch.dtype) -> None:
 
 
 def test_a_thread_that_begins_within_a_row(implementation: Implementation) -> None:
-    """Of rows with gaps between them each element is counted once."""
-    x = torch.ones(3, 40003)[:, :40000]
-    x[2, 7] = 0
+    """With gaps between elements, or between rows and planes of rows, each element is counted once."""
+    x, y = torch.full((5, 8, 4003), 9.0)[:, :7, :4000].fill_(1), torch.full((200_000,), 9.0)[::2].fill_(1)
+    x[2, 3, 7] = y[7] = 0
     with threads(2):
         check(implementation, x)
+        check(implementation, y)
 
 
 def test_flush_denormal_mode(implementation: Implementation) -> None:

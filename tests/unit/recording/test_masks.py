@@ -99,11 +99,12 @@ UNMASKED = {
     "a class that is the target": (
         calls(
             nn.CrossEntropyLoss(),
-            lambda x: {
-                "input": x.mean(1).masked_fill(CLASSES, -torch.inf),
-                "target": torch.full((len(x),), 3),
-            },
+            lambda x: {"input": x.mean(1).masked_fill(CLASSES, -torch.inf), "target": torch.tensor([3, 3])},
         ),
+        "output",
+    ),
+    "a window of a maximum that is all padding": (
+        calls(nn.AdaptiveMaxPool1d(2), lambda x: {"input": nn.functional.pad(x, (8, 0), value=-torch.inf)}),
         "output",
     ),
 }

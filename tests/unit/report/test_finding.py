@@ -22,7 +22,7 @@ from support.html_page import frame, record, unread
 )
 def test_origin_is_the_role_of_the_first_fault(bad: Record, origin: str, value: str) -> None:
     frames = (
-        frame("a", record("output", "output")),
+        frame("a", record("input[0]", "input", nan, note=Note("mask")), record("output", "output")),
         frame("b", record("w", "weight"), bad, record("output", "output", nan)),
         frame("c", record("input[0]", "input", nan)),
     )

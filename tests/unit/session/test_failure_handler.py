@@ -106,7 +106,7 @@ def test_data_in_an_object_is_data() -> None:
     model = Unpacks(nn.Linear(2, 2))
     with watch(model):
         for kind in SimpleNamespace, dict:
-            assert fault_of(model, kind(x=torch.tensor([INF, 1.0]))).finding.origin == "data"
+            assert fault_of(model, batch=kind(x=torch.tensor([INF, 1.0]))).finding.origin == "data"
         # The model made this one bad before it was replaced.
         assert fault_of(model, {"x": torch.tensor([-1.0, 1.0])}).finding.origin == "received"
     with watch(wrapper := nn.DataParallel(model)):
