@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -77,12 +78,7 @@ def test_random_bits_and_the_ends_of_the_format(dtype: torch.dtype) -> None:
     if dtype in oracle.FORMATS:
         form = oracle.FORMATS[dtype]
         starts += [1 << form.fraction_bits, ((1 << form.exponent_bits) - 1) << form.fraction_bits]
-    edges = [
-        (start + step + sign) % (1 << bits)
-        for start in starts
-        for step in range(-2, 3)
-        for sign in starts[:2]
-    ]
+    edges = [sum(terms) % (1 << bits) for terms in itertools.product(starts, range(-2, 3), starts[:2])]
     drawn = generator.choice(np.array(edges, dtype=np.uint64), (4096, 16 // width)).astype(RAW[width])
     both = np.concatenate([patterns, drawn])
     assert_folded(dtype, both & np.uint8(1) if dtype is torch.bool else both)

@@ -490,7 +490,9 @@ def test_an_argument_that_statements_before_the_call_made(way: str) -> None:
     assert sum(line.startswith("+ ") for line in cure.patch.splitlines()) == 1
 
 
-@pytest.mark.parametrize("way", ["bound anew", "in place", "data", "inf", "constant", "next", "deleted"])
+@pytest.mark.parametrize(
+    "way", ["bound anew", "in place", "data", "inf", "constant", "mask", "next", "deleted"]
+)
 def test_an_argument_whose_line_is_not_known_is_data(way: str) -> None:
     """The names no longer have what the statement read, or it was bad before any statement."""
     (rows,) = left = [SCALED_TO_NAN.clone()]
@@ -506,6 +508,8 @@ def test_an_argument_whose_line_is_not_known_is_data(way: str) -> None:
                 x = torch.log(next(left))
             elif way == "constant":
                 y = torch.where(x == 0, torch.tensor(torch.nan), x)
+            elif way == "mask":
+                y = (x != 0).float().log()
             else:
                 y = x / x.amax(1, keepdim=True)
                 del x

@@ -132,8 +132,8 @@ def test_the_samples_that_carry_the_failure_are_named(bad: tuple[int, ...]) -> N
     """Without them the batch is finite, and alone they are not."""
     x = torch.ones(8, 2)
     x[list(bad), 1] = 0.0
-    with watch(model := Log()):
-        finding = fault_of(model, x).finding
+    with watch(model := Does(lambda x, scale: (x * scale).log())):
+        finding = fault_of(model, x, torch.tensor(2.0)).finding
     assert finding.samples == bad
 
 
