@@ -174,7 +174,12 @@ void bind_recorder(py::module_& m) {
            [](CallRecorder& self, const std::vector<at::Tensor>& leaves) {
              if (GradientRecorder* const gradients = self.gradients()) gradients->stop(leaves);
            })
-      .def("forget_weights", &CallRecorder::forget_weights, py::arg("groups") = py::list())
+      .def("losses",
+           [](CallRecorder& self) {
+             GradientRecorder* const gradients = self.gradients();
+             return gradients == nullptr ? std::vector<double>() : gradients->losses();
+           })
+      .def("stepped", &CallRecorder::stepped)
       .def_property(
           "paused", [](const CallRecorder& self) { return self.paused != 0; },
           [](CallRecorder& self, bool on) { self.paused = (self.paused & ~1) | int(on); })

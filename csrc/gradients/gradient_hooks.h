@@ -7,8 +7,10 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -170,16 +172,20 @@ inline bool is_finite(const at::Tensor& x) {
   return plain_view(x, &view) && range_cpu(view).isfinite;
 }
 
-// Returns false if this thread's backward is one of a single number that is not finite. Under the interpreter lock.
-inline bool is_loss_finite() {
+// Returns the magnitude of the single number whose backward this thread runs, if it runs one: nan where it is not
+// finite, or not in plain memory. Under the interpreter lock.
+inline std::optional<double> loss_under_way() {
   PyFrameObject* const frame = PyEval_GetFrame();
-  if (frame == nullptr) return true;
+  if (frame == nullptr) return std::nullopt;
   const auto code = pybind11::reinterpret_steal<pybind11::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
-  if (pybind11::str(code.attr("co_name")).cast<std::string_view>() != "_engine_run_backward") return true;
+  if (pybind11::str(code.attr("co_name")).cast<std::string_view>() != "_engine_run_backward") return std::nullopt;
   const pybind11::object roots = pybind11::handle(reinterpret_cast<PyObject*>(frame)).attr("f_locals")["t_outputs"];
-  if (!PyTuple_Check(roots.ptr()) || PyTuple_GET_SIZE(roots.ptr()) != 1) return true;
+  if (!PyTuple_Check(roots.ptr()) || PyTuple_GET_SIZE(roots.ptr()) != 1) return std::nullopt;
   PyObject* const root = PyTuple_GET_ITEM(roots.ptr(), 0);
-  return !THPVariable_Check(root) || THPVariable_Unpack(root).numel() != 1 || is_finite(THPVariable_Unpack(root));
+  if (!THPVariable_Check(root) || THPVariable_Unpack(root).numel() != 1) return std::nullopt;
+  View view{};
+  const RangeRow range = plain_view(THPVariable_Unpack(root), &view) ? range_cpu(view) : RangeRow{};
+  return range.isfinite ? range.abs_max : std::nan("");
 }
 
 }  // namespace nanwatch

@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <cmath>
 #include <type_traits>
 #include <unordered_map>
 #include <utility>
@@ -223,6 +224,13 @@ bool GradientRecorder::open(int64_t task) {
   return true;
 }
 
+std::vector<double> GradientRecorder::losses() const {
+  const size_t kept = std::min(num_losses_, losses_.size());
+  std::vector<double> losses;
+  for (size_t i = num_losses_ - kept; i < num_losses_; ++i) losses.push_back(losses_[i % losses_.size()]);
+  return losses;
+}
+
 void GradientRecorder::on_gradient(const at::Tensor& gradient, const void* at, uint32_t nr,
                                    std::span<const GradientUser> users) {
   const int64_t task = autograd::get_current_graph_task_id();
@@ -231,7 +239,9 @@ void GradientRecorder::on_gradient(const at::Tensor& gradient, const void* at, u
     if (latest_task_.exchange(task) == task) return;
     const py::gil_scoped_acquire lock;
     if (recorder_ != nullptr) recorder_->keep_start(users[0].call->start);
-    if (is_loss_finite()) return;
+    const std::optional<double> loss = loss_under_way();
+    if (loss.has_value() && std::isfinite(*loss)) losses_[num_losses_++ % losses_.size()] = *loss;
+    if (!loss.has_value() || std::isfinite(*loss)) return;
   }
   if (open(task) && subscriptions->has(kBackwardStart)) {
     const py::gil_scoped_acquire lock;

@@ -13,6 +13,7 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -122,6 +123,8 @@ class GradientRecorder : public std::enable_shared_from_this<GradientRecorder> {
   // Takes the hooks from these leaves, and follows no more gradients.
   void stop(const std::vector<at::Tensor>& leaves);
   void leave() { recorder_ = nullptr; }
+  // Magnitudes of the latest finite losses in plain memory, the oldest first; with `gradients` Python reads them.
+  std::vector<double> losses() const;
 
   // ---- for the hooks, on any thread, without the interpreter lock
 
@@ -152,6 +155,8 @@ class GradientRecorder : public std::enable_shared_from_this<GradientRecorder> {
   std::mutex mutex_;  // of the backwards
   std::vector<std::unique_ptr<Backward>> backwards_;
   std::atomic<int64_t> latest_task_ = -1;  // whose loss was looked at
+  std::array<double, 8> losses_{};         // magnitudes of the latest finite ones
+  size_t num_losses_ = 0;                  // ever
   std::vector<Labels::Id> labels_;         // of a tensor's gradient, by that of the tensor
   int64_t next_number_ = 0;
 };

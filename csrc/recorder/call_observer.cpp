@@ -144,11 +144,18 @@ void CallObserver::find_entry(uint64_t key, Node::Slot* slot) {
   slot->key = key;
 }
 
-bool CallObserver::forget_weights(const at::Tensor& x) {
-  if (!x.has_storage()) return false;
-  WeightEntry* const entry = weight_cache_.find(Content::key_of(x));
-  if (entry != nullptr && x.grad().defined()) entry->entry.forget();
-  return entry != nullptr;
+CallObserver::Stepped CallObserver::stepped(PyObject* weight, bool reads, int64_t batch) {
+  const at::Tensor& x = THPVariable_Unpack(weight);
+  if (!x.has_storage()) return Stepped::unknown;
+  const uint64_t key = Content::key_of(x);
+  Node::Slot slot{.cached = weight_cache_.find(key), .key = key};
+  if (slot.cached == nullptr) return Stepped::unknown;
+  if (!x.grad().defined()) return Stepped::known;
+  slot.cached->entry.forget();
+  Source source{weight, x, {}, {}, batch, nullptr};
+  if (!reads || devices_first_ || !can_be_remembered(x) || !plain_view(weight, &source.view)) return Stepped::known;
+  const Reading reading = weight_range(source, false, &slot);
+  return reading.is_refused || reading.range.isfinite ? Stepped::known : Stepped::nonfinite;
 }
 
 PendingRowPtr CallObserver::enqueue_read(const at::Tensor& x) {

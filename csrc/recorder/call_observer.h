@@ -153,8 +153,10 @@ class CallObserver {
   pybind11::object to_python(const FrameData& frame, const RecordData& record) const;
 
   void forget_weights() { ++epoch_; }
-  // A step has written these, perhaps past the version counter. False if none of them is known.
-  bool forget_weights(const at::Tensor& x);
+  // A step has written this weight, perhaps past the version counter: forgets its range, and if `reads`, reads it here
+  // and not in `batch`, the next one. A device is not asked.
+  enum class Stepped : uint8_t { unknown, known, nonfinite };
+  Stepped stepped(PyObject* weight, bool reads, int64_t batch);
   // Nothing is remembered of activations from batch to batch.
   void end_batch() {
     activations_.clear();

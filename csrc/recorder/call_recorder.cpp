@@ -425,13 +425,23 @@ std::pair<int64_t, py::list> CallRecorder::frames_since(int64_t kept) const {
   return {pushed, std::move(frames)};
 }
 
-void CallRecorder::forget_weights(const py::list& groups) {
-  bool is_known = false;
-  for (const py::handle group : groups)
-    if (PyList_Check(group.ptr()))
-      for (const py::handle x : py::reinterpret_borrow<py::list>(group))
-        if (THPVariable_Check(x.ptr())) is_known |= observer_.forget_weights(THPVariable_Unpack(x.ptr()));
-  if (!is_known) observer_.forget_weights();
+bool CallRecorder::stepped(const py::list& groups) {
+  using Stepped = CallObserver::Stepped;
+  const bool reads = paused == 0 && !gathers_weights && next_batch_ % every_ == 0;
+  bool has_nonfinite = false;
+  for (const py::handle group : groups) {
+    // A copy: other threads run while a weight is read.
+    const py::tuple weights =
+        PyList_Check(group.ptr()) ? py::tuple(py::reinterpret_borrow<py::list>(group)) : py::tuple();
+    for (const py::handle x : weights) {
+      if (!THPVariable_Check(x.ptr())) continue;
+      const Stepped stepped = observer_.stepped(x.ptr(), reads, next_batch_);
+      has_optimizer_ |= stepped != Stepped::unknown;
+      has_nonfinite |= stepped == Stepped::nonfinite;
+    }
+  }
+  if (!has_optimizer_) observer_.forget_weights();
+  return has_nonfinite;
 }
 
 void CallRecorder::settle() {

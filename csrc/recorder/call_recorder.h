@@ -135,9 +135,10 @@ class CallRecorder {
   std::vector<std::string> called() const;
   // Ends the backwards that an exception ended without a sign. Throws what a callback raises.
   void settle();
-  // An optimizer of these lists of tensors has made a step, perhaps past the version counter. Without any that is known
-  // here, as when it holds copies, all weights may have changed.
-  void forget_weights(const pybind11::list& groups);
+  // An optimizer of these lists of tensors has made a step, perhaps past the version counter. Reads the weights for the
+  // next batch, within its budget, and returns whether one is not finite. All weights may have changed where no
+  // optimizer holds any that is known here, as when it holds copies.
+  bool stepped(const pybind11::list& groups);
 
   CallObserver& observer() { return observer_; }
   int64_t latest_batch() const { return latest_batch_; }
@@ -216,6 +217,7 @@ class CallRecorder {
   box::BlackBox* const box_;                     // null: none is wanted
   std::shared_ptr<GradientRecorder> gradients_;  // null when nobody asked for gradients
   int64_t every_;
+  bool has_optimizer_ = false;   // one that holds weights
   std::vector<int64_t> traced_;  // sorted
   std::vector<std::unique_ptr<Node>> nodes_;
   int64_t next_batch_ = 0, latest_batch_ = -1, next_call_id_ = 0;

@@ -258,9 +258,9 @@ class WeightCache {
     if (!entry) entry = std::make_shared<WeightEntry>();
     return entry;
   }
-  WeightEntry* find(uint64_t key) const {
+  std::shared_ptr<WeightEntry> find(uint64_t key) const {
     const auto entry = entries_.find(key);
-    return entry == entries_.end() ? nullptr : entry->second.get();
+    return entry == entries_.end() ? nullptr : entry->second;
   }
   size_t size() const { return entries_.size(); }
   void clear() { entries_.clear(); }

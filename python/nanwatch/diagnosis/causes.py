@@ -234,30 +234,37 @@ def _outside_domain(base: str, named: Mapping[str, Any]) -> Iterator[str]:
 # The step of an optimizer
 
 
+def is_taken_apart(optimizer: Optimizer) -> bool:
+    """Return whether `take_apart` knows what a step of the optimizer computes."""
+    return bool({kind.__name__ for kind in type(optimizer).__mro__} & {"Adam", "AdamW", "SGD"})
+
+
 def take_apart(finding: Finding, optimizer: Optimizer, parameter: Tensor) -> Finding:
     """Return the finding of a non-finite weight with the operation of the step that wrote it, as far as it is known."""
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__} & {"Adam", "AdamW", "SGD"}
     groups = [group for group in optimizer.param_groups if any(x is parameter for x in group["params"])]
     # A state may be of another make.
     with suppressing("an optimizer's step could not be taken apart"), torch.no_grad(), only_our_dispatch():
         items = optimizer.state.get(parameter, {}).items()
         state = {key: addressable(x) if isinstance(x, Tensor) else x for key, x in items}
-        if not (kinds and groups and (state or parameter.grad is not None)):
-            return finding
-        group, is_adam = groups[0], "SGD" not in kinds
+        is_adam = all(kind.__name__ != "SGD" for kind in type(optimizer).__mro__)
+        group, gradients = groups[0], list[Record]()
+        if parameter.grad is not None:
+            gradients = [observe(addressable(parameter.grad), f"{finding.label}.grad", "gradient")]
+        rate = f"lr={float(group['lr']):g}" if "lr" in group else "no lr"
+        words = f"the step of {type(optimizer).__name__}"
+        if not (is_taken_apart(optimizer) and (state or gradients)):
+            return replace(finding, operation=f"{words} with {rate}", operands=tuple(gradients))
         keys = [x for x in ("momentum_buffer",) if state.get(x) is not None]
         update = f"weight - lr * {keys[0] if keys else 'gradient'}"
         if is_adam:
             keys = ["exp_avg", "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
             update = f"exp_avg / ({keys[1]}.sqrt() + eps)"
         operands = [observe(state[x], f"{x}[{finding.label}]", "buffer", wanted=_COUNTED) for x in keys]
-        if parameter.grad is not None:
-            operands.append(observe(addressable(parameter.grad), f"{finding.label}.grad", "gradient"))
+        operands += gradients
         peaks = [x.abs_max * float(group["lr"]) for x in operands if x.isfinite and x.abs_max is not None]
         if not is_adam and len(peaks) == len(operands) and max(peaks) < 1:
             return finding  # such a step leaves a finite weight finite: other code wrote it
-        words = f"the step of {type(optimizer).__name__}, {update} with lr={float(group['lr']):g}"
-        with_step = replace(finding, operation=words, operands=tuple(operands))
+        with_step = replace(finding, operation=f"{words}, {update} with {rate}", operands=tuple(operands))
         return _with_eps(with_step, group, state, keys[1]) if is_adam else with_step
     return finding
 

@@ -8,6 +8,7 @@ what it was before.
 
 from __future__ import annotations
 
+import inspect
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,8 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.functions import find_called
+from ..instrumentation.global_hooks import steps_under_way
 from ..instrumentation.wrapped_names import module_names
 from ..numerics.readable import inner_tensors, is_plain, only_our_dispatch, unreadable
 from ..precision.precision import replaced
@@ -28,16 +31,16 @@ from ..recording.observe import observe, state_of
 from ..records.record import Frame, Phase, Record
 from ..report.finding import Finding, finding_of, with_earlier, working_first
 from ..util.messages import spell
-from ..util.program import is_in
+from ..util.program import is_in, parameters_of
 from . import isolation
 from .batch_snapshot import BatchSnapshot, no_second_run
-from .causes import addressable, came_in, memory_of, named_arguments, nonfinite
+from .causes import addressable, came_in, is_taken_apart, memory_of, named_arguments, nonfinite, tensors_in
 from .cures import try_formats, try_patches
 from .experiment import Allows, Experiment, Trials, nothing_allowed, run
 from .incident import Incident, attempt, write_failure
 from .loss_statements import LossStatements, ProgramCall, place_of_step, with_loss
 from .patching.source import find_target
-from .provenance import Step, values_of
+from .provenance import ProvenanceMode, Step, values_of
 from .statements import Refused
 
 _ADVICE = "put the loss into a function below `@nanwatch.watched`: a report then has its line and operands"
@@ -102,7 +105,7 @@ class _Rerun:
         isolation.send(self._incident.report.to_json())
 
     def find_step(self) -> None:
-        """Find the line of the step that wrote a bad weight, or that a bad learning rate has stopped."""
+        """Find the line of the step that wrote a bad weight, or that was given a bad learning rate."""
         finding, called = self._incident.finding, None
         if finding.origin == "weight" and finding.operation is not None:
             called = find_called(self._model, finding.module)
@@ -111,6 +114,32 @@ class _Rerun:
         if (weight is not None or is_rate) and (place := place_of_step(weight)) is not None:
             operation = finding.operation or f"the step of {finding.class_name}"
             self._incident.learn(place=place, operation=operation)
+        if weight is not None and finding.phase == "step" and isolation.is_child():
+            for optimizer in steps_under_way()[-1:]:
+                self._step_again(optimizer)
+
+    def _step_again(self, optimizer: Optimizer) -> None:
+        """Take the step again, from the state that it left, to find the operation that makes a non-finite value.
+
+        Elements that are nan become 0, and infinite ones the largest number.
+        """
+        finding = self._incident.finding
+        if is_taken_apart(optimizer) or any(
+            x.role == "gradient" and not x.isfinite for x in finding.operands
+        ):
+            return
+        with torch.no_grad():
+            for x in tensors_in([parameters_of(optimizer), [*optimizer.state.values()]]):
+                x.nan_to_num_()
+            with ProvenanceMode(_Rerun._step_again.__code__) as provenance:
+                inspect.unwrap(type(optimizer).step)(optimizer)
+        steps = [x for x in provenance.steps if x.origin is None and not x.meant]
+        for step in steps[:1]:
+            place = finding.place if step.place is None else step.place.at
+            operands = *step.operands, *finding.operands
+            facts: dict[str, Any] = {"operands": operands, "made": step.made, "place": place}
+            self._incident.learn(operation=f"{step.operation} in {finding.operation}", **facts)
+            self._incident.remark(*step.remarks)
 
     def examine_batch(self, snapshot: BatchSnapshot) -> None:
         """Run the forward of the batch again to find the operation, cures and samples."""

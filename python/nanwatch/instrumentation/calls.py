@@ -53,9 +53,14 @@ class Attachment:
     """
 
     def __init__(
-        self, model: nn.Module, recorder: Any, observed: Callable[[str], bool], allow_inf: Callable[..., Any]
+        self,
+        model: nn.Module,
+        recorder: Any,
+        observed: Callable[[str], bool],
+        allow_inf: Callable[..., Any],
+        on_bad_step: Callable[[], object],
     ) -> None:
-        self.is_attached = True
+        self.is_attached, self._on_bad_step = True, on_bad_step
         self._recorder, self._observed, self._allow_inf = recorder, observed, allow_inf
         _shape_inference.make()
         self._names = WeakIdKeyDictionary()
@@ -103,7 +108,8 @@ class Attachment:
 
     def _changed(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # Fused optimizers write without the version counter. The step itself is the only sign.
-        self._recorder.forget_weights([group["params"] for group in optimizer.param_groups])
+        if self._recorder.stepped([group["params"] for group in optimizer.param_groups]):
+            self._on_bad_step()
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         if module is None or (known := self._names.get(parent)) is None:

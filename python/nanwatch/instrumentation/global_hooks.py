@@ -162,6 +162,11 @@ _REGISTRATION = [x.__code__ for x in (nn.Module.register_module, nn.Module.add_m
 children = GlobalHooks(register_module_module_registration_hook, _REGISTRATION, traced=False)
 
 
+def steps_under_way() -> list[Optimizer]:
+    """Return the optimizers whose steps are under way in this thread."""
+    return [x.f_locals["self"] for x, _ in walk_stack(sys._getframe(1)) if x.f_code in _STEP]
+
+
 def with_check_after_closure(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

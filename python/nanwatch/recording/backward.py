@@ -19,11 +19,11 @@ from .observe import observe
 Gradient: TypeAlias = tuple[Any, Part, bool, Record]
 
 
-def is_loss_finite(frame: FrameType) -> bool:
-    """Return False if the frame runs a backward of a single number that is not finite."""
+def loss_of(frame: FrameType) -> Record | None:
+    """Return the record of the single number whose backward the frame runs, None where it runs none."""
     roots: Any = frame.f_locals["t_outputs"] if frame.f_code.co_name == "_engine_run_backward" else ()
     is_number = len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1
-    return not is_number or observe(roots[0].detach(), "", "output").isfinite is not False
+    return observe(roots[0].detach(), "", "output") if is_number else None
 
 
 def backward_frames(groups: Iterable[list[Gradient]]) -> tuple[list[BackwardCall], list[Arrival]]:

@@ -24,7 +24,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..numerics import _extension
 from ..records.record import PLAIN_MASK, Frame, Note, Record, Role
-from .backward import Gradient, backward_frames, is_loss_finite
+from .backward import Gradient, backward_frames, loss_of
 from .events import Part, PeakName, Recorder, RecorderEvents, Settings, Start
 from .masks import Excuses
 from .observe import call_values, completed_record, observe, with_absorbed
@@ -75,6 +75,7 @@ class PythonRecorder:
         self._lock = threading.RLock()
         self._settings, self._events = settings, events
         self._is_paused, self._num_suspended = False, 0
+        self._latest_task, self._losses = -1, deque[float](maxlen=8)
         self._nodes: list[SimpleNamespace] = []
         self._thread = _Thread()
         self._outermost: dict[int, tuple[_Call, Any, Any]] = {}  # by thread, with its arguments
@@ -125,7 +126,11 @@ class PythonRecorder:
     def watch_buffers(self, *_: object) -> None:
         """Do nothing: this recorder has no cache, and calls `on_batch_start` for each batch."""
 
-    watch_generators = watch_name = forget_weights = forget_tensors = watch_buffers
+    def losses(self) -> list[float]:
+        """Return the magnitudes of the latest finite losses, the oldest first. With `gradients` there are none."""
+        return [*self._losses]
+
+    watch_generators = watch_name = stepped = forget_tensors = watch_buffers
 
     # Calls. The wrapper of a module makes the call itself: through here it would take a level of recursion more.
 
@@ -367,8 +372,13 @@ class PythonRecorder:
             version = None if gradient.is_inference() else gradient._version
         key = place if place[0] == "leaf" else (place, id(gradient), version)
         record = observe(gradient, label, "gradient", batch=call.frame.batch, wanted=recorder._settings)
-        if not recorder._settings.gradients and not record.is_fault and is_loss_finite(sys._getframe(1)):
+        loss = None if recorder._settings.gradients else loss_of(sys._getframe(1))
+        is_quiet = not recorder._settings.gradients and not record.is_fault
+        if is_quiet and (loss is None or loss.isfinite is not False):
             recorder._kept = call  # and so its start: the graph may be gone before the step
+            if loss is not None and recorder._latest_task != task:
+                recorder._losses.append(loss.abs_max or 0.0)
+            recorder._latest_task = task
             return
         end = partial(recorder._finish, task)
         known_end, gradients = recorder._backwards.setdefault(task, (weakref.ref(end), {}))

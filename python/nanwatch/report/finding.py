@@ -15,6 +15,9 @@ from ..records.fields import read
 from ..records.record import Frame, Phase, Record
 from ..util.messages import module_name, visible
 
+LOSS, OPTIMIZER = "(loss)", "(optimizer)"  # in place of the names of modules
+# A loss that grows in so many backwards one after the other, in all by so much, diverges.
+_RISES, _GROWTH = 3, 1e3
 Value: TypeAlias = Literal["nan", "inf", "-inf", "nan+inf"]
 OriginKind: TypeAlias = Literal["produced", "received", "weight", "buffer", "data"]
 
@@ -98,7 +101,9 @@ class Finding:
 
     `num_nonfinite` and `index` (of the first non-finite element, a number per dimension) are None where they could not
     be counted. `sequence` is the place of the frame among all frames of its batch, from 0, dropped ones included, or
-    None where they were not counted.
+    None where they were not counted. `num_steps` is the number of steps that optimizers of the model's weights had
+    taken by then, as far as they were watched. `losses` are those of the latest backwards, the oldest first, if each
+    was larger than the one before and the training so diverged; else it is empty.
 
     The re-run fills `extent`, `operation`, `place` (the line of the operation), `made` (the value that the operation
     made, from which the finding's may have come), `transient`, `cures` and `operands`. `samples` are the samples of the
@@ -138,6 +143,8 @@ class Finding:
     sequence: int | None = None
     made: Value | None = None
     samples: tuple[int, ...] = ()
+    num_steps: int = 0
+    losses: tuple[float, ...] = ()
 
     @property
     def source(self) -> str | None:
@@ -215,6 +222,21 @@ def finding_of(
         phase=frame.phase,
         sequence=sequence,
     )
+
+
+def growing(losses: Iterable[float]) -> tuple[float, ...]:
+    """Return the last of these losses, as far as each is larger than the one before, if they show a divergence.
+
+    Examples:
+        >>> growing([5.0, 3.0, 40.0, 700.0, 2e4, float("inf")])
+        (3.0, 40.0, 700.0, 20000.0, inf)
+        >>> growing([3.0, 5.0, 9.0, 2.0])
+        ()
+    """
+    rise = list[float]()
+    for loss in (x for x in losses if not isnan(x)):
+        rise = [*rise, loss] if rise and abs(loss) > abs(rise[-1]) else [loss]
+    return tuple(rise) if len(rise) > _RISES and abs(rise[-1]) > _GROWTH * abs(rise[0]) else ()
 
 
 def value_of(record: Record) -> Value:
@@ -352,6 +374,9 @@ class Origin:
 def first_seen(seen: Finding | RankObservation) -> str:
     """Return the words for what was seen first, in which tensor of which module, in which phase of which batch."""
     where = f"`{seen.label}` of {module_name(seen.module)} ({seen.class_name})"
+    if seen.module in (LOSS, OPTIMIZER):
+        of_what = "the loss" if seen.module == LOSS else f"`{seen.label}` of the optimizer"
+        where = f"{of_what} ({seen.class_name})"
     return f"{seen.value} first seen in {where} in {_PHASES[seen.phase]}batch {seen.batch}"
 
 

@@ -44,8 +44,13 @@ def explain(
         reason, advice = _why_forward(finding, frame, frames), _next_forward(finding, frame, record, frames)
     else:
         reason, advice = _why_backward(finding, frame), _next_backward(finding, frame, record)
-    is_unwritten = (finding.operation or "").startswith(("aten.empty", "aten.new_empty"))
-    return Explanation(reason, _of("unwritten memory") if is_unwritten else advice)
+    if (finding.operation or "").startswith(("aten.empty", "aten.new_empty")):
+        advice = _of("unwritten memory")
+    elif finding.losses:
+        advice = _of("divergence")
+    elif finding.transient:
+        advice = _of("unsteady")
+    return Explanation(reason, advice)
 
 
 def _of(code: str, **values: str | int | float | None) -> Statement:
@@ -86,18 +91,22 @@ SENTENCES = {
     " other code.",
     "weight since the forward": "the weight was finite in the latest forward and is not any more: an optimizer step"
     " wrote it, or other code.",
+    "weight of a finite gradient": "the optimizer's step wrote it, with a finite gradient.",
+    "weight of a bad gradient": "the optimizer's step wrote it, with a gradient that was not finite.",
     "weight before the call": "the weight was not finite before this call: an optimizer step wrote it since the watch"
     " began, or a checkpoint did before, if no earlier batch used it.",
     "buffer": "the buffer was not finite when the call ended: in training mode running statistics take in the input;"
     " otherwise an initialisation, a checkpoint or other code wrote it.",
     "buffer before the call": "the buffer was not finite before this call, whose inputs are: other code wrote it.",
-    "data": "the batch was called with it, and the model passed it on; or a module wrote it there, in place, as"
-    " x.mul_() does to what it is given.",
+    "data": "the model was called with it.",
+    "data, or a write in place": "the model was called with it; or a module wrote it there, in place, as x.mul_() does"
+    " to what it is given.",
     "from outside": "it was handed in from outside the modules that are watched.",
     "from the caller": "it was handed in by {giver}, whose watched submodules had all been finite: code between their"
     " calls made it, or a submodule that is not watched, or {module} itself if it writes into its input.",
-    "optimizer step": "the optimizer keeps it: a schedule wrote its learning rate, or the step left it in the state,"
-    " because of the gradients that it took or of the state before.",
+    "learning rate": "a schedule or other code of the program wrote it. A step with it leaves no weight finite.",
+    "optimizer step": "the step left it in the optimizer's state, because of the gradients that it took or of the state"
+    " before.",
     "gradient at the step": "the step was about to take it, and each backward on this rank brought finite gradients:"
     " code between backward() and the step wrote it, or it is a sum of several backwards or ranks.",
     "in a checkpoint": "it was not finite when it was saved: an optimizer step wrote it since the last forward, or"
@@ -109,6 +118,7 @@ SENTENCES = {
     "from a backward": "it came out of the backward of {giver}: its own code made it, between the calls of its"
     " submodules if it has any, or a submodule that is not watched.",
     "data of the loss": "the loss was given it: it was in the labels, or in other data that the loss reads.",
+    "loss itself": "it was computed from outputs of the model that were finite.",
     "from the loss": "it came from the loss, or from what lies between the model's output and the loss.",
     "gradient of unknown origin": "no gradient of this module's outputs was seen: by default those of the model's"
     " outputs alone are read, and none of compiled calls, or of a weight used without its module.",
@@ -127,11 +137,21 @@ SENTENCES = {
     "gradients and step": f"{_GRADIENTS} finds a bad gradient before a step takes it; {_STEP}.",
     "unwritten memory": "write all of this memory before it is read, or allocate it with zeros.",
     "writer of the buffer": "look at what was last written to this buffer.",
-    "data loader": "look at the data loader and the preprocessing of this batch; where they are clean, for in-place"
-    " operations on the model's input. If the value is meant, as that of a missing reading, watch with {option}.",
+    "data loader": "look at the data loader and the preprocessing of this batch. If the value is meant, as that of a"
+    " missing reading, watch with {option}.",
+    "cure or data loader": "apply the cure if the value is meant, as that of a missing reading; else look at the data"
+    " loader and the preprocessing of this batch.",
     "code outside": "look at the code that called this module: a part of the model in another thread, a coroutine, a"
     " generator or a backward, or code that calls parts of the model itself.",
     "forward of the caller": "look at the forward of the module that handed it in, from the last finite frame on.",
+    "schedule": "look at how the learning rate of this step is computed: for a division by a number of steps that is 0,"
+    " or a power or a root of a negative number.",
+    "arithmetic of the step": "guard what the step divides by, as an eps does, or lower the learning rate, or keep"
+    " weights and state in a wider format. Start again from weights of before this step.",
+    "divergence": "the steps are too large, or go the wrong way: lower the learning rate, look at its sign and its"
+    " schedule, or bring inputs and targets to a scale of 1.",
+    "unsteady": "look for memory that is read before it is written, as torch.empty() makes it, for what the model keeps"
+    " from batch to batch, and for threads or streams that write to the same tensor.",
     "optimizer state": "look at the learning rate, at the latest gradients, and at the format of the state.",
     "writer of the gradient": "look at what happens to gradients between backward() and the step, such as a division by"
     " a number of tokens; at the sum of several backwards in a short format; at the reports of the other ranks.",
@@ -172,6 +192,8 @@ def _why_forward(finding: Finding, frame: Frame | None, frames: Sequence[Frame])
     are_moderate = all(_is_finite_float(x) and (x.abs_max or 0.0) < 1e19 for x in inputs)
     if are_statistics and is_wide and inputs and are_moderate:
         return _of("buffer before the call")
+    if finding.origin == "data" and not finding.extent:  # no re-run has compared versions
+        return _of("data, or a write in place")
     if finding.origin != "received":
         return _of(finding.origin)
     if finding.source_module is None:
@@ -214,6 +236,8 @@ def _next_forward(
         return _of("code outside" if finding.source_module is None else "forward of the caller")
     if finding.origin == "buffer":
         return _of("writer of the buffer")
+    if is_cured:
+        return _of("cure or data loader")
     value = "nan" if "nan" in finding.value else "inf"
     excuse = f"{value}:{finding.module or '(root)'}"
     return _of("data loader", option=f"allow={excuse!r}")
@@ -222,7 +246,15 @@ def _next_forward(
 def _next_weight(finding: Finding, *, after_backward: bool) -> Statement:
     if any(cure.works for cure in finding.cures):
         return _of("cure of the step")
+    if finding.phase == "step" and (is_finite := _has_finite_gradient(finding)) is not None:
+        return _of("arithmetic of the step" if is_finite else "gradients and step")
     return _of("step" if after_backward else "gradients and step")
+
+
+def _has_finite_gradient(finding: Finding) -> bool | None:
+    """Return whether the step took a finite gradient; None where that was not seen."""
+    gradients = [x for x in finding.operands if x.role == "gradient"]
+    return all(x.isfinite for x in gradients) if gradients else None
 
 
 # Kernels that square what they are given. For half precision they do so in float32.
@@ -260,7 +292,11 @@ def _is_finite_float(record: Record) -> bool:
 def _why_backward(finding: Finding, frame: Frame | None) -> Statement:
     if finding.phase == "step":
         if finding.origin == "weight":
-            return _of("weight since the forward")
+            is_finite = _has_finite_gradient(finding)
+            kinds = {None: "since the forward", True: "of a finite gradient", False: "of a bad gradient"}
+            return _of(f"weight {kinds[is_finite]}")
+        if finding.label.startswith("lr["):
+            return _of("learning rate")
         return _of("gradient at the step" if finding.label.endswith(".grad") else "optimizer step")
     if finding.origin == "produced":
         records = () if frame is None else frame.records
@@ -271,6 +307,8 @@ def _why_backward(finding: Finding, frame: Frame | None) -> Statement:
         return _of("from a backward", giver=finding.source_module)
     if finding.origin == "data":
         return _of("data of the loss")
+    if finding.module == "(loss)":
+        return _of("loss itself")
     is_known = finding.label.startswith("output") or finding.operation is not None
     return _of("from the loss" if is_known else "gradient of unknown origin")
 
@@ -279,6 +317,8 @@ def _next_backward(finding: Finding, frame: Frame | None, record: Record | None)
     if finding.phase == "step":
         if finding.origin == "weight":
             return _next_weight(finding, after_backward=True)
+        if finding.label.startswith("lr["):
+            return _of("schedule")
         return _of("writer of the gradient" if finding.label.endswith(".grad") else "optimizer state")
     if any(cure.works and (cure.patch or cure.code) for cure in finding.cures):
         return _of("apply the cure")

@@ -48,9 +48,10 @@ def batch_lines(batch: int) -> list[str]:
 
 
 def summary(finding: Finding) -> str:
-    """Return one sentence: what, in which tensor of which module, in which batch."""
-    rank = f" on rank {finding.rank}" if finding.rank else ""
-    return visible(f"{first_seen(finding)}{rank}")
+    """Return one sentence: what, in which tensor of which module, in which batch, after how many steps."""
+    count, rank = finding.num_steps, f" on rank {finding.rank}" if finding.rank else ""
+    steps = f" (after {count:,} optimizer step{'' if count == 1 else 's'})" if count else ""
+    return visible(f"{first_seen(finding)}{rank}{steps}")
 
 
 class Fact(NamedTuple):
@@ -71,6 +72,7 @@ def finding_facts(finding: Finding, frames: Sequence[Frame]) -> list[Fact]:
         Fact("What", f"{summary(finding)}."),
         Fact("Where", f"{_where(finding, record)}."),
         Fact("Why", str(explanation.reason)),
+        Fact("Loss", _losses(finding.losses)),
         Fact("Room", shrinking(frames)),
         *(Fact("Under", words) for words in _vanished(frame)),
         *_by(finding),
@@ -106,6 +108,8 @@ def _by(finding: Finding) -> list[Fact]:
     is_passed = finding.origin == "data" and any(x.isfinite is False for x in finding.operands)
     if finding.operation is None or (is_passed and not made):
         return []
+    by = finding.operation.removeprefix("the step of ")
+    head = "By" if by == finding.operation else "Step"
     where = "" if finding.place is None else f" at {finding.place.short}"
     words = ", ".join(
         f"|{operand.label}| {operand.abs_min:.2e} to {operand.abs_max:.2e}"
@@ -113,7 +117,14 @@ def _by(finding: Finding) -> list[Fact]:
         for operand in finding.operands
         if operand.abs_min is not None and operand.abs_max is not None
     ).replace("nan to nan", "nan")
-    return [Fact("By", f"{finding.operation}{made}{where}."), Fact("From", f"{words}." if words else "")]
+    return [Fact(head, f"{by}{made}{where}."), Fact("From", f"{words}." if words else "")]
+
+
+def _losses(losses: Sequence[float]) -> str:
+    if not losses:
+        return ""
+    rise = f"each of the latest {len(losses)} was larger than the one before"
+    return f"it diverges: {rise}, from {losses[0]:.3g} to {losses[-1]:.3g}."
 
 
 def _samples(samples: Sequence[int]) -> str:
@@ -156,7 +167,7 @@ def _where(finding: Finding, record: Record | None) -> str:
         where = f"{finding.num_nonfinite:,} of {finding.numel:,} elements"
     if finding.extent and finding.extent not in ("all", "one element"):
         where += f" ({finding.extent})"
-    if finding.index:
+    if finding.index and finding.num_nonfinite != finding.numel:
         where += f", the first at {list(finding.index)}"
     if record is None or record.shape is None:
         return where

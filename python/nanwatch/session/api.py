@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from inspect import getdoc, signature
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from ..capsule.replay import Model, Replayed, call_again
 from ..instrumentation.calls import check_model
 from ..instrumentation.wrapped_names import for_names, named_modules, original_module, parameter_names
 from ..recording.events import ActAt, Settings
-from ..recording.masks import Excuses, excuses
 from ..report.report import Report
 from ..sinks.sink import Sink
 from ..trace.trace_file import arrow
@@ -188,7 +187,6 @@ class Options:
     stall_timeout: float | None = _setting(None, "NANWATCH_STALL_TIMEOUT", kinds.seconds)
     rerun_in: str = _setting("child", "NANWATCH_RERUN", partial(kinds.one_of, ("in-process", "child")))
     scaler: Any = None  # a trainer's
-    masks: tuple[str, ...] = field(default=(), compare=False)  # as `allow`, found by the watch
     max_skipped_steps: int = 20
 
     @property
@@ -210,14 +208,9 @@ class Options:
         frozen, words = () if self.audit is None else self.audit.frozen, name.split(".")
         return any(_matches(".".join(words[: i + 1]), frozen) for i in range(len(words)))
 
-    def allows(self, value: Literal["inf", "nan"], name: str) -> bool:
-        """Return whether this value is meant in the module of this name."""
-        return _matches(name, [entry[4:] for entry in self.allow + self.masks if entry.startswith(value)])
-
-    def excuses(self, name: str, module: nn.Module) -> bool | Excuses:
-        """Return whether infinities in this module are meant, or the judge of a module that may hold masks or nans."""
-        inf, nan = self.allows("inf", name), self.allows("nan", name)
-        return excuses(module, inf=inf, nan=nan, reads_inputs="inputs" in self.read)
+    def allows(self, value: str, name: str, masks: Sequence[str] = ()) -> bool:
+        """Return whether this value, "inf" or "nan", is meant in the module of this name."""
+        return _matches(name, [entry[4:] for entry in (*self.allow, *masks) if entry.startswith(value)])
 
     @property
     def trace_batches(self) -> Collection[int]:
@@ -304,11 +297,8 @@ def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
             f"batches of the Trace has {first_few([*map(str, missed)])}, and every={options.every} reads only multiples"
             f" of {options.every}; trace such batches, or set every=1"
         )
-    return (
-        options
-        if options.enabled
-        else replace(DEFAULTS, enabled=False, on_nonfinite="record", forecast=False)
-    )
+    switched_off = replace(DEFAULTS, enabled=False, on_nonfinite="record", forecast=False)
+    return options if options.enabled else switched_off
 
 
 def _checked(name: str, value: Any) -> Any:

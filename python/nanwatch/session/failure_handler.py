@@ -62,7 +62,7 @@ class FailureHandler:
         self._options, self._recorder = options, recorder = reports.options, reports.recorder
         self._action = options.on_nonfinite
         self._mask: tuple[Any, ...] | None = ()  # batch, shape and counts of the latest mask of scores
-        self.allow: Callable[[str], object]  # allows what an entry names, also in the recorder
+        self.excuse_again: Callable[[], object]  # tells the recorder what is allowed
         self._first: Incident | None = None  # of the latest non-finite batches in a row
         self.is_run_open = False
         self._under_way: dict[int, Incident] = {}  # by the numbers of their batches
@@ -118,7 +118,8 @@ class FailureHandler:
                 [place] = run_in_child(look, 2 * start.seconds)
         if finding is not None and place:
             self._mask, entry = values, f"inf:{frame.name or ROOT}"
-            self.allow(entry)
+            self._reports.masks.append(entry)
+            self.excuse_again()
             words = f"{place} wrote it as a number, as a mask is: allowed from now on, as by allow={entry!r}"
             warn_user(f"{text.summary(finding)}; {words}", may_raise=False)
         return bool(place)
@@ -147,8 +148,7 @@ class FailureHandler:
         PeerNonFiniteError from an error of a collective, when another rank's failure is behind it.
         """
         incident, error = self._under_way.get(batch), None if completed else sys.exc_info()[1]
-        theirs = error if isinstance(error, Exception) and batch % self._options.every == 0 else None
-        theirs = None if isinstance(error, NonFiniteError) else theirs
+        is_read = batch % self._options.every == 0
         try:
             if not completed:
                 self.exception_batch = batch
@@ -156,18 +156,10 @@ class FailureHandler:
                     self.ranks.explain(error)
             if incident is not None and self._options.acts and completed == (incident.raised is None):
                 self._act(incident)  # not where a forward has caught the error
-            elif theirs is not None:
+            elif is_read and isinstance(error, Exception) and not isinstance(error, NonFiniteError):
                 with suppressing("a user's exception could not be examined"):  # which matters more
-                    report = self._reports.of_left_calls(theirs, batch) if incident is None else None
-                    if (
-                        report is not None
-                    ):  # the other ranks are not told, as somebody may catch the exception
-                        incident = self._see(batch, lambda: report, tells_ranks=False)
-                    if incident is not None and self._options.acts:
-                        self._act(incident, theirs)
-                    elif incident is not None:
-                        add_note(theirs, incident.report)
-            elif completed and incident is None and batch % self._options.every == 0:
+                    self._explain(error, batch)
+            elif is_read and completed and incident is None:
                 self.is_run_open = False
                 forecast = self._monitor.end(batch)
                 self._sinks.batch_ended(batch)
@@ -178,6 +170,17 @@ class FailureHandler:
                 incident.raised = None  # its traceback holds the batch
                 self._ended.append(batch)
             self._batch_ends.active = bool(self._under_way) or self.is_run_open
+
+    def _explain(self, error: Exception, batch: int) -> None:
+        """Add the report of the batch to a user's exception, if a call that it left holds a non-finite value."""
+        incident = self._under_way.get(batch)
+        if incident is None and (report := self._reports.of_left_calls(error, batch)) is not None:
+            # The other ranks are not told, as somebody may catch the exception.
+            incident = self._see(batch, lambda: report, tells_ranks=False)
+        if incident is not None and self._options.acts:
+            self._act(incident, error)
+        elif incident is not None:
+            add_note(error, incident.report)
 
     # Seen where no forward is under way
 
@@ -241,7 +244,7 @@ class FailureHandler:
 
     def _allows(self, name: str, module: nn.Module) -> bool | Excuses:
         """Return whether infinities of the module are meant. One that is not watched is not judged either."""
-        return not self._options.observes(name) or self._options.excuses(name, module)
+        return not self._options.observes(name) or self._reports.excuses(name, module)
 
     def _examine(self, incident: Incident) -> None:
         """Complete the incident by a re-run of this thread's batch, if it may run again, and write it to output_dir."""
@@ -263,12 +266,13 @@ class FailureHandler:
         examine: Any = partial(rerun.examine, incident, model=model, output_dir=options.output_dir, **facts)
 
         def in_child() -> str:
-            examine(start, examines=True)
+            examine(start, examines=examines)
             return incident.report.to_json()
 
         examines = options.reruns and (is_of_batch or call is not None)
+        is_stepped = options.reruns and (finding.phase, finding.origin) == ("step", "weight")
         try:
-            if not examines or (start is None and call is None):
+            if not is_stepped and (not examines or (start is None and call is None)):
                 examine(None, examines=examines)
             elif options.rerun_in == "child" and can_fork():
                 seconds = LEAST_SECONDS if start is None else start.seconds
@@ -277,7 +281,7 @@ class FailureHandler:
             else:
                 with unwatched(model):  # no other thread enters the model meanwhile
                     reason = "another thread was inside the model" if self._recorder.num_other_threads else ""
-                    examine(start, examines=True, reason=reason)
+                    examine(start, examines=examines, reason=reason)
         except BaseException as error:
             words = error if isinstance(error, ChildEndedError) else spell(error)
             incident.remark(f"nanwatch could not re-run a failed batch: {words}")

@@ -35,10 +35,11 @@ from ..recording.observe import nonfinite, observe, observe_all, state_tensors
 from ..records.record import Frame, Note
 from ..report import text
 from ..report.events import SkippedStep
+from ..report.finding import LOSS, OPTIMIZER
 from ..util.job import rank
 from ..util.messages import suppressed, warn_user
 from ..util.program import each_parameter, parameters_of
-from .reports import OPTIMIZER, Reports
+from .reports import Reports
 
 # Skipped steps that are kept. All are counted.
 _MAX_KEPT = 100
@@ -83,8 +84,7 @@ class OptimizerSteps:
         self.num_skipped = self._in_a_row = 0
         self.num_untaken = 0  # non-finite backwards after which a step took finite gradients
         self._skipped_weights = set[int]()  # of the latest skipped step
-        # A loss that is nan or inf, and its batch, where a gradient is not finite either.
-        self._loss: tuple[Tensor, int] | None = None
+        self._loss: Frame | None = None  # of a loss that is nan or inf, where a gradient is not finite either
         scaler = options.scaler
         self._scaler: Callable[[], Any] | None = None if scaler is None else weakref.ref(scaler)
         self._num_scales = 0
@@ -123,12 +123,15 @@ class OptimizerSteps:
         is_bad: Any = isnan if loss.dtype is torch.float16 else lambda number: not isfinite(number)
 
         def ended() -> None:
-            if is_bad(number := numbers.wait()[0]):
+            self._reports.losses.append(number := numbers.wait()[0])
+            if is_bad(number):
                 self._loss_is_bad(loss, batch, number)
 
         # On a GPU wait until the backward ends, where the host waits for the gradients anyway.
         if loss.device.type == "cuda" or is_bad(numbers.wait()[0]):
             torch.autograd.Variable._execution_engine.queue_callback(ended)
+        else:
+            ended()
 
     def backward_ended(self, calls: list[BackwardCall], arrivals: list[Arrival]) -> None:
         """Defer the failure of a backward whose frames are not kept yet."""
@@ -154,15 +157,12 @@ class OptimizerSteps:
         if self._failures.knows(batch):
             return
         self._starts.backward_failed(batch)
-        if self.deferred is not None or not isnan(number) or not self._options.gradients:
-            self._loss = loss.detach(), batch
-        else:
-            self._stop_for_loss(loss, batch)
-
-    def _stop_for_loss(self, loss: Tensor, batch: int) -> None:
         name = type(loss).__name__ if loss.grad_fn is None else loss.grad_fn.name()
-        frame = Frame(batch, "(loss)", name, (observe(loss.detach(), "output", "output"),), "backward")
-        self._failures.step_follows(self._reports.of_frame(frame))
+        frame = Frame(batch, LOSS, name, (observe(loss.detach(), "output", "output"),), "backward")
+        if self.deferred is not None or not isnan(number) or not self._options.gradients:
+            self._loss = frame
+        else:
+            self._failures.step_follows(self._reports.of_frame(frame))
 
     # Deferred until a step
 
@@ -240,6 +240,7 @@ class OptimizerSteps:
         if not self._recorder.paused:
             self._unread_step = self._recorder.latest_batch
         if takes_ours:
+            self._reports.num_steps += 1
             self._check_rates(optimizer)
         if not self._has_read_state and optimizer.state:  # from a checkpoint
             self._read_state(optimizer)
@@ -298,7 +299,7 @@ class OptimizerSteps:
             recorder.finish_nonfinite_backward()
         if not self._options.gradients:
             # A finite backward goes unseen, so a later batch takes its place.
-            if self._loss is not None and self._loss[1] != batch:
+            if self._loss is not None and self._loss.batch != batch:
                 self._loss = None  # its own step was left out
             if self.deferred is not None:
                 self.settle(only_known=self.deferred.latest == batch)
@@ -322,7 +323,7 @@ class OptimizerSteps:
             loss = None  # the program has made its gradients finite
         is_nonfinite = bool(bad_parameters) or loss is not None
         if loss is not None and not bad_parameters and self.deferred is None:
-            self._stop_for_loss(*loss)
+            self._failures.step_follows(self._reports.of_frame(loss))
         found_inf = getattr(optimizer, "found_inf", None)
         if (deferred := self.deferred) is None:
             # The steps of another optimizer, as of a GAN's other part, end no run.
@@ -395,7 +396,7 @@ class OptimizerSteps:
         trained = (x for x in each_parameter(model) if x.requires_grad)
         for x in nonfinite(x for x in trained if options.observes(owners[id(x)][0].name)):
             (name, _, module), label = owners[id(x)]
-            record = observe(x, label, "weight", options.excuses(name, module))
+            record = observe(x, label, "weight", self._reports.excuses(name, module))
             if record.is_fault:
                 frame = Frame(batch, name, type(module).__name__, (record,), "step")
                 return self._reports.of_frame(frame)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -29,6 +30,7 @@ from ..diagnosis.loss_statements import Lines, ProgramCall
 from ..history.monitor import Suspicion
 from ..instrumentation.execution_context import RngState
 from ..instrumentation.functions import Function
+from ..instrumentation.global_hooks import steps_under_way
 from ..instrumentation.wrapped_names import (
     find_module,
     is_recorded,
@@ -37,10 +39,11 @@ from ..instrumentation.wrapped_names import (
     unwrapped,
 )
 from ..recording.events import Event, Recorder, versions_of
+from ..recording.masks import Excuses, excuses
 from ..recording.observe import may_be_called, observe, parameter_mesh, state_of, state_tensors
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..records.record import Frame, Record, Role
-from ..report.finding import Finding, OriginKind, find, finding_of, with_earlier
+from ..report.finding import OPTIMIZER, Finding, OriginKind, find, finding_of, growing, with_earlier
 from ..report.report import Report, report_of
 from ..report.text import culprit
 from ..util.job import rank
@@ -57,7 +60,6 @@ ModelRef: TypeAlias = Callable[[], nn.Module | None]
 
 _NO_MODULE = nn.Module()
 _STATE: dict[Role, OriginKind] = {"weight": "weight", "buffer": "buffer"}
-OPTIMIZER = "(optimizer)"  # name of the frames of an optimizer
 _WRITTEN = (
     "`{}` was written to, in place, since the batch began: whether it came in finite is no longer known, but the model"
     " wrote to it"
@@ -188,18 +190,26 @@ class Reports:
         self.model, self.recorder, self.options = model_ref(model), recorder, options
         self.starts, self._suspicion = Starts(self.model, recorder, options), suspicion
         self.describe: Describe | None = None
+        self.masks: list[str] = []  # outputs that hold masks, as entries of `allow`
         # Optimizers that have stepped, by id as some have no hash: how many parameters, and whether one is the model's.
         self.steppers: dict[int, tuple[weakref.ref[Optimizer], int, bool]] = {}
+        self.num_steps = 0  # that optimizers of the model's weights have begun
+        self.losses: deque[float] = deque(maxlen=8)  # that the recorder leaves to Python
         self._mesh = parameter_mesh(model)  # kept: a report may be asked for when the model has gone
 
-    def look_at_mesh(self) -> None:
-        """Remember the place of this rank in the device meshes of the model's parameters."""
-        self._mesh = tuple(dict.fromkeys((*self._mesh, *parameter_mesh(self.model()))))
+    def excuses(self, name: str, module: nn.Module) -> bool | Excuses:
+        """Return whether infinities in this module are meant, or the judge of a module that may hold masks or nans."""
+        inf, nan = (self.options.allows(value, name, self.masks) for value in ("inf", "nan"))
+        return excuses(module, inf=inf, nan=nan, reads_inputs="inputs" in self.options.read)
 
     def of(self, frames: Sequence[Frame], finding: Finding | None) -> Report:
         """Return the report of these frames, the oldest first; without a finding it is one of the latest batch."""
-        self.look_at_mesh()
+        self._mesh = tuple(dict.fromkeys((*self._mesh, *parameter_mesh(self.model()))))
         number = self.recorder.latest_batch if finding is None else finding.batch
+        if finding is not None:
+            under_way = [x for x in steps_under_way() if self.steppers.get(id(x), (None, 0, False))[2]]
+            losses = growing([*self.recorder.losses(), *self.losses])
+            finding = replace(finding, num_steps=self.num_steps - len(under_way), losses=losses)
         never_called = self._suspicion.never_called(tuple(frames), self.options.observes)
         suspects = () if finding is None else self._suspicion.suspects(tuple(frames))
         latest, batch = tuple(frames[-self.options.max_frames :]), None if number < 0 else number
@@ -378,7 +388,7 @@ class Reports:
                 if name is None:
                     continue
                 if self.options.observes(name):
-                    allowed = self.options.excuses(name, call.module)
+                    allowed = self.excuses(name, call.module)
                     values: list[tuple[Role, str, Any]] = [*state_of(call.module)]
                     if nonfinite is None or fault is None or fault.role == "input" or name == nonfinite.name:
                         arguments = self._arguments(call.args, call.kwargs, fault)

@@ -107,14 +107,10 @@ class Watch:
         self._checkpoints = CheckpointGuard(reports, self._failures) if options.guard_checkpoints else None
         self._attachment: Attachment | None = None
         if options.enabled:
-            self._attachment = Attachment(model, recorder, options.observes, options.excuses)
-            self._failures.allow = weakly(self._allow)
+            on_bad_step = weakly(self._steps.act)
+            self._attachment = Attachment(model, recorder, options.observes, reports.excuses, on_bad_step)
+            self._failures.excuse_again = weakly(self._attachment.excuse_again)
             watch_starts.call(self, model)
-
-    def _allow(self, entry: str) -> None:
-        object.__setattr__(self._options, "masks", (*self._options.masks, entry))
-        if self._attachment is not None:
-            self._attachment.excuse_again()
 
     def __repr__(self) -> str:
         model = self._model()
@@ -159,7 +155,6 @@ class Watch:
         box, self._box = self._box, None
         if box is not None:
             box.num_watches -= 1
-        self._reports.look_at_mesh()
         parts = self._replicas, self._audit, self._steps, self._attachment, self._attention, self._checkpoints
         for part in (*parts, self._steps.spikes):
             if part is not None:

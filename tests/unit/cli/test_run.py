@@ -63,7 +63,7 @@ def test_an_unchanged_script(tmp_path):
     finding = nanwatch.Report.from_json((folder / "report.json").read_text()).finding
     assert (finding.module, finding.label, finding.origin) == ("(loss)", "output", "received")
     assert finding.operation is not None
-    assert f"What:  {finding.value} first seen in `output` of {finding.module}" in done.stderr
+    assert f"What:  {finding.value} first seen in the loss (" in done.stderr
     assert f"of Net: {finding.value} first seen" in done.stderr
     assert "runpy" not in done.stderr
     assert done.stdout == ""

@@ -57,8 +57,12 @@ def test_a_fused_step_is_taken_apart_too() -> None:
     w, stranger = watch(model), torch.optim.SGD([nn.Parameter(torch.ones(1))])
     stranger.step()  # which holds no weight of the model
     model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()  # the step
-    finding = fault_of(w.stop).finding
+
+    def step() -> None:
+        optimizer.step()  # the step
+        w.stop()
+
+    finding = fault_of(step).finding
     update = "exp_avg / (exp_avg_sq.sqrt() + eps) with lr=1e+39 and eps=1e-08"
     assert (finding.operation, finding.cures) == (f"the step of AdamW, {update}", ())
     assert comment_of(finding) == "the step"
@@ -66,10 +70,10 @@ def test_a_fused_step_is_taken_apart_too() -> None:
 
 @pytest.mark.parametrize(("momentum", "how"), [(0.0, "report"), (0.9, "stop"), (0.9, "with")])
 def test_the_last_step_of_a_run_is_looked_at(momentum: float, how: str) -> None:
-    """No forward follows it: asking for the report says so, and the end of the watch raises."""
+    """No forward reads its weights: asking for the report says so, and the end of the watch raises."""
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e38, momentum=momentum)
-    w = watch(model)
+    w = watch(model, every=2)
     (model(torch.randn(4, 8)).square().sum() * 1e3).backward()
     optimizer.step()
     if how == "report":
@@ -84,21 +88,6 @@ def test_the_last_step_of_a_run_is_looked_at(momentum: float, how: str) -> None:
     assert finding.operation == f"the step of SGD, weight - lr * {key} with lr=1e+38"
 
 
-def test_the_line_of_a_step_that_a_learning_rate_has_stopped() -> None:
-    optimizer = torch.optim.SGD((model := nn.Linear(8, 1)).parameters(), lr=0.1)
-    optimizer.param_groups[0]["lr"] = torch.nan
-
-    def step() -> None:
-        for _ in ():
-            optimizer.step()
-        optimizer.step()  # the step of SGD
-
-    with watch(model):
-        model(torch.randn(4, 8)).sum().backward()
-        finding = fault_of(step).finding
-    assert comment_of(finding) == finding.operation
-
-
 def test_a_step_that_leaves_finite_weights_finite_is_not_named() -> None:
     optimizer = torch.optim.SGD((model := nn.Linear(8, 1)).parameters(), lr=0.1, momentum=0.9)
     w = watch(model)
@@ -106,3 +95,41 @@ def test_a_step_that_leaves_finite_weights_finite_is_not_named() -> None:
     optimizer.step()
     model.weight.data[0] = torch.nan
     assert fault_of(w.stop).finding.operation is None
+
+
+class Normalised(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            update = p.grad / p.grad.norm()  # aten.div.Tensor
+            p.sub_(update, alpha=0.1)
+
+
+def test_the_line_in_an_optimizer_of_the_program() -> None:
+    """The gradient of a head without a loss is 0: the step that divides by it ends, and no later forward."""
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 1)])
+    with watch(model):
+        x = model[0](torch.ones(3, 2))
+        (x.sum() + model[1](x).sum() * 0).backward()
+        finding = fault_of(Normalised(model.parameters()).step).finding
+    assert (finding.module, finding.label, finding.phase) == ("1", "weight", "step")
+    assert finding.operation == f"{comment_of(finding)} in the step of Normalised with lr=0.1"
+
+
+def test_a_training_that_diverges() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def train() -> None:
+        for _ in range(100):
+            optimizer.zero_grad()
+            (model(torch.full((4, 3), 10.0)) - 1).square().mean().backward()
+            optimizer.step()
+
+    with watch(model):
+        report = fault_of(train)
+    assert report.finding.losses == tuple(sorted(report.finding.losses))
+    assert (report.finding.num_steps, report.explanation.advice.code) == (report.batch, "divergence")

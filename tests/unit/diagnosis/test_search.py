@@ -233,7 +233,7 @@ def test_a_nan_among_infinities_that_are_allowed() -> None:
         model(torch.ones(2))
     finding = w.report().finding
     assert finding is not None
-    seen = find_operation(start, finding, model=model, allows=w._options.excuses)
+    seen = find_operation(start, finding, model=model, allows=w._reports.excuses)
     assert (finding.value, seen.call.args[0].tolist()) == ("nan", [INF, INF])
 
 
