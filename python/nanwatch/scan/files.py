@@ -9,7 +9,6 @@ import copyreg
 import ctypes
 import io
 import json
-import operator
 import os
 import pickle
 import re
@@ -39,7 +38,7 @@ _SUFFIXES = (".safetensors", ".gguf", ".npz", ".npy", ".pt", ".pth", ".bin", ".c
 _READS = "safetensors, GGUF, NumPy and torch.save, an index of such files, a folder of them or of DCP"
 _INDEX, _METADATA = ".index.json", ".metadata"
 _AROUND = 1 << 16  # bytes that Linux maps around a page, from a multiple of them on
-_libc = ctypes.CDLL(None)
+libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,35 +61,31 @@ class Problem:
 class Stored(NamedTuple):
     """One tensor of a checkpoint.
 
-    `regions` are the addresses at which its file is mapped. `load` returns the tensor, or the rows of bytes of an
-    `encoding` of GGUF, which stand for `shape` elements and which `decoder` decodes.
+    `regions` are the addresses at which its file is mapped. `load` returns the tensor, or rows of bytes in GGUF's
+    `encoding`, which stand for `shape` elements.
     """
 
     file: Path
     regions: Sequence[range]
     name: str
     load: Callable[[], Tensor]
-    encoding: str = ""
+    encoding: Any = None
     shape: tuple[int, ...] = ()
-    decoder: Callable[[Any], Any] | None = None
 
     def parts(self, x: Tensor, step: int) -> Sequence[Tensor]:
-        """Return the parts of the loaded tensor in C order, to `decode`.
-
-        A part has `step` elements: a power of two from 2**13 on gives whole blocks of GGUF.
-        """
+        """Return parts of `step` elements in C order: a power of two from 2**13 on gives whole blocks of GGUF."""
         flat = x.reshape(-1)
         flat = flat.view(torch.uint8) if flat.dtype is torch.bool else flat  # a file may have any byte there
-        length = step * flat.numel() // prod(self.shape) if self.encoding else step
+        length = step if self.encoding is None else step * flat.numel() // prod(self.shape)
         # A view takes a tenth of the read of 1 MiB.
         return flat.split(length) if flat.numel() > length else (flat,)
 
     def decode(self, part: Tensor) -> Tensor:
         """Return the elements of a part."""
-        if self.decoder is None:
+        if self.encoding is None:
             return part
         with np.errstate(all="ignore"):
-            return torch.from_numpy(self.decoder(part.numpy()))
+            return torch.from_numpy(import_module("gguf").dequantize(part.numpy(), self.encoding))
 
     def release(self, *tensors: Tensor) -> None:
         """Give the mapped pages from the first to the last of these back to the kernel.
@@ -101,7 +96,7 @@ class Stored(NamedTuple):
             if inside := [x for x in tensors if x.data_ptr() in region]:
                 first = max(min(x.data_ptr() for x in inside) // _AROUND * _AROUND, region.start)
                 last = min(max(x.data_ptr() + x.nbytes for x in inside) + _AROUND, region.stop)
-                _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_DONTNEED)
+                libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_DONTNEED)
 
 
 Entries: TypeAlias = Iterator[Stored | Problem]
@@ -109,11 +104,7 @@ _Fields: TypeAlias = Iterator[tuple[Any, ...] | Problem]  # of Stored, from `nam
 
 
 def open_checkpoint(path: Path) -> Entries:
-    """Yield the tensors of a file, of an index with its files, or of a folder.
-
-    A file that cannot be read whole is a problem. Raises OSError for a path that is not there, ValueError for a folder
-    without a checkpoint and a file of no known format, ImportError for a package that reads the format.
-    """
+    """Yield the tensors of a file, of an index with its files, or of a folder, and what cannot be read."""
     if not path.exists():
         raise FileNotFoundError(f"there is no {str(path)!r}: scan reads {_READS}{near(path)}")
     if not path.is_dir():
@@ -126,7 +117,7 @@ def open_checkpoint(path: Path) -> Entries:
         for file in files:
             yield from _file(file)
     elif any(path.glob("*.distcp")):
-        yield _fault(path, f"{_METADATA} is missing, which {_DCP} writes last: the save did not end")
+        yield _fault(path, f"{_METADATA} is missing, which {DCP} writes last: the save did not end")
     else:
         raise ValueError(f"{path} has no checkpoint: no {_METADATA}, *{_INDEX} or any {', '.join(_SUFFIXES)}")
 
@@ -174,7 +165,7 @@ def _file(path: Path) -> Entries:
 
 
 def _entries(reader: Callable[[Path], _Fields], path: Path) -> Entries:
-    """Yield what the reader does. A damaged file makes a library raise any error, which is the problem then."""
+    """Yield what a reader does: names and what loads each. A damaged file makes a library raise any error."""
     regions: Sequence[range] | None = None
     try:
         for fields in reader(path):
@@ -187,9 +178,6 @@ def _entries(reader: Callable[[Path], _Fields], path: Path) -> Entries:
         raise
     except Exception as error:
         yield _fault(path, f"it cannot be read: {spell(error)}")
-
-
-# The formats: each reader yields the name of a tensor and what loads it.
 
 
 def _safetensors_file(path: Path) -> _Fields:
@@ -211,11 +199,9 @@ def _torch_file(path: Path) -> _Fields:
             # A file of before PyTorch 1.6 is no archive and cannot be mapped.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except pickle.UnpicklingError as error:
-        # The sentences around the reason advise to run what is in the file.
-        imported = re.search(r"GLOBAL (\S+)", str(error))
-        reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0][:200]
-        why = f"a load would import {imported[1]}" if imported else reason
-        yield Problem("not checked", False, f"{path}: it is refused: {why}")
+        # The error around the reason advises to run what is in the file.
+        reason = spell(error.__context__ or error).partition(". ")[0]
+        yield Problem("not checked", False, f"{path}: it is refused: {reason}")
         return
     yield from ((".".join(keys) or "tensor", x.detach) for keys, x in tensors_in(content))
 
@@ -231,19 +217,15 @@ def _native(array: Any) -> Tensor:
 
 
 def _gguf_file(path: Path) -> _Fields:
-    library = needed("gguf", "a GGUF file", "scan")
-    for entry in library.GGUFReader(path, "c").tensors:
+    for entry in needed("gguf", "a GGUF file", "scan").GGUFReader(path, "c").tensors:
         data, encoding = torch.from_numpy(entry.data), entry.tensor_type
-        if data.dtype is not torch.uint8 or encoding.name == "BF16":
-            yield entry.name, (data.view(torch.bfloat16) if encoding.name == "BF16" else data).detach
-        else:
-            shape = tuple(map(int, reversed(entry.shape)))
-            decoder = partial(library.dequantize, qtype=encoding)
-            yield entry.name, data.detach, encoding.name.lower(), shape, decoder
+        data = data.view(torch.bfloat16) if encoding.name == "BF16" else data
+        is_encoded = data.dtype is torch.uint8
+        yield entry.name, data.detach, encoding if is_encoded else None, tuple(entry.shape[::-1].tolist())
 
 
-_DCP = "torch.distributed.checkpoint"
-_RECORDS = (f"{_DCP}.metadata", f"{_DCP}.filesystem", "pathlib")  # modules, of which any class may be made
+DCP = "torch.distributed.checkpoint"
+_RECORDS = (f"{DCP}.metadata", f"{DCP}.filesystem", "pathlib")  # modules, of which any class may be made
 _PLAIN = (torch.Size, OrderedDict, copyreg.dispatch_table[torch.layout](torch.strided)[0])
 
 
@@ -252,7 +234,7 @@ class _Metadata(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return operator.getitem  # Python 3.11.0 to 3.11.3 pickle a member of an enum by its name
+            return lambda enum, member: enum[member]  # as Python 3.11.0 to 3.11.3 pickle a member
         # All modules of DCP's records are imported, and a damaged name imports none.
         value = vars(sys.modules.get(module, _Metadata)).get(name)
         is_record = isinstance(value, type) and value.__module__.startswith(_RECORDS)
@@ -262,11 +244,9 @@ class _Metadata(pickle.Unpickler):
 
 
 def _dcp(folder: Path) -> _Fields:
-    dcp: Any = import_module(_DCP)  # takes 0.3 s
-    metadata, reader = (
-        _Metadata(io.BytesIO((folder / _METADATA).read_bytes())).load(),
-        dcp.FileSystemReader(folder),
-    )
+    dcp: Any = import_module(DCP)  # takes 0.3 s
+    metadata = _Metadata(io.BytesIO((folder / _METADATA).read_bytes())).load()
+    reader = dcp.FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, True)
 
     def load(name: str, entry: Any) -> Tensor:
@@ -283,8 +263,6 @@ def _dcp(folder: Path) -> _Fields:
             yield name, partial(load, name, entry)
 
 
-# Tensors inside Python objects.
-
 _SCALARS = (int, float, complex, str, bytes, type(None), type, ModuleType, FunctionType)
 # A pickle of an object with one of these of its own does not hold its attributes; an optimizer's does.
 _PICKLING = ("__getstate__", "__reduce__", "__reduce_ex__")
@@ -296,8 +274,7 @@ def tensors_in(content: Any) -> Iterator[tuple[tuple[str, ...], Tensor]]:
 
     The keys into a module are the names of its state_dict. A NumPy array of a floating-point dtype comes as a tensor.
     """
-    seen: set[int] = set()
-    pending: list[tuple[tuple[str, ...], Any]] = [((), content)]
+    seen, pending = set[int](), list[tuple[tuple[str, ...], Any]]([((), content)])
     while pending:
         keys, value = pending.pop()
         if isinstance(value, Tensor):

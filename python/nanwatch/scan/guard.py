@@ -1,11 +1,8 @@
 """Guard of checkpoints: one with a non-finite weight or optimizer state does not replace a good one.
 
-While a guard is there, each call of a function that writes checkpoints goes through it. The guard reads what the save
-is given before a byte is written. A non-finite checkpoint of the watched model goes beside the name that was asked for,
-and is a failure like any other.
-
-A function is replaced in every module that has it, so that `save_pretrained`, Trainer, Lightning and accelerate are
-covered, also where they imported it before. Modules that are imported later are changed then.
+It reads what a save is given before a byte is written. A non-finite checkpoint of the watched model goes beside the
+name that was asked for, and is a failure like any other. A function that saves is replaced in every module that has it,
+also where Trainer, Lightning or accelerate imported it before, and in modules that are imported later.
 """
 
 from __future__ import annotations
@@ -30,9 +27,9 @@ from ..numerics._extension import instances_of
 from ..numerics.readable import local_shard, only_our_dispatch
 from ..recording.observe import holds_fractions, nonfinite, observe, state_tensors
 from ..records.record import Frame, Record, Role
-from ..util.messages import first_few, suppressed, suppressing, visible, warn_user, without_wrappers
+from ..util.messages import first_few, plural, suppressing, visible, warn_user, without_wrappers
 from ..util.program import parameters_of, when_imported
-from .files import tensors_in
+from .files import DCP, tensors_in
 
 _MARK = ".nonfinite"  # in the name of a checkpoint that goes beside a good one
 
@@ -48,7 +45,6 @@ class Seam(NamedTuple):
     is_folder: bool = False
 
 
-_DCP = "torch.distributed.checkpoint"
 _LIGHTNING = ("lightning.fabric.plugins.io.torch_io", "lightning_fabric.plugins.io.torch_io")
 _SEAMS = (
     Seam("torch.serialization", "save", "torch.save", "obj", "f"),
@@ -57,8 +53,8 @@ _SEAMS = (
     # By itself, because it makes another error of each ValueError.
     Seam("safetensors.torch", "save_model", "safetensors", "model", "filename"),
     # `async_save` calls these in a thread: the second one sends the content to a process.
-    Seam(f"{_DCP}.state_dict_saver", "save", f"{_DCP}.save", "state_dict", "checkpoint_id", is_folder=True),
-    Seam(f"{_DCP}._async_process_executor", "_AsyncCheckpointProcess.save", f"{_DCP}.async_save", "staged_state_dict",
+    Seam(f"{DCP}.state_dict_saver", "save", f"{DCP}.save", "state_dict", "checkpoint_id", is_folder=True),
+    Seam(f"{DCP}._async_process_executor", "_AsyncCheckpointProcess.save", f"{DCP}.async_save", "staged_state_dict",
          "checkpoint_id", is_folder=True),
     # Whole, because a model of several files is one checkpoint, and the files of the one before are deleted first.
     Seam("transformers.modeling_utils", "PreTrainedModel.save_pretrained", "save_pretrained", "state_dict",
@@ -114,8 +110,7 @@ class CheckpointGuard:
     def divert(self, save: Save, records: list[Record]) -> Any:
         """Save beside the name that was asked for, and act on the failure."""
         names = first_few([visible(record.label) or "the tensor" for record in records])
-        which = "a tensor that is" if len(records) == 1 else f"{len(records):,} tensors that are"
-        text = f"{save.seam.called} was given {which} not finite ({names})"
+        text = f"{save.seam.called} was given {plural(len(records), 'non-finite tensor')} ({names})"
         self.keeps, changed = True, dict[str, Any]()
         if save.is_joint():
             changed, text = {"planner": CheckpointRefusedError(text)}, f"{text}: no rank writes it"
@@ -196,17 +191,12 @@ def _marked(path: str, is_folder: bool) -> str:
 
 
 class CheckpointRefusedError(RuntimeError):
-    """The reason why a rank has no part in a checkpoint, and the planner of a save that has no plan.
-
-    A process of `async_save` gets it pickled.
-    """
+    """Reason why a rank has no part in a save, and its planner, which a process of `async_save` gets pickled."""
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """Raise the error at the beginning of the save."""
         raise self
 
-
-# The functions that save.
 
 _is_saving = ContextVar("nanwatch.is_saving", default=False)  # a save calls further guarded functions
 
@@ -232,15 +222,12 @@ class Save:
     def is_joint(self) -> bool:
         """Return whether several ranks save the same checkpoint, and fail or succeed together."""
         get, is_job = self.arguments.get, distributed.is_available() and distributed.is_initialized()
-        if not is_job or not self.seam.called.startswith(_DCP) or get("no_dist"):
+        if not is_job or not self.seam.called.startswith(DCP) or get("no_dist"):
             return False
         return bool(get("use_collectives", True)) and distributed.get_world_size(get("process_group")) > 1
 
     def write(self, changed: dict[str, Any]) -> Any:
-        """Save as asked, or with the `changed` arguments, past all guards.
-
-        Warn where a rank refused its part in a joint save and the run goes on.
-        """
+        """Save as asked, or with the `changed` arguments, past all guards."""
         if changed and (writer := self.arguments.get("storage_writer")) is not None:
             changed["storage_writer"] = copy.copy(writer)  # it would remember the path
         self.arguments.update(changed)
@@ -254,8 +241,7 @@ class Save:
             if not is_refusal or (not changed and any(guard.raises for guard in self._guards)):
                 raise
             if not changed:
-                words = "a rank refused a checkpoint that is not finite, and no rank wrote it"
-                warn_user(f"{self.seam.called}: {words}")
+                warn_user(f"{self.seam.called}: a rank refused a non-finite checkpoint, and no rank wrote it")
         finally:
             _is_saving.reset(token)
 
@@ -269,14 +255,12 @@ def _install(_call: object) -> SimpleNamespace:
 
 def _guard(seam: Seam, undo: ExitStack) -> None:
     """Replace a method in its class, or a function in every module, until `undo`."""
-    try:
+    with suppressing(f"{seam.module}.{seam.name} could not be guarded"):  # in another version of the library
         *owners, name = seam.name.split(".")
         owner: Any = reduce(getattr, owners, sys.modules[seam.module])
         function = _guarded(seam, original := vars(owner)[name])
         undo.callback(_replace, owner, function, original)
         _replace(owner, original, function)
-    except Exception:  # another version of the library
-        suppressed(f"{seam.module}.{seam.name} could not be guarded")
 
 
 def _replace(owner: Any, before: Any, after: Any) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, permutations
 from math import inf, prod, sqrt
 from os import PathLike
 from pathlib import Path
@@ -25,10 +23,10 @@ from ..numerics import _extension
 from ..numerics.fit import edges
 from ..numerics.formats import BY_NAME, TensorHealth, limits
 from ..numerics.ranges import block_sums, health_of_parts, healths, sealed, tensor_health
-from ..numerics.readable import dtype_name, is_plain, type_name, unreadable
+from ..numerics.readable import dtype_name, is_plain, unreadable
 from ..records.fields import plain
-from ..util.messages import Tell, silent, spell, visible, without_wrappers
-from .files import Problem, Stored, open_checkpoint
+from ..util.messages import Tell, plural, silent, spell, visible, without_wrappers
+from .files import Problem, Stored, libc, open_checkpoint
 
 SCHEMA, VERSION = "nanwatch.scan", 6
 PART = 1 << 22  # bytes: a call reads two or three, so that threads rarely wake and memory stays small
@@ -122,33 +120,31 @@ class Scan:
 
     def to_text(self) -> str:
         """Return the result for people."""
-        faults = [problem for problem in self.problems if problem.is_fault]
-        remarks = [problem for problem in self.problems if not problem.is_fault]
+        num_faults = sum(problem.is_fault for problem in self.problems)
         verdict = "sound" if self.is_checked else "nothing was checked"
-        verdict = f"{len(faults)} fault{'s' * (len(faults) > 1)}" if faults else verdict
-        num_unread = sum(bool(tensor.unread) for tensor in self.tensors)
-        not_checked = f", {num_unread} tensors not checked" if num_unread else ""
+        verdict = plural(num_faults, "fault") if num_faults else verdict
         size = sum(tensor.nbytes for tensor in self.tensors) / 1e6
         dtypes = Counter(tensor.dtype for tensor in self.tensors).most_common()
         listed = f" ({', '.join(f'{dtype} {count:,}' for dtype, count in dtypes)})" if dtypes else ""
         paths = ", ".join(self.paths)
-        lines = [f"{paths}: {verdict}{not_checked}", f"{len(self.tensors):,} tensors, {size:,.2f} MB{listed}"]
-        lines += [*_section("Faults:", faults), *_section("Worth a look:", remarks)]
+        lines = [f"{paths}: {verdict}", f"{len(self.tensors):,} tensors, {size:,.2f} MB{listed}"]
+        lines += _section("Faults:", self.problems[:num_faults])
+        lines += _section("Worth a look:", self.problems[num_faults:])
         if self.against is not None:
             counts = Counter(change.kind for change in self.changes).items()
             listed = ", ".join(f"{count:,} {kind}" for kind, count in counts) or "nothing to compare"
             lines += ["", f"Original: {paths}. What became of it: {self.against}."]
             lines += [f"{'Faithful' if self.is_faithful else 'Not the same'}: {listed}"]
-            changes = [x for x in self.changes if x.kind != "equal" or _is_renamed(x)]
-            changes.sort(key=lambda change: -change.relative)
-            lines += _section(f"{'relative':>11} {'':>13}  tensor", changes)
+            rows = sorted(self.changes, key=lambda change: -change.relative)
+            rows = [row for row in rows if row.kind != "equal" or _is_renamed(row.name, row.other)]
+            lines += _section(f"{'relative':>11} {'':>13}  tensor", rows)
         return "\n".join(map(visible, lines))
 
     __repr__ = to_text
 
 
-def _is_renamed(change: Change) -> bool:
-    return without_wrappers(change.name) != without_wrappers(change.other)
+def _is_renamed(name: str, other: str) -> bool:
+    return without_wrappers(name) != without_wrappers(other)
 
 
 def _section(title: str, rows: Sequence[Problem | Change]) -> Iterator[str]:
@@ -163,9 +159,7 @@ def _section(title: str, rows: Sequence[Problem | Change]) -> Iterator[str]:
 
 
 def scan(
-    *paths: str | PathLike[str],
-    against: str | PathLike[str] | None = None,
-    tell: Tell = silent,
+    *paths: str | PathLike[str], against: str | PathLike[str] | None = None, tell: Tell = silent
 ) -> Scan:
     """Read all tensors of a checkpoint and return what is wrong with them, without running anything of it.
 
@@ -185,9 +179,6 @@ def scan(
         >>> result.is_sound, result.tensors[0].health.num_nan
         (False, 1)
     """
-    for path in paths if against is None else (*paths, against):
-        if not isinstance(path, str | PathLike):
-            raise TypeError(f"scan got the path {type_name(path)}; pass each as a str or a Path of its own")
     if not paths or "" in (*paths, against):
         raise ValueError("scan got no path; pass the file or the folder of a checkpoint")
     _extension.explain_once()
@@ -195,9 +186,6 @@ def scan(
     changes: list[Change] = []
     if against is not None:
         others, faults = _read_all([against], tell, fingerprints=True)
-        if not others:
-            why = "; ".join(fault.text for fault in faults) or "it has no tensor"
-            raise ValueError(f"{against} cannot be compared with: {why}")
         lost = [(name, fault.text) for fault in faults for name in fault.tensors or (str(against),)]
         changes = [Change(name, name, "not compared", text) for name, text in lost]
         changes += _changes(members, others, tell)
@@ -208,9 +196,8 @@ def scan(
     return Scan(*files, tensors, tuple(problems), tuple(changes))
 
 
-# The values of each tensor.
-
 _Member: TypeAlias = tuple[Stored, TensorScan]
+_Part: TypeAlias = tuple[Stored, Tensor]
 _Loaded: TypeAlias = tuple[Stored, TensorScan, Tensor, int, Sequence[Tensor]]  # parts of so many elements
 
 
@@ -234,8 +221,8 @@ def _compute_alone() -> None:
     """Let PyTorch use this thread alone. `torch.set_num_threads` would change threads of the program too."""
     # First let PyTorch and the compiled part, which has a copy of that code, set the number of a new thread.
     healths([torch.zeros(1 << 19, dtype=torch.uint8)])
-    with suppress(AttributeError):  # a PyTorch without OpenMP
-        ctypes.CDLL(None).omp_set_num_threads(1)
+    if hasattr(libc, "omp_set_num_threads"):  # not in a PyTorch without OpenMP
+        libc.omp_set_num_threads(1)
 
 
 def _load(stored: Stored, tensor: TensorScan) -> list[_Loaded]:
@@ -244,36 +231,30 @@ def _load(stored: Stored, tensor: TensorScan) -> list[_Loaded]:
         x = stored.load()
         tensor.dtype, tensor.unread = dtype_name(x.dtype), unreadable(x)
         tensor.shape = () if x.is_nested else tuple(x.shape)  # some sizes of a nested tensor are no numbers
-        if tensor.unread:
-            return []
-        if not is_plain(x):
-            tensor.health = tensor_health(x)
-            return []
-        if stored.encoding:
-            tensor.dtype, tensor.shape = stored.encoding, stored.shape
-            stored.decode(x.view(-1, x.shape[-1])[0])  # raises where gguf has no decoder
-        tensor.nbytes = x.nbytes
-        step = PART // (4 if stored.encoding else x.element_size())  # gguf decodes to float32
-        return [(stored, tensor, x, step, stored.parts(x, step))]
-    except Exception as error:
-        # PyTorch does not read the dtype or layout, or a library meets the damage when it loads the tensor.
-        is_damaged = not isinstance(error, TypeError | NotImplementedError)
-        tensor.lost, tensor.unread = (spell(error), "") if is_damaged else ("", spell(error))
-        return []
+        if not tensor.unread and is_plain(x):
+            if stored.encoding is not None:
+                tensor.dtype, tensor.shape = stored.encoding.name.lower(), stored.shape
+                stored.decode(x.view(-1, x.shape[-1])[0])  # raises where gguf has no decoder
+            tensor.nbytes = x.nbytes
+            step = PART // (x.element_size() if stored.encoding is None else 4)  # gguf decodes to float32
+            return [(stored, tensor, x, step, stored.parts(x, step))]
+        tensor.health = None if tensor.unread else tensor_health(x)
+    except (TypeError, NotImplementedError) as error:  # PyTorch does not read the dtype or layout
+        tensor.unread = spell(error)
+    except Exception as error:  # a library meets the damage when it loads the tensor
+        tensor.lost = spell(error)
+    return []
 
 
 def _read(pool: ThreadPoolExecutor, tell: Tell, fingerprints: bool, loaded: Sequence[_Loaded]) -> None:
     """Read all parts in the threads, and put together what is known of each tensor."""
-    groups, room = list[list[tuple[Stored, Tensor]]](), 0
+    groups, size = defaultdict[int, list[_Part]](list), 0
     for stored, part in ((stored, part) for stored, *_, parts in loaded for part in parts):
-        if room <= 0:
-            groups.append([])
-            room = 2 * PART
-        groups[-1].append((stored, part))
+        groups[size // (2 * PART)].append((stored, part))
         # A part that is to be decoded becomes as large as PART, and is read alone.
-        room = 0 if stored.encoding else room - part.nbytes
+        size += part.nbytes if stored.encoding is None else 2 * PART
     rows: list[tuple[list[float], Tensor]] = []
-    for number, group_rows in enumerate(pool.map(partial(_read_group, fingerprints), groups)):
+    for number, group_rows in enumerate(pool.map(partial(_read_group, fingerprints), groups.values())):
         tell("reading", number, len(groups), "parts")
         rows += group_rows
     rows_left = iter(rows)
@@ -282,16 +263,13 @@ def _read(pool: ThreadPoolExecutor, tell: Tell, fingerprints: bool, loaded: Sequ
         tensor.health = health_of_parts({n * step: row for n, row in enumerate(columns)}, tensor.shape)
         if fingerprints:
             tensor.fingerprint = sealed(torch.cat(sums), dtype_name(x.dtype), x.shape)
-        num_zero, is_float = tensor.health.num_zero, not stored.encoding and x.is_floating_point()
         # With fewer zeros than a row has elements no row is dead.
-        if num_zero and is_float and 1 < prod(x.shape[1:]) <= num_zero:
+        if (zeros := tensor.health.num_zero) and x.is_floating_point() and 1 < prod(x.shape[1:]) <= zeros:
             _find_dead_rows(stored, tensor, x.reshape(len(x), -1))
 
 
 @torch.inference_mode()
-def _read_group(
-    fingerprints: bool, group: Sequence[tuple[Stored, Tensor]]
-) -> list[tuple[list[float], Tensor]]:
+def _read_group(fingerprints: bool, group: Sequence[_Part]) -> list[tuple[list[float], Tensor]]:
     """Return the health of each part, read by one call, and its sums for the fingerprint. Give the pages back."""
     columns = healths([stored.decode(part) for stored, part in group])
     rows = [(row, block_sums(x) if fingerprints else x) for row, (_, x) in zip(columns, group, strict=True)]
@@ -302,17 +280,13 @@ def _read_group(
 
 def _find_dead_rows(stored: Stored, tensor: TensorScan, rows: Tensor) -> None:
     """Count the rows that are all zero, and note the first."""
-    step = max(PART // 8 // rows.shape[1], 1)  # they become float64
+    step = max(PART // 8 // rows.shape[1], 1)  # they become float64, as `any` refuses formats of 8 bits
     for start in range(0, len(rows), step):
-        # PyTorch's `any` refuses formats of 8 bits.
         dead = rows[start : start + step].double().any(1).logical_not_().nonzero().flatten().numpy()
         tensor.dead_rows += len(dead)
         tensor.first_dead_rows += tuple((start + dead[: _SHOWN - len(tensor.first_dead_rows)]).tolist())
         # With the first page Linux has mapped pages of the part before again.
         stored.release(rows[max(start - step, 0) : start + step])
-
-
-# Search for problems in the tensors.
 
 
 def _remarks(tensor: TensorScan) -> Iterator[tuple[str, bool, str]]:
@@ -352,29 +326,15 @@ def _outliers(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
     floats = [(tensor.name.rpartition("."), tensor.health) for tensor in tensors if tensor.is_float]
     peaks = {(name[0], name[2]): health.finite_abs_max for name, health in floats if health is not None}
     for factor, (module, label), pattern, siblings in apart_from_siblings(peaks):
-        peak, middle = peaks[module, label], f"{median(siblings):.4g}"
-        # A median that is nearly 0 is no measure: the factor is then that of a larger number.
-        least = f"{peak / factor:.4g}"
-        base = (
-            f"the median {middle}"
-            if least == middle
-            else f"{least}, which stands for the smaller median {middle}"
-        )
-        text = (
-            f"abs max {peak:.4g} is {factor:.3g} times {base} of the {len(siblings)} other {pattern}.{label}"
-        )
+        peak, middle = peaks[module, label], median(siblings)
+        # The factor is that of the median, or of 0.1 where the median is smaller.
+        text = f"abs max {peak:.4g} is {factor:.3g} times {peak / factor:.4g}; "
+        text += f"the {len(siblings)} other {pattern}.{label} have a median of {middle:.4g}"
         yield Problem("outlier", False, text, (f"{module}.{label}".removeprefix("."),))
 
 
-# Comparison of two checkpoints.
-
-
 def _changes(first: Sequence[_Member], second: Sequence[_Member], tell: Tell) -> Iterator[Change]:
-    """Yield how the tensors of `second` differ from those of `first`.
-
-    They are matched by name, and by fingerprint where names differ. Those that have the same, as the random states of
-    several ranks in a folder, are matched in their order.
-    """
+    """Yield how `second` differs from `first`. Tensors are matched by name, else by fingerprint, in their order."""
     keys: tuple[Callable[[TensorScan], Any], ...] = (lambda tensor: without_wrappers(tensor.name), _value)
     left, matches = dict(enumerate(second)), dict[int, _Member]()
     for key in keys:
@@ -401,21 +361,19 @@ def _change(first: _Member, second: _Member) -> Change:
     (stored, a), (other, b) = first, second
     if a.fingerprint == b.fingerprint is not None:
         return Change(a.name, b.name, "equal")
-    why = a.lost or a.unread or b.lost or b.unread
-    if not why and a.shape != b.shape:
-        why = f"{list(a.shape)} is no {list(b.shape)}"
-    elif not why and a.dtype != b.dtype and not (a.is_float and b.is_float):
-        why = f"{a.dtype} is no {b.dtype}"
-    try:
-        relative, is_cast = (0.0, True) if why else _distance(stored, other)
-    except Exception as error:  # cut off since
-        why = spell(error)
-    if why:
-        return Change(a.name, b.name, "not compared", why)
-    if a.dtype == b.dtype:
-        return Change(a.name, b.name, "changed" if relative else "equal", "", relative)
-    kind = "converted" if is_cast and relative <= _MOST_ROUNDED else "changed"
-    return Change(a.name, b.name, kind, f"{a.dtype} to {b.dtype}", relative)
+    kind, text, relative = "not compared", a.lost or a.unread or b.lost or b.unread, 0.0
+    if not text and a.shape != b.shape:
+        text = f"{list(a.shape)} is no {list(b.shape)}"
+    elif not text and a.dtype != b.dtype and not (a.is_float and b.is_float):
+        text = f"{a.dtype} is no {b.dtype}"
+    elif not text:
+        try:
+            relative, is_cast = _distance(stored, other)
+            same, text = ("equal", "") if a.dtype == b.dtype else ("converted", f"{a.dtype} to {b.dtype}")
+            kind = same if is_cast and relative <= _MOST_ROUNDED else "changed"
+        except Exception as error:  # cut off since, or no strided tensor
+            text = spell(error)
+    return Change(a.name, b.name, kind, text, relative)
 
 
 def _distance(stored: Stored, other: Stored) -> tuple[float, bool]:
@@ -423,7 +381,8 @@ def _distance(stored: Stored, other: Stored) -> tuple[float, bool]:
     noise, square, is_cast = 0.0, 0.0, True
     for raw, other_raw in zip(*(side.parts(side.load(), _STEP) for side in (stored, other)), strict=True):
         x, y = stored.decode(raw), other.decode(other_raw)
-        is_cast = is_cast and (_equal(x.to(y.dtype), y) or _equal(y.to(x.dtype), x))
+        exact = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
+        is_cast = is_cast and any(exact(a.to(b.dtype).double(), b.double()) for a, b in permutations((x, y)))
         x, y = x.double(), y.double()
         difference = (y - x).masked_fill((x == y) | (x.isnan() & y.isnan()), 0).nan_to_num(inf, inf, -inf)
         noise += float(difference.square().sum())
@@ -431,7 +390,3 @@ def _distance(stored: Stored, other: Stored) -> tuple[float, bool]:
         stored.release(raw)
         other.release(other_raw)
     return sqrt(noise / square) if square else (inf if noise else 0.0), is_cast
-
-
-def _equal(x: Tensor, y: Tensor) -> bool:
-    return torch.allclose(x.double(), y.double(), rtol=0, atol=0, equal_nan=True)

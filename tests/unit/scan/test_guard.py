@@ -152,7 +152,7 @@ def test_memory_gets_a_bad_checkpoint_only_where_the_run_goes_on(run):
     assert torch.load(io.BytesIO(buffer.getvalue()))["0.weight"].isnan().any()
 
 
-@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.filterwarnings("ignore:.*non-finite")
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_program_that_renames_what_it_has_saved_keeps_the_good_one(run, tmp_path, is_open):
     def save():

@@ -54,9 +54,9 @@ def test_the_numbers_of_an_outlier_are_those_that_were_compared(tmp_path):
     for siblings in ([3e-9, 2e-9, 2.5e-9, 0.0], [0.3, 0.2, 0.5, 0.4]):
         save_file({f"h.{i}.w": torch.tensor([x]) for i, x in enumerate([*siblings, 4.25])}, tmp_path / "x")
         (text,) = (x.text for x in nanwatch.scan(tmp_path / "x").problems if x.kind == "outlier")
-        peak, factor, base = map(float, re.findall(r"\d\S*\d", text)[:3])
+        peak, factor, base, middle = map(float, re.findall(r"\d\S*\d", text))
         assert (peak, base) == pytest.approx((4.25, max(np.median(siblings), 0.1)), rel=0.001)
-        assert ("smaller median" in text) == (base > np.median(siblings))
+        assert middle == pytest.approx(np.median(siblings), rel=0.001)
         assert factor == pytest.approx(peak / base, rel=0.01)
 
 
@@ -102,7 +102,7 @@ def test_the_command_has_its_statuses_and_forms(layers, tmp_path, capsys):
     assert "no checkpoint that nanwatch reads" in capsys.readouterr().err
     np.save(tmp_path / "s.npy", np.array(["a"]))
     assert main(["scan", str(tmp_path / "s.npy")]) == 2
-    assert "nothing was checked, 1 tensors not checked" in capsys.readouterr().out
+    assert "nothing was checked\n1 tensors" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -129,9 +129,9 @@ def test_bad_use_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save("w.npy", np.ones(3))
     (tmp_path / "text.pt").write_text("text")
-    with pytest.raises(TypeError, match="the path NoneType"):
+    with pytest.raises(TypeError, match="NoneType"):
         nanwatch.scan(None)
     with pytest.raises(ValueError, match="got no path"):
         nanwatch.scan("")
-    with pytest.raises(ValueError, match=r"text\.pt cannot be compared with: .* does not begin as"):
-        nanwatch.scan("w.npy", against="text.pt")
+    lost, missing = nanwatch.scan("w.npy", against="text.pt").changes
+    assert ("does not begin as" in lost.text, missing.kind) == (True, "missing there")
