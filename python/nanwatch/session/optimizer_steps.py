@@ -236,19 +236,21 @@ class OptimizerSteps:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (box := process_box()) is not None:
             box.step_begins()
-        takes_ours = not self._recorder.paused and self._takes_gradients(optimizer)
+        takes_ours = False
         if not self._recorder.paused:
             self._unread_step = self._recorder.latest_batch
-        if takes_ours:
-            self._reports.num_steps += 1
-            self._check_rates(optimizer)
+            if takes_ours := self._takes_gradients(optimizer):
+                self._reports.num_steps += 1
+                self._check_rates(optimizer)
         if not self._has_read_state and optimizer.state:  # from a checkpoint
             self._read_state(optimizer)
         if self._options.gradients is False:
             return None
-        check = partial(self._check_gradients, optimizer, takes_ours)
-        changed = global_hooks.with_check_after_closure(optimizer, args, kwargs, check)
-        check()
+        changed = None
+        if len(args) > 1 or kwargs:
+            check = partial(self._check_gradients, optimizer, takes_ours)
+            changed = global_hooks.with_check_after_closure(optimizer, args, kwargs, check)
+        self._check_gradients(optimizer, takes_ours)
         return changed
 
     def _takes_gradients(self, optimizer: Optimizer) -> bool:
@@ -273,15 +275,12 @@ class OptimizerSteps:
 
     def _check_rates(self, optimizer: Optimizer) -> None:
         """Stop a step whose learning rate is nan or inf, as every weight would be. Waits for no device."""
-        batch = self._recorder.latest_batch
-        if batch < 0 or self._failures.knows(batch):
-            return
         for number, group in enumerate(optimizer.param_groups):
             rate: Any = group.get("lr")
             is_bad = isinstance(rate, float) and not isfinite(rate)
             if isinstance(rate, Tensor) and rate.device.type == "cpu":  # may require a gradient
                 is_bad = bool(nonfinite([rate]))
-            if is_bad:
+            if is_bad and (batch := self._recorder.latest_batch) >= 0 and not self._failures.knows(batch):
                 record = observe(torch.as_tensor(rate), f"lr[{number}]", "input")
                 frame = Frame(batch, OPTIMIZER, type(optimizer).__name__, (record,), "step")
                 self._failures.step_follows(self._reports.of_frame(frame))
