@@ -142,7 +142,7 @@ def _callers(top: FrameType) -> list[Caller]:
         code, outer, values = frame.f_code, values, frame_values(frame)
         handed = {name: outer[name] for name in code.co_varnames[: code.co_argcount] if name in outer}
         names, positions = ChainMap(values, handed), positions_of(frame)
-        callers.append(Caller(code, frame.f_lineno, names, frame.f_globals, positions))
+        callers.append(Caller(code, frame.f_lineno, names, frame.f_globals, {}, positions))
     return callers[::-1]
 
 

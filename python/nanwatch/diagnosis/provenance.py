@@ -112,6 +112,14 @@ class Step:
         return " and ".join(value for value in _VALUES if value in self.values)
 
     @property
+    def is_maker(self) -> bool:
+        """Return whether the value was not there before, and is no constant that the program has written down."""
+        is_written = any(x.endswith(("= nan", "= inf", "= -inf")) for x in self.remarks)
+        return not (
+            self.strangers or self.meant or is_written or self.operation.startswith("aten.lift_fresh.")
+        )
+
+    @property
     def made(self) -> Value | None:
         """The value that it made, None for memory that it left as it was."""
         return next((value for value in _VALUES if value in self.values), None)

@@ -9,14 +9,13 @@ what it was before.
 from __future__ import annotations
 
 import inspect
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +24,7 @@ from torch.optim.optimizer import Optimizer
 from ..instrumentation.functions import find_called
 from ..instrumentation.global_hooks import steps_under_way
 from ..instrumentation.wrapped_names import module_names
-from ..numerics.readable import inner_tensors, is_plain, only_our_dispatch, unreadable
-from ..precision.precision import replaced
+from ..numerics.readable import inner_tensors
 from ..recording.observe import observe, state_of
 from ..records.record import Frame, Phase, Record
 from ..report.finding import Finding, finding_of, with_earlier, working_first
@@ -34,8 +32,9 @@ from ..util.messages import spell
 from ..util.program import is_in, parameters_of
 from . import isolation
 from .batch_snapshot import BatchSnapshot, no_second_run
-from .causes import addressable, came_in, is_taken_apart, memory_of, named_arguments, nonfinite, tensors_in
+from .causes import came_in, is_taken_apart, memory_of, named_arguments, tensors_in
 from .cures import try_formats, try_patches
+from .data import bad_tensors, batch_size, describe, find_in_dataset, find_samples
 from .experiment import Allows, Experiment, Trials, nothing_allowed, run
 from .incident import Incident, attempt, write_failure
 from .loss_statements import LossStatements, ProgramCall, place_of_step, with_loss
@@ -47,12 +46,8 @@ _ADVICE = "put the loss into a function below `@nanwatch.watched`: a report then
 _NOT_KEPT = (
     "the start of the batch was not kept. Run it alone, uncompiled, with one call of the model, for that"
 )
-# Runs of a part of the batch. One of 64 samples takes 9.
-_MOST_RUNS = 24
 # Callers of the model's call whose statements may have made its arguments.
 _MOST_CALLERS = 4
-# Beyond this a bool for every element asks too much of a device that is full.
-_MAX_ELEMENTS = 1 << 31
 
 
 def examine(
@@ -87,6 +82,10 @@ def examine(
     if output_dir is not None:
         rerun.send()
         write_failure(incident, rerun.call, output_dir)
+
+
+# What made a value before the call, as the start of a run that does so again, and what that run shows.
+Maker: TypeAlias = tuple[BatchSnapshot, "Diagnosis"]
 
 
 class _Rerun:
@@ -163,28 +162,47 @@ class _Rerun:
         if step is not None or incident.finding.origin == "data":
             self._find_samples(snapshot, batch_size(snapshot))
 
-    def _find_maker(self, snapshot: BatchSnapshot) -> tuple[BatchSnapshot, Diagnosis] | None:
-        """Find the statement of the program that made a bad argument of the batch before the call, if one did."""
+    def _find_maker(self, snapshot: BatchSnapshot) -> Maker | None:
+        """Find the statement of the program that made a bad argument of the batch before the call, or its sample."""
         finding, module = self._incident.finding, snapshot.module
         is_given = finding.origin in ("data", "received") and finding.label in snapshot.tensors()
         if not is_given or module_names(self._model).get(module) != finding.module or no_second_run(module):
             return None
-        extent = describe(snapshot.tensors()[finding.label])
+        x = snapshot.tensors()[finding.label]
+        extent, is_data = describe(x), finding.origin == "data"
         finding = replace(finding, origin="received", source_module=None)
         for depth in range(_MOST_CALLERS):
             if (start := with_loss(snapshot, self._model, depth)) is not None:
                 diagnosis = self._find_in(start, finding, module)
-                step = diagnosis.step
-                # Else it was bad before, as data is, or is a constant that stands for a missing value.
-                is_made = step is not None and not (step.strangers or step.meant or _is_constant(step))
-                if is_made and diagnosis.finding.extent == extent:
+                if diagnosis.step and diagnosis.step.is_maker and diagnosis.finding.extent == extent:
                     return start, diagnosis._replace(call=None)
-        return None
+        return self._find_sample(x, snapshot.seconds) if is_data else None
+
+    def _find_sample(self, x: Tensor, seconds: float) -> Maker | None:
+        """Find what made the bad values of the data in a dataset, whose sample is read again in a child process."""
+        incident = self._incident
+        try:
+            with isolation.limited(seconds):
+                samples = find_in_dataset(x) if isolation.is_child() else ""
+                place, text, words = (None, "", samples) if isinstance(samples, str) else samples.place()
+        except isolation.RerunEndedError as ended:
+            samples, words = "", f"the search for the sample of the dataset ended: {ended}"
+        incident.remark(*filter(None, [words]))
+        if isinstance(samples, str):
+            return None
+        finding, start = incident.finding, BatchSnapshot(samples, (), grad=False)
+        sought = replace(finding, label=samples.label, origin="received", source_module=None)
+        made = self._find_in(start, sought, samples)
+        if made.step and made.step.is_maker:
+            finding = replace(made.finding, label=finding.label, index=finding.index, extent=describe(x))
+            return start, made._replace(finding=finding, call=None)
+        finding = replace(finding, place=place, operation=text, extent=describe(x))
+        return None if place is None else (start, Diagnosis(finding))
 
     def examine_backward(self, snapshot: BatchSnapshot | None, call: ProgramCall | None) -> None:
         """Run the batch again with its backward to find the operation, cures and samples."""
         incident, remarks = self._incident, [call.between] if call is not None and call.between else []
-        finding = incident.finding
+        finding, maker = incident.finding, None
         best: tuple[Diagnosis, BatchSnapshot] | None = None
         for start in self._starts(snapshot, call, remarks):
             leads_to_step = isinstance(start.module, LossStatements) and start.module.leads_to_step
@@ -208,7 +226,18 @@ class _Rerun:
             frames = *earlier, frame._replace(phase=completed.phase)
             incident.report = replace(incident.report, frames=frames)
         self.send()
-        self._cure(start, step, "forward" if call is not None and call.is_bad else "backward")
+        if (
+            data := bad_tensors(getattr(start.module, "data", {}))
+            if incident.finding.origin == "data"
+            else []
+        ):
+            what = "the search for a sample"
+            maker = attempt(what, partial(self._find_sample, data[0], start.seconds), incident.remark)
+        if maker is None:
+            self._cure(start, step, "forward" if call is not None and call.is_bad else "backward")
+        else:
+            incident.finding = replace(maker[1].finding, origin="data")
+            self._cure(maker[0], maker[1].step, "forward", False)
         size = batch_size(start if snapshot is None else snapshot)
         is_part = isinstance(module := start.module, LossStatements)
         incident.remark(f"found by running {module.where if is_part else 'the batch without its loss'} again")
@@ -273,48 +302,6 @@ class _Rerun:
             search = partial(find_samples, self._trials(start, self._incident.finding), size)
             if samples := attempt("the search for samples", search, self._incident.remark):
                 self._incident.learn(samples=samples)
-
-
-# Samples of a batch without which it is finite
-
-
-def find_samples(trials: Trials, size: int) -> tuple[int, ...]:
-    """Return the samples without which the batch is finite, and which are not finite alone; () where none are known.
-
-    `size` is the number of samples, which are numbered by the first dimension of what the batch was called with.
-    Nothing is told where half of the samples or more would be needed, or where a run without them fails, as one does
-    whose samples depend on each other.
-    """
-    start = trials.snapshot
-
-    def chosen(samples: Sequence[int], x: Tensor) -> Tensor | None:
-        # Detached: the graph behind it is the user's.
-        is_batch = x.ndim > 0 and x.shape[0] == size
-        return x.detach()[list(samples)].requires_grad_(x.requires_grad) if is_batch else None
-
-    def is_finite(samples: Sequence[int]) -> bool | None:
-        """Run these samples alone. Return whether all is finite, None where the run raised or is one too many."""
-        if trials.runs >= _MOST_RUNS:
-            return None
-        args, kwargs = replaced((start.args, dict(start.kwargs)), partial(chosen, samples))
-        experiment = trials.run(snapshot=replace(start, args=args, kwargs=kwargs))
-        return not experiment.bad_labels() if experiment.error is None else None
-
-    bad, rest = list[int](), list(range(size))
-    while 2 * (len(bad) + 1) <= size and trials.runs < _MOST_RUNS:
-        # The last sample of the shortest beginning that is not finite is bad.
-        most = range(1, len(rest))
-        bad.append(rest.pop(bisect_left(most, True, key=lambda count: is_finite(rest[:count]) is False)))
-        if is_finite(rest):
-            return tuple(sorted(bad)) if is_finite(bad) is False else ()
-    return ()
-
-
-def batch_size(snapshot: BatchSnapshot) -> int:
-    """Return the number of samples; 0 where the tensors of the call do not agree on it."""
-    tensors = [x for x in snapshot.tensors().values() if x.ndim]
-    sizes = {x.shape[0] if x.layout is torch.strided and not x.is_nested else 0 for x in tensors}
-    return sizes.pop() if len(sizes) == 1 else 0
 
 
 # The operation that made the value
@@ -410,12 +397,6 @@ def _made_in(finding: Finding, module: str) -> Finding:
 
 
 # A value that was there before
-
-
-def _is_constant(step: Step) -> bool:
-    """Return whether the value is one that the program has written down."""
-    is_written = any(x.endswith(("= nan", "= inf", "= -inf")) for x in step.remarks)
-    return is_written or step.operation.startswith("aten.lift_fresh.")
 
 
 def _came_in(call: BatchSnapshot) -> list[str]:
@@ -545,35 +526,3 @@ def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, al
     elif step.module is not None and not (guilty is not None and is_in(step.module, guilty)):
         finding = _made_in(finding, step.module)
     return Diagnosis(_completed(finding, step=step, remarks=remarks), step)
-
-
-# Where in a tensor its bad elements are
-
-
-def describe(x: Tensor) -> str:
-    """Return where the nan and inf of `x` are; "" when it cannot be told.
-
-    One of "none", "all", "one element", "1 of 4096 rows, row 7" or "7 of 4096 rows" (whole rows: all positions of the
-    last dimension), "column 5" or "3 of 8 columns" (whole columns of a matrix), "scattered over 5 of 4096 rows" (parts
-    of 5 rows), "scattered". Reads any dtype and strides; of a DTensor the local shard. Returns "" for tensors of more
-    than 2**31 elements, without values, and of other layouts than strided.
-    """
-    with only_our_dispatch(), torch.no_grad():
-        x = addressable(x)
-        if unreadable(x) or not is_plain(x) or x.numel() > _MAX_ELEMENTS:
-            return ""
-        bad = nonfinite(x)
-        count = int(bad.sum())
-        if count in (0, bad.numel()):
-            return "all" if count else "none"
-        if count == 1 or bad.ndim < 2:
-            return "one element" if count == 1 else "scattered"
-        rows, num_columns = bad.any(dim=-1).flatten().nonzero().flatten().tolist(), bad.shape[-1]
-        num_rows = bad.numel() // num_columns
-        if count == len(rows) * num_columns:
-            which = f", row {rows[0]}" if len(rows) == 1 and bad.ndim == 2 else ""
-            return f"{len(rows)} of {num_rows} rows{which}"
-        columns = bad.any(dim=0).nonzero().flatten().tolist() if bad.ndim == 2 else []
-        if columns and count == len(columns) * num_rows:
-            return f"column {columns[0]}" if len(columns) == 1 else f"{len(columns)} of {num_columns} columns"
-        return f"scattered over {len(rows)} of {num_rows} rows" if len(rows) < num_rows else "scattered"

@@ -17,12 +17,10 @@ from types import CodeType, NoneType
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 from torch import Tensor, nn
-from torch.distributions import Distribution
 from torch.utils.data import DataLoader
 
-from ..recording.observe import observe
-from ..recording.walk import leaves
 from . import isolation
+from .data import bad_tensors, redraw, tensors_of
 from .patching import source
 
 # Blocks down to a statement, each with its statement that covers that.
@@ -59,12 +57,14 @@ class Caller(NamedTuple):
     `names` are its own, behind which its caller has those of its parameters, as it may have deleted them. `since`: the
     line of the backward before a step. `around`: the call that the statements are around, as what it calls, in source,
     and its number. `makes_arguments`: they make what the call is given too. `ends_there`: they end with the call.
+    `fresh`: names that the head of a loop binds, with the batch drawn again.
     """
 
     code: CodeType
     line: int
     names: ChainMap[str, Any]
     globals: dict[str, Any]
+    fresh: dict[str, Any]
     positions: Sequence[int | None] | None = None
     since: int = 0
     around: tuple[str, int] | None = None
@@ -204,7 +204,7 @@ class Part:
     def _make(self, path: _Path, call: ast.Call) -> None:
         """Put before the statements those that make the bad values that they read."""
         before = Part(self._caller._replace(around=None))
-        bad = {name for name, x in self.reads.items() if name != VALUE and _is_bad(x)}
+        bad = {name for name, x in self.reads.items() if name != VALUE and bad_tensors(x)}
         earlier = [x for block, inner in path for x in block[: block.index(inner)]]
         body, needed = before._block(earlier, bad)
         made = {name for x in body for name in source.names_in(x, ast.Store) | filled_by(x)}
@@ -212,7 +212,11 @@ class Part:
         is_computed = any(isinstance(x, ast.Call | ast.BinOp) for y in given for x in ast.walk(y))
         self.makes_arguments = is_computed or not made.isdisjoint(bad)
         self.body = [*body, *self.body]
-        values = {name: self._values[name] for name in needed & self._values.keys()}
+        # The batch is drawn once more, for a name that a statement has bound anew since.
+        loops = [x for _, x in path if isinstance(x, ast.For)]
+        if loops and needed & bad and not (fresh := self._caller.fresh):
+            fresh |= redraw(loops[-1], self._values)
+        values = {name: {**self._values, **self._caller.fresh}[name] for name in needed & self._values.keys()}
         self.reads = {name: x for name, x in self.reads.items() if name not in made} | before.reads | values
 
     def _losses_of(self, top: ast.stmt) -> _Ends:
@@ -257,14 +261,14 @@ class Part:
             value, is_free = self._values.get(name), name not in with_graph
             if is_free and self._needs_graph:
                 continue
-            tensors = [] if is_behind else _tensors(value)
+            tensors = [] if is_behind else tensors_of(value)
             # A statement may have bound a deleted parameter anew, as Trainer's does that prepares the inputs.
             is_gone = name in self._caller.code.co_varnames and name not in self._values.maps[0]
             # A module keeps its weights: made anew, it would have others.
             is_bound = name in self._bound and not isinstance(value, nn.Module)
             # The statement that made a bad value is sought, unless samples are. Weights have none.
             given = [x for x in tensors if is_free or not x.requires_grad]
-            is_bad = self.kept is None and any(observe(x, "", "output").is_fault for x in given)
+            is_bad = self.kept is None and any(map(bad_tensors, given))
             self.data |= {name: value} if is_bad else {}
             has_graph = not is_free and any(x.grad_fn is not None for x in tensors)
             if is_bound or is_bad or has_graph or (is_gone and not is_behind):
@@ -394,17 +398,8 @@ def _raising(value: ast.expr, statement: ast.stmt) -> ast.stmt:
     return ast.copy_location(ast.Raise(raised), statement)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors of a value, those of a distribution included: it holds tensors of a graph that is gone."""
-    return [x for _, x in leaves(value, "", isinstance(value, Distribution)) if isinstance(x, Tensor)]
-
-
-def _is_bad(value: Any) -> bool:
-    return any(observe(x, "", "output").is_fault for x in _tensors(value))
-
-
 def _has_graph(value: Any) -> bool:
-    return any(x.grad_fn is not None for x in _tensors(value))
+    return any(x.grad_fn is not None for x in tensors_of(value))
 
 
 def filled_by(statement: ast.stmt, *, plainly: bool = False, directly: bool = False) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -51,14 +50,6 @@ def failed_once(model: nn.Module, x: Tensor) -> tuple[BatchSnapshot, Finding]:
     return start, finding
 
 
-def test_a_replica_runs_again_alone(four_ranks: None) -> None:
-    """Among several processes too, where the forward waits for none: with DistributedDataParallel it does not."""
-    model = nn.parallel.DistributedDataParallel(Gathers(False))
-    start, finding = failed_once(model, torch.zeros(2))
-    seen = find_operation(start, finding, model=model)
-    assert (seen.step.operation, seen.finding.transient) == ("aten.log.default", False)
-
-
 def test_the_backward_of_a_replica_runs_again_alone(four_ranks: None) -> None:
     """The statements call the replica itself, whose reducer would wait for the gradients of all ranks."""
     model = nn.parallel.DistributedDataParallel(Gathers(False))
@@ -76,22 +67,6 @@ def test_the_backward_of_a_replica_runs_again_alone(four_ranks: None) -> None:
         finding = fault_of(torch.optim.SGD(model.parameters()).step).finding
     assert (finding.operation, len(reductions)) == ("LogBackward0", 1)
     assert "found by running line" in " ".join(finding.remarks)
-
-
-def test_replicas_of_other_threads_take_part(four_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one thread runs a batch again, the batches of others go on."""
-    calls: list[int] = []
-    replicas = nn.parallel.DistributedDataParallel
-    monkeypatch.setattr(replicas, "forward", lambda _, x: calls.append(threading.get_ident()) or x)
-    model = replicas(Gathers(False))
-    thread = threading.Thread(target=model, args=(torch.ones(2),))
-    with snapshot_of(nn.Identity(), (torch.ones(2),), {}).again():
-        model(torch.ones(2))
-        thread.start()
-        thread.join()
-        assert calls == [thread.ident]
-    model(torch.ones(2))
-    assert calls == [thread.ident, threading.get_ident()]
 
 
 def test_a_replica_of_one_process_runs_again_in_a_child() -> None:
