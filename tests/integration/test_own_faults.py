@@ -77,7 +77,7 @@ def without_faults(situation: Callable[[], Report]) -> Finding | None:
 # What breaks, in which situation, and the words of a remark, of a warning, or of what is counted.
 BROKEN = [
     ("diagnosis.rerun.examine", forward, "nanwatch could not re-run a failed batch: RuntimeError: broken"),
-    ("diagnosis.rerun._of_forward", forward, "the finding could not be examined: RuntimeError: broken"),
+    ("diagnosis.search.of_forward", forward, "the finding could not be examined: RuntimeError: broken"),
     ("diagnosis.experiment.observe", forward, "the re-run of the batch ended: it raised RuntimeError: broken"),
     ("diagnosis.provenance.ProvenanceMode._look", forward, "aten.div.Tensor could not be followed: RuntimeError"),
     ("diagnosis.cures._Formats.go", half, "the search for another format failed: RuntimeError: broken"),
@@ -85,7 +85,7 @@ BROKEN = [
     ("history.monitor._version", forward, "the versions of weights could not be noted"),
     ("history.monitor.Suspicion._of_weights", forward, "the growth of weights could not be told"),
     ("recording.observe.tensor_health", forward, "the elements of a tensor could not be counted"),
-    ("diagnosis.rerun._of_backward", backward, "the finding could not be examined: RuntimeError: broken"),
+    ("diagnosis.search._of_backward", backward, "the finding could not be examined: RuntimeError: broken"),
     ("diagnosis.experiment.run_backward", backward, "the backward could not be examined: RuntimeError: broken"),
     ("session.reports.ProgramCall.of_backward", loss, "the statements of the loss could not be kept"),
     ("diagnosis.rerun.ProgramCall.statements", loss, "the loss was not computed again: RuntimeError: broken"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
-from nanwatch.diagnosis.rerun import Diagnosis, find_operation
+from nanwatch.diagnosis.search import Diagnosis, find_operation
 from nanwatch.instrumentation.execution_context import RngState
 from nanwatch.recording.events import Start
 from nanwatch.report.finding import Finding

@@ -61,9 +61,8 @@ class Samples(nn.Module):
 
     def forward(self) -> Any:
         """Return the batch."""
-        return _MapDatasetFetcher(self._iterator._dataset, True, self._iterator._collate_fn, False).fetch(
-            self.indices
-        )
+        fetcher = _MapDatasetFetcher(self._iterator._dataset, True, self._iterator._collate_fn, False)
+        return fetcher.fetch(self.indices)
 
     def bad_outputs(self) -> dict[str, Tensor]:
         """Return the bad tensors of the batch by label."""
@@ -90,17 +89,12 @@ class Samples(nn.Module):
         others = (Samples(self._iterator, [i]) for i in near if 0 <= i < len(self._iterator._dataset))
         meant = set[Place]().union(*(x._bad_lines() for x in others if not x.bad_outputs()))
         lines = ((place, read) for place, read in self._bad_lines().items() if place not in meant)
-        (place, read), words = (
-            next(lines, (None, "")),
-            f"sample {self.number} of the dataset ({self._name})",
-        )
+        place, read = next(lines, (None, ""))
+        words = f"sample {self.number} of the dataset ({self._name})"
         if place is None or read:
             return None, "", f"{words} holds it" + (f": `{read}` at {place} is bad" if read else "")
-        return (
-            place,
-            f"`{linecache.getline(place.file, place.line).strip()}`",
-            f"{words} has it, and was read again",
-        )
+        text = linecache.getline(place.file, place.line).strip()
+        return place, f"`{text}`", f"{words} has it, and was read again"
 
     def _bad_lines(self) -> dict[Place, str]:
         """Return the lines of the program in which a name became bad, or a bad value is returned, in their order.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..diagnosis import rerun
+from ..diagnosis import rerun, search
 from ..diagnosis.batch_snapshot import LEAST_SECONDS
 from ..diagnosis.incident import Incident, attempt, write_frames
 from ..diagnosis.isolation import ChildEndedError, can_fork, run_in_child
@@ -108,13 +108,13 @@ class FailureHandler:
         values = None if fault is None else (frame.batch, fault.shape, fault.health)
         may_look = options.reruns and options.rerun_in == "child" and self._action == "raise" and can_fork()
         is_handed_on = values == self._mask
-        if is_handed_on or not (rerun.may_be_mask(fault) and may_look) or self.knows(frame.batch):
+        if is_handed_on or not (search.may_be_mask(fault) and may_look) or self.knows(frame.batch):
             return is_handed_on
         finding = make().finding
         start = None if finding is None else self._reports.starts.of(finding)[0]
         with suppressing("an output of -inf could not be looked into"):
             if model is not None and start is not None and finding and finding.module == frame.name:
-                look = partial(rerun.place_of_mask, start, finding, model=model, allows=self._allows)
+                look = partial(search.place_of_mask, start, finding, model=model, allows=self._allows)
                 [place] = run_in_child(look, 2 * start.seconds)
         if finding is not None and place:
             self._mask, entry = values, f"inf:{frame.name or ROOT}"

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanwatch.diagnosis.data import describe
 from nanwatch.diagnosis.experiment import run
-from nanwatch.diagnosis.rerun import find_operation
+from nanwatch.diagnosis.search import find_operation
 from nanwatch.instrumentation.wrapped_names import module_names
 from nanwatch.report.report import Report
 from nanwatch.session.api import watch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanwatch.diagnosis.rerun import find_operation
+from nanwatch.diagnosis.search import find_operation
 from nanwatch.report.report import NonFiniteError, Report
 from nanwatch.session.api import watch
 from support.examined import comment_of, snapshot_of

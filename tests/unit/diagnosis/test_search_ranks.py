@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
-from nanwatch.diagnosis.rerun import find_operation
+from nanwatch.diagnosis.search import find_operation
 from nanwatch.report.finding import Finding
 from support.examined import snapshot_of
 from support.toys import Does, fault_of
