@@ -377,7 +377,7 @@ class Part:
 
     def _refuse_twice(self, *nodes: ast.AST) -> None:
         for node in (inner for top in nodes for inner in ast.walk(top)):
-            is_once = isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom)
+            is_once = isinstance(node, ast.Await | ast.Yield | ast.YieldFrom)
             if is_once or (isinstance(node, ast.Call) and self._changes_more(node)):
                 raise self._refused(node)
 

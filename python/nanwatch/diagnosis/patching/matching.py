@@ -317,9 +317,9 @@ def written(
 ) -> tuple[Edit, ...]:
     """Return the edits that write the form of a row in the place of a node, its own the last; () if that cannot be.
 
-    An operand of another statement that calls something is bound to a new name there.
+    An operand of another statement that calls something gets a name there.
     """
-    hoists: dict[ast.expr, tuple[Edit, Edit]] = {}
+    named: dict[ast.expr, tuple[Edit, str]] = {}
     # Further arguments that the form gives itself.
     calls = [x for x in ast.walk(parsed(form)) if isinstance(x, ast.Call)]
     calls = [x for x in calls if any(getattr(y, "value", None) is ... for y in x.args)]
@@ -337,10 +337,12 @@ def written(
         if value is None:
             return numbers.get(name, name)
         is_apart = site.statement(value) is not site.statement(node)
+        if is_apart and isinstance(value, ast.NamedExpr):
+            return value.target.id
         if is_apart and any(isinstance(x, ast.Call) for x in ast.walk(value)):
-            if value not in hoists:
-                hoists[value] = _hoist(site, value, len(hoists))
-            return hoists[value][1].text
+            if value not in named:
+                named[value] = _named(site, value, len(named))
+            return named[value][1]
         before, after = form[: place.start()].rstrip()[-1:], form[place.end() :][:1]
         is_whole = before in ("", *"([,=") and after in ("", *")],")
         return site.text(value) if is_whole or isinstance(value, _ATOMS) else f"({site.text(value)})"
@@ -349,7 +351,7 @@ def written(
         edit = placed(site, node, _picked(site, _PLACES.sub(replaced, form), binding.picks))
     except (LookupError, SyntaxError):  # a form may ask a number for its attributes
         return ()
-    return *(edit for pair in hoists.values() for edit in pair), edit
+    return *(naming for naming, _ in named.values()), edit
 
 
 def _picked(site: Site, text: str, picks: Sequence[ast.AST]) -> str:
@@ -362,21 +364,13 @@ def _picked(site: Site, text: str, picks: Sequence[ast.AST]) -> str:
     return text
 
 
-def _hoist(site: Site, value: ast.expr, number: int) -> tuple[Edit, Edit]:
-    """Return the edits that give an expression a name on a line before the assignment that computes it.
-
-    Raises LookupError where no line or no name is free.
-    """
-    file, assignment = site.file, site.statement(value)
+def _named(site: Site, value: ast.expr, number: int) -> tuple[Edit, str]:
+    """Return the edit that names an expression where it is computed, and the name; LookupError if none is free."""
     known = {getattr(x, "id", getattr(x, "arg", "")) for x in ast.walk(site.node)} | site.globals.keys()
     name = [x for x in ("logits", "scores", "operand") if x not in known][number]
-    start = file.span(assignment).start
-    indent = file.part(Span(start - getattr(assignment, "col_offset", 0), start))
-    if indent.strip() or not isinstance(assignment, ast.Assign):
-        raise LookupError(name)
-    text = site.text(value)
-    text = f"({text})" if "\n" in text else text  # as the brackets around it stay behind
-    return Edit(Span(start, start), f"{name} = {text}\n{indent}"), Edit(file.span(value), name)
+    span, text = site.file.span(value), f"{name} := {site.text(value)}"
+    is_bare = isinstance(site.parents.get(value), ast.Call) or site.file.bracketed(span) != span
+    return Edit(span, text if is_bare else f"({text})"), name
 
 
 def placed(site: Site, node: ast.AST, text: str) -> Edit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from .table import (
     EPS_WORDS,
     FORMATS,
     GUARDS,
-    OF_LOGITS,
     POLES,
     STABLE,
     STABLE_WORDS,
@@ -52,7 +51,7 @@ class Proposal(NamedTuple):
     """A change of the source: its edits, the expression that it changes, and in words what it does.
 
     A `stable` form has the gradients that are meant, and a `guard` moves the operand that failed. `exact` are edits for
-    the run in float64: of a mask that leaves no scores beside it there either, as -1e9 does in float32, or of an eps.
+    the run in float64: of a mask that leaves no scores beside it there either, as -1e9 does in float32.
     """
 
     node: ast.AST
@@ -160,7 +159,7 @@ class Proposer:
             around = (self._operands(x) for x in self._site.ancestors(number))
             beside = [x for operands in around for x in operands if self._site.constant(x) is None][:1]
             if near == 0:
-                yield from self._larger(number, beside)
+                yield from self._larger(number)
             for x in beside:
                 yield from self._put(x, "X.float()", _WIDER, X=x)
         yield from self._stable()
@@ -176,34 +175,18 @@ class Proposer:
                 yield from self.guard(node, row)
         yield from self._infinities()
 
-    def of_logits(self) -> Proposal | None:
-        """Return the change of the statement for logits in the place of the probabilities that it takes the log of."""
-        nodes = dict.fromkeys((*self._sources, *self.failing[:1], *self._kin))
-        rows = [(x, form, match(self._site, pattern, x)) for x in nodes for pattern, form in OF_LOGITS]
-        changes = {x: self._change(x, form, binding) for x, form, binding in rows if binding is not None}
-        if not changes:
-            return None
-        first, *others = changes.values()
-        return Proposal(*_joined(first, others), "take its result as logits, wherever it is used")
-
     def _new(self, changes: Iterable[Change], words: str, kind: str = "", *exact: Edit) -> Iterator[Proposal]:
         for node, edits in changes:
             if edits not in self._known and any(self._site.file.part(span) != text for span, text in edits):
                 self._known.add(edits)
                 yield Proposal(node, edits, words, kind, exact)
 
-    def _larger(self, eps: ast.expr, beside: Sequence[ast.expr]) -> Iterator[Proposal]:
-        """Yield the change that makes an eps larger, a name in the whole function.
-
-        Float64 is the measure with the new one too, if that moves no value beside it but those that the old one moves.
-        """
+    def _larger(self, eps: ast.expr) -> Iterator[Proposal]:
+        """Yield the change that makes an eps larger, a name in the whole function."""
         form = "EPS" if isinstance(eps, ast.Constant) else "max(X, EPS)"
         uses = [eps, *(self._site.same(eps) if isinstance(eps, ast.Name) else ())]
         first, *others = (self._change(x, form, Binding({"X": x})) for x in uses)
-        change, near, far = _joined(first, others), self._number(eps) or 0, 100 * float(self._numbers["EPS"])
-        values = [x.abs() for node in beside for x in self.tensors(node)]
-        is_apart = bool(values) and all(bool(((x <= near) | (x >= far)).all()) for x in values)
-        yield from self._new([change], EPS_WORDS, "", *(change[1] if is_apart else ()))
+        yield from self._new([(self.failing[0], _joined(first, others)[1])], EPS_WORDS)
 
     def _put(self, node: ast.expr, form: str, words: str, **letters: ast.expr) -> Iterator[Proposal]:
         return self._new([self._change(node, form, Binding(letters))], words)
@@ -251,12 +234,9 @@ class Proposer:
             letters = {**binding.letters, row.part: place}
             return self._change(place, row.form, binding._replace(letters=letters))
 
-        narrow, uses = (node, change(part)[1]), site.same(part) if row.spread else []
+        narrow, uses = (node, change(part)[1]), site.same(part) if row.spreads else []
         made = site.definition(part) if uses else None
-        wide = narrow if made is None else change(made)
-        if row.spread == "uses":
-            return [_joined(narrow, map(change, uses)) if made is None else wide, narrow]
-        return [wide]
+        return [_joined(narrow, map(change, uses)), narrow] if made is None else [change(made)]
 
     def _holds(self, condition: str, binding: Binding) -> bool:
         kinds, _, operations = condition.partition("in ")

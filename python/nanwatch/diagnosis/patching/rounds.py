@@ -11,15 +11,14 @@ import ast
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...report.finding import Cure
-from ..experiment import Experiment, LossModule, Trials, make_call
+from ..experiment import Experiment, Trials
 from ..provenance import Expression, Step
 from .matching import Site
 from .proposer import Proposal, Proposer
@@ -45,7 +44,7 @@ class Program(NamedTuple):
     def edited(self, site: Site, proposal: Proposal) -> Program:
         """Return the program with one change more. Raises SyntaxError."""
         file, (*others, edit) = site.file, proposal.edits
-        named = [x.text.strip() for x in others if x.span.start == x.span.end]
+        named = [x.text for x in others if ":=" in x.text]
         old, new = (" ".join(x.split()) for x in (file.part(edit.span), "; ".join([*named, edit.text])))
         place = f"{Path(file.name).name}:{file.line_of(edit.span)}"
         words = f"{proposal.words}: write `{new}` for `{old}` at {place}"
@@ -142,11 +141,8 @@ class Rounds:
                 exact = program.edited(site, proposal._replace(edits=proposal.exact))
                 truth = trials.in_float64(partial(exact.running, Probe(), site.target, ()))
                 works, words = trials.judge(experiment, truth=truth)
-                is_mask = proposal.exact != edits
-                if works:
-                    effect = f"beside {'a mask that leaves no scores' if is_mask else 'the same in float64'} it {words}"
-                if works and is_mask:  # other formats are judged by it too
-                    trials.exact = truth
+                if works:  # other formats are judged by it too
+                    effect, trials.exact = f"beside a mask that leaves no scores it {words}", truth
             guarded = outside if proposal.kind == "guard" else ""
             hidden = f"float64 too has {guarded} there" if guarded and is_far else ""
             # A stable form has the gradients that are meant.
@@ -177,31 +173,7 @@ class Rounds:
             # Or the stable form is one of several that the operation needs.
             if (is_behind or proposal.kind == "stable") and inside[1] is None:
                 inside = trial, (later, True)
-        if onward is None:
-            self._take_logits(program, site, proposer.of_logits())
         return onward or inside
-
-    def _take_logits(self, program: Program, site: Site, proposal: Proposal | None) -> None:
-        """Try the last sigmoid of the model without its effect, and logsigmoid for the logarithm of what it gave.
-
-        The model, and all that takes its result, are changed by hand: so it is a cure in words.
-        """
-        trials = self._trials
-        sigmoid = next((x for x in reversed(trials.names) if isinstance(x, nn.Sigmoid)), None)
-        exact, is_loss = trials.exact, isinstance(trials.snapshot.module, LossModule)
-        if sigmoid is None or proposal is None or exact is None or not is_loss or not exact.results:
-            return
-
-        def make(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return args[0] if module is sigmoid else make_call(module, *args, **kwargs)
-
-        trial = program.edited(site, proposal)
-        experiment = trials.run(partial(trial.running, Probe(), site.target, ()), make)
-        loss, exact = (replace(x, results=x.results[:1]) for x in (experiment, exact))
-        works, effect = trials.judge(loss, truth=exact)
-        if works and not experiment.untried and bool(exact.results[0].isfinite().all()):
-            words = f"take the sigmoid `{trials.names[sigmoid]}` out of the model; {trial.words[-1]}"
-            trials.cures.append(Cure(words, True, None, "", effect))
 
     def _objection(self, experiment: Experiment, values: Sequence[Tensor], step: Step) -> str:
         """Return in words why a training does not go on with a finite result, where float64 fails; "" for no reason.

@@ -117,9 +117,6 @@ _STABLE = (
     ("A * B / C", "A * (B / C)"),
 )  # fmt: skip
 
-# For the logits that a module gives without its sigmoid.
-OF_LOGITS = ("log(X)", "F.logsigmoid(X)"), ("log(1 - X)", "F.logsigmoid(-X)")
-
 STABLE_WORDS = "use the stable form that torch has"
 _DIVISOR = "keep the divisor away from 0"
 _ROOT = "keep what the root is taken of away from 0"
@@ -144,8 +141,8 @@ class Row(NamedTuple):
     nothing below 0), or a `fraction` (nothing above 1 either); each letter is `variable`, and no number; no name in the
     pattern is used elsewhere (`sole`); the exponent has a `pole` at 0, or a `bound` that float64 shows, or no logarithm
     takes what comes of it (`unlogged`), which would undo it; the call failed `in` one of these operations.
-    A guard of the `spread` "name" stands where the name that failed is made, if that is used elsewhere, so that all
-    operations see the same value. For "uses" the same expression gets it elsewhere too: else it pulls the other way.
+    A guard that `spreads` is tried first for all uses of the operand, where its name is made if it has one: else an
+    operation that does not see it fails too, or pulls the other way.
     """
 
     pattern: str
@@ -153,7 +150,7 @@ class Row(NamedTuple):
     form: str
     condition: str
     words: str
-    spread: str = ""
+    spreads: bool = False
 
 
 _ROWS = (
@@ -166,14 +163,14 @@ _ROWS = (
     Row("A / B", "B", "max(B, 1)", "int", "divide by at least 1"),
     Row("A / B", "B", "max(B, EPS)", "number", _DIVISOR),
     Row(_QUOTIENTS, "B", "B.clamp(min=1)", "count", "divide by at least 1"),
-    Row("A / exp(X) | reciprocal(exp(X))", "X", "X.clamp(-SAFE, SAFE) | X.clamp(-CALM, CALM)", "", _EXPONENT, "uses"),
+    Row("A / exp(X) | reciprocal(exp(X))", "X", "X.clamp(-SAFE, SAFE) | X.clamp(-CALM, CALM)", "", _EXPONENT, True),
     Row(_NORMALIZED, "", "F.normalize(X, dim=D)", "sole", STABLE_WORDS),
-    Row("A / (N * B)", "B", "B.clamp(min=EPS) | B.clamp(min=MILD)", "positive", _DIVISOR, "name"),
-    Row(_QUOTIENTS, "B", "B.clamp(min=EPS)", "positive", _DIVISOR, "name"),
-    Row(_QUOTIENTS, "B", "torch.where(B.abs() < EPS, EPS, B)", "", _DIVISOR),
-    Row(_QUOTIENTS, "B", "B.clamp(min=MILD)", "positive", _DIVISOR),
+    Row("A / (N * B)", "B", "B.clamp(min=EPS) | B.clamp(min=MILD)", "positive", _DIVISOR, True),
+    Row(_QUOTIENTS, "B", "B.clamp(min=EPS)", "positive", _DIVISOR, True),
+    Row(_QUOTIENTS, "B", "torch.where(B.abs() < EPS, EPS, B)", "", _DIVISOR, True),
+    Row(_QUOTIENTS, "B", "B.clamp(min=MILD)", "positive", _DIVISOR, True),
     Row("A / B", "", "torch.where(B == 0, 0.0, A / torch.where(B == 0, 1.0, B))", "zero", "take 0 where the divisor is 0"),
-    Row(_QUOTIENTS, "B", "torch.where(B.abs() < MILD, MILD, B)", "", _DIVISOR),
+    Row(_QUOTIENTS, "B", "torch.where(B.abs() < MILD, MILD, B)", "", _DIVISOR, True),
     Row("A / B", "B", "B + LARGER", "positive", "add an eps to the divisor"),
     Row("sqrt(X)", "X", "X.clamp(min=0)", "", "keep what the root is taken of from being negative"),
     Row("rsqrt(X)", "X", "X.clamp(min=1)", "count", "take the root of at least 1"),
@@ -185,8 +182,8 @@ _ROWS = (
     Row("log1p(X)", "X", "X.clamp(min=-1 + NEAR)", "", "keep what log1p is taken of above -1"),
     Row("lgamma(X) | digamma(X)", "X", "X.clamp(min=TINY)", "", "keep the operand away from 0"),
     Row("xlogy(A, B)", "B", "B.clamp(min=TINY)", "", _LOG),
-    Row(_EXPS, "X", "X.clamp(max=BOUND)", "bound", "bound the exponent as float64 shows it", "uses"),
-    Row(_EXPS, "X", "X.clamp(max=SAFE) | X.clamp(max=HALF) | X.clamp(max=MOST) | X.clamp(max=CALM) | X.clamp(max=2)", "unlogged", _EXPONENT, "uses"),
+    Row(_EXPS, "X", "X.clamp(max=BOUND)", "bound", "bound the exponent as float64 shows it", True),
+    Row(_EXPS, "X", "X.clamp(max=SAFE) | X.clamp(max=HALF) | X.clamp(max=MOST) | X.clamp(max=CALM) | X.clamp(max=2)", "unlogged", _EXPONENT, True),
     Row("acosh(X)", "X", "X.clamp(min=1 + NEAR)", "", "keep the operand of acosh above 1"),
     Row("acos(X) | asin(X)", "X", "X.clamp(-1, 1)", "", _INSIDE),
     Row("acos(X) | asin(X) | atanh(X) | erfinv(X)", "X", "X.clamp(-1 + NEAR, 1 - NEAR)", "", _INSIDE),

@@ -212,7 +212,7 @@ def test_several_stable_forms_and_an_operand_on_two_lines_with_a_new_name_are_on
         finding = fault_of(torch.optim.Adam(net.parameters()).step).finding
     cure = works(finding)
     assert cure.effect.startswith("agrees with float64")
-    assert new_lines(cure)[:2] == ["logits = (net(x) ** 2  # a comment keeps the lines apart", "+ 0.0)"]
+    assert new_lines(cure)[0] == "logits := net(x) ** 2  # a comment keeps the lines apart"
     assert new_lines(cure)[-1] == "(logits + (3 * torch.exp(-logits))).mean().backward()"
 
 
@@ -400,16 +400,16 @@ def test_a_name_is_followed_to_the_where_that_takes_it() -> None:
 small = lambda size, eps: torch.log(size + eps) + torch.log(2 - size + eps)
 
 
-def test_an_eps_is_larger_in_the_whole_function_and_in_float64() -> None:
-    """Float64 has the old eps, whose logarithm is another. It tells of all values that the new one moves."""
+def test_an_eps_is_larger_in_the_whole_function_and_bounds_a_logarithm() -> None:
+    """Float64 has the old eps, whose logarithm is twice as large. A healthy value may not move."""
     cures = [
         failed(Does(lambda x: small(x, 1e-8)), torch.tensor([0.0, value]).half()).cures
         for value in (0.5, 1e-3)
     ]
     (line,) = new_lines(cures[0][0])
     assert line.endswith("torch.log(size + max(eps, 1e-4)) + torch.log(2 - size + max(eps, 1e-4))")
-    assert "beside the same in float64 it agrees with float64" in cures[0][0].effect
-    assert not any("beside the same" in cure.effect for cure in cures[1])
+    assert "bounds what is larger in float64" in cures[0][0].effect
+    assert not any("bounds" in cure.effect for cure in cures[1])
 
 
 @pytest.mark.parametrize(
@@ -430,15 +430,3 @@ def test_a_guard_without_a_gradient_is_no_cure(x: list[float], decay: float, rem
         finding = fault_of(torch.optim.SGD(net.parameters(), 0.1).step).finding
     assert bool(finding.cures) == (not remark)
     assert remark in " ".join(finding.remarks)
-
-
-def test_a_sigmoid_in_the_model_is_taken_out_in_words() -> None:
-    """The measure is the loss, as the model's output is another then."""
-    net = nn.Sequential(nn.Linear(1, 1), nn.Sigmoid())
-    nn.init.ones_(net[0].weight)
-    with watch(net, gradients=True):
-        (-torch.log(net(torch.tensor([[300.0], [-300.0]]))).mean()).backward()
-        cure = works(fault_of(torch.optim.SGD(net.parameters(), 0.1).step).finding)
-    assert "take the sigmoid `1` out of the model; take its result as logits" in cure.what
-    assert "write `F.logsigmoid(net(torch.tensor([[300.0], [-300.0]])))` for `torch.log(" in cure.what
-    assert not cure.patch
