@@ -430,3 +430,12 @@ def test_a_guard_without_a_gradient_is_no_cure(x: list[float], decay: float, rem
         finding = fault_of(torch.optim.SGD(net.parameters(), 0.1).step).finding
     assert bool(finding.cures) == (not remark)
     assert remark in " ".join(finding.remarks)
+
+
+def test_an_angle_of_equal_vectors_needs_no_gradient() -> None:
+    """The arc cosine is finite at the end of its domain, where a clamp stops the gradient."""
+    net = nn.Sequential(nn.Linear(1, 1, bias=False), Does(lambda cosine: torch.acos(cosine)))
+    nn.init.ones_(net[0].weight)
+    with watch(net):
+        finding = fault_of(lambda: net(torch.tensor([[1.0000001]])).mean().backward()).finding
+    assert "`cosine.clamp(-1 + 1e-6, 1 - 1e-6)`" in works(finding).what
