@@ -122,7 +122,6 @@ void bind_recorder(py::module_& m) {
                                                                           "The file of this process; blackbox/.")
       .def("add_note", &box::BlackBox::add_note)
       .def("add_sample", &box::BlackBox::add_sample)
-      .def("step_begins", &box::BlackBox::step_begins)
       .def("pulse", &box::BlackBox::pulse)
       .def("exits", &box::BlackBox::exits)
       .def_static("close", &box::BlackBox::close);
@@ -180,6 +179,8 @@ void bind_recorder(py::module_& m) {
              return gradients == nullptr ? std::vector<double>() : gradients->losses();
            })
       .def("stepped", &CallRecorder::stepped)
+      .def("step_begins", &CallRecorder::step_begins)
+      .def_readonly("step_generator", &CallRecorder::step_generator)
       .def_property(
           "paused", [](const CallRecorder& self) { return self.paused != 0; },
           [](CallRecorder& self, bool on) { self.paused = (self.paused & ~1) | int(on); })

@@ -178,7 +178,7 @@ inline std::optional<double> loss_under_way() {
   PyFrameObject* const frame = PyEval_GetFrame();
   if (frame == nullptr) return std::nullopt;
   const auto code = pybind11::reinterpret_steal<pybind11::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
-  if (pybind11::str(code.attr("co_name")).cast<std::string_view>() != "_engine_run_backward") return std::nullopt;
+  if (PyUnicode_CompareWithASCIIString(code.attr("co_name").ptr(), "_engine_run_backward") != 0) return std::nullopt;
   const pybind11::object roots = pybind11::handle(reinterpret_cast<PyObject*>(frame)).attr("f_locals")["t_outputs"];
   if (!PyTuple_Check(roots.ptr()) || PyTuple_GET_SIZE(roots.ptr()) != 1) return std::nullopt;
   PyObject* const root = PyTuple_GET_ITEM(roots.ptr(), 0);

@@ -350,16 +350,19 @@ bool GradientRecorder::finish(std::unique_ptr<Backward> backward) {
 bool GradientRecorder::finish_broken_backwards() {
   const std::shared_ptr<GradientRecorder> keep = shared_from_this();
   while (recorder_ != nullptr) {  // a callback may stop the watch
-    int64_t task = -1;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      for (const std::unique_ptr<Backward>& backward : backwards_)
-        if (backward->is_over) task = backward->task;
-    }
+    const int64_t task = broken_backward();
     if (task < 0) return true;
     if (!finish(take(task))) return false;
   }
   return true;
+}
+
+int64_t GradientRecorder::broken_backward() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  int64_t task = -1;
+  for (const std::unique_ptr<Backward>& backward : backwards_)
+    if (backward->is_over) task = backward->task;
+  return task;
 }
 
 bool GradientRecorder::finish_nonfinite_backward() {

@@ -115,6 +115,7 @@ class GradientRecorder : public std::enable_shared_from_this<GradientRecorder> {
   void follow(const std::vector<GradientCandidate>& candidates, const CallOrigin& call,
               std::shared_ptr<const void>* keep);
   bool finish_broken_backwards();
+  int64_t broken_backward();  // one that an exception has ended, or -1
   // Finishes the backward under way on this thread, as far as it has come, if something in it is not finite. Gradients
   // that still come make a backward of their own.
   bool finish_nonfinite_backward();

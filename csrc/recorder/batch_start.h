@@ -33,13 +33,14 @@ inline at::Tensor state_of(at::Generator generator) {
 // Used under the interpreter lock.
 class BatchStart {
  public:
-  BatchStart(int64_t batch, PyObject* module, PyObject* args, PyObject* kwargs, std::vector<at::Tensor> cuda,
-             pybind11::object extra)
+  BatchStart(int64_t batch, PyObject* module, PyObject* args, PyObject* kwargs, at::Tensor random,
+             std::vector<at::Tensor> cuda, pybind11::object extra)
       : batch_(batch),
         module_(pybind11::reinterpret_borrow<pybind11::object>(module)),
         args_(pybind11::reinterpret_borrow<pybind11::object>(args)),
         kwargs_(pybind11::reinterpret_borrow<pybind11::object>(kwargs != nullptr ? kwargs : Py_None)),
         extra_(std::move(extra)),
+        random_(std::move(random)),
         cuda_(std::move(cuda)) {
     for (size_t i = 0; i < kDevices.size(); ++i)
       autocast_[i] = {at::autocast::get_autocast_dtype(kDevices[i]), at::autocast::is_autocast_enabled(kDevices[i])};
@@ -114,8 +115,8 @@ class BatchStart {
   int64_t batch_;
   pybind11::object module_, weak_module_, args_, kwargs_, extra_;
   std::vector<std::pair<pybind11::object, uint32_t>> versions_;
-  at::Tensor random_ = state_of(at::detail::getDefaultCPUGenerator());
-  std::vector<at::Tensor> cuda_;                             // states of the generators, by device
+  at::Tensor random_;                                        // state of the CPU's generator
+  std::vector<at::Tensor> cuda_;                             // states of the others, by device
   std::array<std::pair<at::ScalarType, bool>, 2> autocast_;  // by device: the dtype, whether it is on
   bool inference_ = c10::InferenceMode::is_enabled(), grad_ = c10::GradMode::is_enabled();
   std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
@@ -143,6 +144,20 @@ class StartSignals {
   void watch_buffers(pybind11::list buffers) {
     buffers_ = std::move(buffers);
     note_buffers();
+  }
+  // Returns the state of the CPU's random numbers: the tensor of before while nobody draws, as a copy takes 1 µs.
+  at::Tensor random_state() {
+    at::Generator generator = at::detail::getDefaultCPUGenerator();
+    auto* const cpu = at::check_generator<at::CPUGeneratorImpl>(generator);
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    const at::mt19937_data_pod now = cpu->engine().data();
+    const Normals normals{cpu->next_float_normal_sample(), cpu->next_double_normal_sample()};
+    const bool is_same = now.seed_ == engine_.seed_ && now.left_ == engine_.left_ && now.next_ == engine_.next_ &&
+                         now.seeded_ == engine_.seeded_ && now.state_ == engine_.state_ && normals == normals_;
+    if (!is_same || !random_.defined()) random_ = generator.get_state();
+    engine_ = now;
+    normals_ = normals;
+    return random_;
   }
   // Takes the names of torch.cuda, whose generators a start notes. There are none before CUDA is in use.
   void watch_generators(pybind11::dict cuda) { cuda_ = std::move(cuda); }
@@ -185,6 +200,11 @@ class StartSignals {
     return state;
   }
 
+  using Normals = std::pair<std::optional<float>, std::optional<double>>;  // drawn in pairs: the second is kept
+
+  at::Tensor random_;
+  at::mt19937_data_pod engine_ = {};  // of it
+  Normals normals_;
   std::vector<std::pair<pybind11::dict, pybind11::object>> names_;
   pybind11::object cuda_;
   pybind11::list buffers_;

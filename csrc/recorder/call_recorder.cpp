@@ -176,8 +176,8 @@ bool CallRecorder::start_batch(Thread& thread, int32_t index, PyObject* module, 
   if (keeps) {
     if (!nodes_[size_t(index)]->is_function) release_starts();
     try {
-      thread.start = BatchStart::shared(
-          std::make_unique<BatchStart>(thread.batch, module, args, kwargs, signals.generator_states(), extra));
+      thread.start = BatchStart::shared(std::make_unique<BatchStart>(
+          thread.batch, module, args, kwargs, signals.random_state(), signals.generator_states(), extra));
     } catch (const std::exception&) {
       PyErr_Clear();  // then the batch has no re-run
     }
@@ -207,6 +207,7 @@ void CallRecorder::forget_starts() {
   release_starts();
   ended_starts_.clear();
   kept_start_ = nullptr;
+  step_generator = keeps_starts ? signals.random_state() : at::Tensor();
 }
 
 py::object CallRecorder::start() {
@@ -423,25 +424,6 @@ std::pair<int64_t, py::list> CallRecorder::frames_since(int64_t kept) const {
   py::list frames;
   for (const FrameData& frame : copies) frames.append(to_python(frame));
   return {pushed, std::move(frames)};
-}
-
-bool CallRecorder::stepped(const py::list& groups) {
-  using Stepped = CallObserver::Stepped;
-  const bool reads = paused == 0 && !gathers_weights && next_batch_ % every_ == 0;
-  bool has_nonfinite = false;
-  for (const py::handle group : groups) {
-    // A copy: other threads run while a weight is read.
-    const py::tuple weights =
-        PyList_Check(group.ptr()) ? py::tuple(py::reinterpret_borrow<py::list>(group)) : py::tuple();
-    for (const py::handle x : weights) {
-      if (!THPVariable_Check(x.ptr())) continue;
-      const Stepped stepped = observer_.stepped(x.ptr(), reads, next_batch_);
-      has_optimizer_ |= stepped != Stepped::unknown;
-      has_nonfinite |= stepped == Stepped::nonfinite;
-    }
-  }
-  if (!has_optimizer_) observer_.forget_weights();
-  return has_nonfinite;
 }
 
 void CallRecorder::settle() {

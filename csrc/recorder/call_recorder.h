@@ -126,6 +126,7 @@ class CallRecorder {
   // Those of the ended batches whose graphs live.
   pybind11::list ended_starts() const;
   void forget_starts();
+  at::Tensor step_generator;  // the state of the CPU's random numbers when they were last forgotten
   // Keeps the start of a batch whose backward runs until `forget_starts`, as the graph may be gone before the step.
   void keep_start(std::shared_ptr<const BatchStart> start) { kept_start_ = std::move(start); }
   // How many other threads are inside a batch.
@@ -135,6 +136,9 @@ class CallRecorder {
   std::vector<std::string> called() const;
   // Ends the backwards that an exception ended without a sign. Throws what a callback raises.
   void settle();
+  // An optimizer of these parameter groups is about to step. Forgets the starts, and returns true, if the learning
+  // rates and the first small gradients are finite. False where Python has to look, as for None.
+  bool step_begins(pybind11::handle groups);
   // An optimizer of these lists of tensors has made a step, perhaps past the version counter. Reads the weights for the
   // next batch, within its budget, and returns whether one is not finite. All weights may have changed where no
   // optimizer holds any that is known here, as when it holds copies.

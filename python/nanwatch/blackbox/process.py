@@ -57,7 +57,6 @@ class ProcessBox:
         self.error: BaseException | None = None
         self._pid = os.getpid()
         self._box = compiled.open_black_box(str(path), is_kept)
-        self.step_begins = self._box.step_begins  # writes that an optimizer steps
         self._ranks: tuple[int, int] | None = None
         self._ended = threading.Event()
         self._note_facts()

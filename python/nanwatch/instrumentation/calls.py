@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,7 +25,7 @@ from ..util.messages import warn_user, with_utf8
 from . import compiled
 from .execution_context import unwatched
 from .functions import watch_begins, watch_ends
-from .global_hooks import Changes, Handles, after_steps, children, weakly
+from .global_hooks import Changes, Handles, Hook, after_steps, children, weakly
 from .slot import ATTRIBUTE, CallWrapper, attach, detach, is_in_use, uninstall, wrappers
 from .wrapped_names import child_name, is_recorded, named_modules
 
@@ -48,19 +47,14 @@ class Attachment:
     """Recorder on the modules of one model, until `remove`.
 
     `observed(name)` says whether the calls of a module are recorded. The calls of other modules only mark where a batch
-    begins. `allow_inf(name, module)` says which infinities are meant. Modules registered later in a watched module are
-    watched too.
+    begins. `allow_inf(name, module)` says which infinities are meant, and `after_step(optimizer, ...)` is called after
+    every step. Modules registered later in a watched module are watched too.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        recorder: Any,
-        observed: Callable[[str], bool],
-        allow_inf: Callable[..., Any],
-        on_bad_step: Callable[[], object],
+        self, model: nn.Module, recorder: Any, observed: Hook, allow_inf: Hook, after_step: Hook
     ) -> None:
-        self.is_attached, self._on_bad_step = True, on_bad_step
+        self.is_attached = True
         self._recorder, self._observed, self._allow_inf = recorder, observed, allow_inf
         _shape_inference.make()
         self._names = WeakIdKeyDictionary()
@@ -72,7 +66,7 @@ class Attachment:
             self.add(named.name, named.module)
         compiled.follow_watched_calls()
         # torch's registries are global and outlive this: the hooks must keep neither it nor the model alive.
-        hooks = after_steps.add(weakly(self._changed)), children.add(weakly(self._registered))
+        hooks = after_steps.add(after_step), children.add(weakly(self._registered))
         self._hooks = Handles(self, hooks)
         watch_begins(self, model)
 
@@ -105,11 +99,6 @@ class Attachment:
             records = is_recorded(module) and self._observed(name)
             self._nodes[key] = self._recorder.add_node(with_utf8(name), module, records, allow_inf)
         return self._nodes[key]
-
-    def _changed(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Fused optimizers write without the version counter. The step itself is the only sign.
-        if self._recorder.stepped([group["params"] for group in optimizer.param_groups]):
-            self._on_bad_step()
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         if module is None or (known := self._names.get(parent)) is None:

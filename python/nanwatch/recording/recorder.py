@@ -61,11 +61,12 @@ class PythonRecorder:
     `gathers_from`, the batch from which on peaks are gathered for `take_peaks`, `gathers_inputs` among these,
     `gathers_gradient_peaks` for `take_gradient_peaks`, and `gathers_weights` for weights that are gathered from shards
     anew in each batch. `latest_batch` is -1 before the first, `frames_kept` how many frames have ever been among
-    `frames()`. `counters` are numbers of calls, frames, tensors, reads, bytes and hits.
+    `frames()`, `step_generator` the CPU's random state at the last step. `counters` count calls, frames and reads.
     """
 
-    keeps_starts = gathers_inputs = gathers_gradient_peaks = gathers_weights = False
-    gathers_from, latest_batch, frames_kept = sys.maxsize, -1, 0
+    keeps_starts = gathers_inputs = gathers_gradient_peaks = gathers_weights = _is_paused = False
+    gathers_from, latest_batch, frames_kept, _num_suspended = sys.maxsize, -1, 0, 0
+    step_generator: Tensor | None = None
 
     def __init__(self, settings: Settings, events: RecorderEvents) -> None:
         names = ("calls", "frames", "tensors", "tensors_read", "bytes_read", "cache_hits")
@@ -74,7 +75,6 @@ class PythonRecorder:
         # report at any moment.
         self._lock = threading.RLock()
         self._settings, self._events = settings, events
-        self._is_paused, self._num_suspended = False, 0
         self._latest_task, self._losses = -1, deque[float](maxlen=8)
         self._nodes: list[SimpleNamespace] = []
         self._thread = _Thread()
@@ -130,7 +130,7 @@ class PythonRecorder:
         """Return the magnitudes of the latest finite losses, the oldest first. With `gradients` there are none."""
         return [*self._losses]
 
-    watch_generators = watch_name = stepped = forget_tensors = watch_buffers
+    watch_generators = watch_name = stepped = step_begins = forget_tensors = watch_buffers
 
     # Calls. The wrapper of a module makes the call itself: through here it would take a level of recursion more.
 
@@ -260,7 +260,8 @@ class PythonRecorder:
             if (call := reference()) is not None and (start := call.start()) is not None:
                 rest = start._replace(module=None, args=(), kwargs=None, versions=[], extra=None)
                 call.start = partial(Start, *rest) if keeps_numbers else lambda: None
-        self._kept = self._kept if keeps_numbers else None
+        if not keeps_numbers:
+            self._kept, self.step_generator = None, torch.get_rng_state() if self.keeps_starts else None
 
     # Frames, of calls, steps and backwards
 
@@ -274,9 +275,7 @@ class PythonRecorder:
             if frame.phase == "forward":
                 self._called |= {frame.name for record in frame.records if record.role == "weight"}
                 if frame.batch >= self.gathers_from and not frame.recomputed:
-                    self._peaks["forward"].add(
-                        frame, self.gathers_inputs
-                    )  # an input counts at the module that made it
+                    self._peaks["forward"].add(frame, self.gathers_inputs)  # else at the module that made it
             elif frame.phase == "backward" and self.gathers_gradient_peaks:
                 self._peaks["backward"].add(frame)
             # Each tensor is read. The methods of a Counter would need more of the stack.
@@ -318,9 +317,8 @@ class PythonRecorder:
             peaks.update(dict.fromkeys(peaks, 0.0))
             return batch, new, values.tobytes()
 
-    take_gradient_peaks = partialmethod(
-        take_peaks, "backward"
-    )  # of all backwards since, and their latest batch
+    # Of all backwards since, and their latest batch.
+    take_gradient_peaks = partialmethod(take_peaks, "backward")
 
     # Gradients. A recorded call leaves a hook at each of its tensors; csrc/gradients/gradient_recorder.h says how.
 
@@ -453,8 +451,7 @@ def make_recorder(settings: Settings, events: RecorderEvents) -> Recorder:
     if _extension.C is None:
         return cast(Recorder, PythonRecorder(settings, events))
     _extension.C.bind_record(Record, Note)
-    functions = (leaves, is_container, spell_key, completed_record)
-    helpers: dict[str, Any] = {function.__name__: function for function in functions}
+    helpers: dict[str, Any] = {x.__name__: x for x in (leaves, is_container, spell_key, completed_record)}
     helpers |= {"observe": partial(observe, wanted=settings), "plain_mask": PLAIN_MASK}
     native: Callable[..., Recorder] = _extension.C.CallRecorder
     return native(settings, events=events, frame_type=Frame, start_type=Start, helpers=helpers)

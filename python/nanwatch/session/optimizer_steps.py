@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from math import isfinite, isnan
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from ..blackbox.process import process_box
 from ..diagnosis.incident import Incident
 from ..diagnosis.loss_statements import backward_under_way
 from ..history.spikes import SpikeWatch
@@ -95,7 +94,6 @@ class OptimizerSteps:
         hooks = [global_hooks.before_steps.add(weakly(self._before_step))] if options.enabled else []
         if options.optimizer is not None:
             self._node = recorder.add_node(OPTIMIZER, options.optimizer, False, False)
-            hooks.append(global_hooks.after_steps.add(weakly(self._read_state)))
         self._hooks = Handles(self, hooks)
 
     def remove(self) -> None:
@@ -234,24 +232,24 @@ class OptimizerSteps:
     # A step
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (box := process_box()) is not None:
-            box.step_begins()
-        takes_ours = False
-        if not self._recorder.paused:
-            self._unread_step = self._recorder.latest_batch
-            if takes_ours := self._takes_gradients(optimizer):
-                self._reports.num_steps += 1
-                self._check_rates(optimizer)
+        recorder, is_on = self._recorder, not self._recorder.paused
+        takes_ours = is_on and self._takes_gradients(optimizer)
+        self._unread_step = recorder.latest_batch if is_on else self._unread_step
+        # Most steps end here: no failure waits for one, no closure follows, and the compiled part sees nothing bad.
+        is_quiet = self.deferred is None and self._loss is None and not self._in_a_row
+        is_usual = is_quiet and self._has_read_state and self._options.gradients is None
+        may_end = is_usual and takes_ours and not self._starts.has_kept and len(args) == 1 and not kwargs
+        if recorder.step_begins(optimizer.param_groups if may_end else None):
+            return None
+        if takes_ours:
+            self._check_rates(optimizer)
         if not self._has_read_state and optimizer.state:  # from a checkpoint
             self._read_state(optimizer)
         if self._options.gradients is False:
             return None
-        changed = None
-        if len(args) > 1 or kwargs:
-            check = partial(self._check_gradients, optimizer, takes_ours)
-            changed = global_hooks.with_check_after_closure(optimizer, args, kwargs, check)
-        self._check_gradients(optimizer, takes_ours)
-        return changed
+        check = partial(self._check_gradients, optimizer, takes_ours)
+        check()
+        return global_hooks.with_check_after_closure(optimizer, args, kwargs, check)
 
     def _takes_gradients(self, optimizer: Optimizer) -> bool:
         """Return whether the optimizer holds a parameter of the model. A critic's, say, does not."""
@@ -303,7 +301,9 @@ class OptimizerSteps:
             if self.deferred is not None:
                 self.settle(only_known=self.deferred.latest == batch)
             is_quiet = self.deferred is None and self._loss is None and not self._in_a_row
-            if is_quiet and not (takes_ours and _first_bad(optimizer)):
+            # A nan on its way through the model leaves the first gradients nan.
+            small = (x for x in parameters_of(optimizer) if x.grad is not None and x.grad.numel() <= _SMALL)
+            if is_quiet and not (takes_ours and _nonfinite_gradients(islice(small, _NUM_FIRST))):
                 if takes_ours:
                     self._starts.let_go()
                 return
@@ -359,7 +359,16 @@ class OptimizerSteps:
             verdict = "the gradients that the optimizer's step takes are finite: nothing was stopped"
             warn_user(f"{text.summary(mended.incident.finding)}; {verdict}{so_far}")
 
-    def _read_state(self, optimizer: Optimizer, *_: Any) -> None:
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Look at what a step has written, and count it. A failure ends the step, so other hooks come before this."""
+        if self._options.optimizer is not None:
+            self._read_state(optimizer)
+        # Fused optimizers write without the version counter. The step itself is the only sign.
+        if self._recorder.stepped([group["params"] for group in optimizer.param_groups]):
+            self.act()
+        self._reports.num_steps += not self._recorder.paused and self._takes_gradients(optimizer)
+
+    def _read_state(self, optimizer: Optimizer) -> None:
         batch = self._recorder.latest_batch
         if self._recorder.paused or not self._is_due(batch) or not self._steps_given(optimizer):
             return
@@ -406,13 +415,6 @@ class OptimizerSteps:
         incident, self._unread_step = self.look(), -1
         if incident is not None:
             self._failures.step_follows(incident)
-
-
-def _first_bad(optimizer: Optimizer) -> list[Tensor]:
-    """Return the bad ones of the first small gradients, which a nan on its way through the model leaves nan."""
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    gradients = (x for parameter in parameters if (x := parameter.grad) is not None and x.numel() <= _SMALL)
-    return nonfinite(islice(gradients, _NUM_FIRST))
 
 
 def _nonfinite_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -30,7 +30,6 @@ from ..diagnosis.loss_statements import Lines, ProgramCall
 from ..history.monitor import Suspicion
 from ..instrumentation.execution_context import RngState
 from ..instrumentation.functions import Function
-from ..instrumentation.global_hooks import steps_under_way
 from ..instrumentation.wrapped_names import (
     find_module,
     is_recorded,
@@ -103,8 +102,7 @@ class Starts:
         self._failed: tuple[int, weakref.ref[nn.Module], BatchSnapshot] | None = None
         self._backwards: dict[int, ProgramCall] = {}  # by batch
         self.lines: Lines = {}  # of the latest backward
-        # The CPU's random state at the last step: what a loss draws before it calls the model, it draws from there.
-        self._generator: Tensor | None = None
+        self.has_kept = False  # for a backward that has failed
 
     def batch_started(self, module: nn.Module | None) -> object:
         """Return what the start of a batch has beside the recorder's part."""
@@ -140,12 +138,12 @@ class Starts:
     def let_go(self) -> None:
         """Let go of all that was kept for a backward, as a step takes its gradients."""
         self._recorder.forget_starts()
-        self._generator = torch.default_generator.get_state() if self._recorder.keeps_starts else None
         self._backwards.clear()
-        self._failed = None
+        self._failed, self.has_kept = None, False
 
     def keep(self, batch: int) -> None:
         """Keep the start of the batch until a step takes the gradients, also when its graph is gone."""
+        self.has_kept = True
         if (start := self.of_ended(batch)) is not None:
             self._failed = batch, weakref.ref(start.module), replace(start, module=_NO_MODULE)
 
@@ -157,7 +155,8 @@ class Starts:
         if (first := min(starts, key=lambda start: start.batch, default=None)) is None:
             return
         with suppressing("the statements of the loss could not be kept"):
-            generators = [x for x in (self._generator, first.generator) if x is not None]
+            # What a loss draws before it calls the model, it draws from the state at the last step.
+            generators = [x for x in (self._recorder.step_generator, first.generator) if x is not None]
             find = ProgramCall.before_step if is_over else ProgramCall.of_backward
             if (call := find([RngState(x, first.cuda) for x in generators])) is not None:
                 self._backwards[batch] = call
@@ -193,7 +192,7 @@ class Reports:
         self.masks: list[str] = []  # outputs that hold masks, as entries of `allow`
         # Optimizers that have stepped, by id as some have no hash: how many parameters, and whether one is the model's.
         self.steppers: dict[int, tuple[weakref.ref[Optimizer], int, bool]] = {}
-        self.num_steps = 0  # that optimizers of the model's weights have begun
+        self.num_steps = 0  # that optimizers of the model's weights have taken
         self.losses: deque[float] = deque(maxlen=8)  # that the recorder leaves to Python
         self._mesh = parameter_mesh(model)  # kept: a report may be asked for when the model has gone
 
@@ -207,9 +206,8 @@ class Reports:
         self._mesh = tuple(dict.fromkeys((*self._mesh, *parameter_mesh(self.model()))))
         number = self.recorder.latest_batch if finding is None else finding.batch
         if finding is not None:
-            under_way = [x for x in steps_under_way() if self.steppers.get(id(x), (None, 0, False))[2]]
             losses = growing([*self.recorder.losses(), *self.losses])
-            finding = replace(finding, num_steps=self.num_steps - len(under_way), losses=losses)
+            finding = replace(finding, num_steps=self.num_steps, losses=losses)
         never_called = self._suspicion.never_called(tuple(frames), self.options.observes)
         suspects = () if finding is None else self._suspicion.suspects(tuple(frames))
         latest, batch = tuple(frames[-self.options.max_frames :]), None if number < 0 else number

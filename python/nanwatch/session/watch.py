@@ -107,8 +107,8 @@ class Watch:
         self._checkpoints = CheckpointGuard(reports, self._failures) if options.guard_checkpoints else None
         self._attachment: Attachment | None = None
         if options.enabled:
-            on_bad_step = weakly(self._steps.act)
-            self._attachment = Attachment(model, recorder, options.observes, reports.excuses, on_bad_step)
+            after_step = weakly(self._steps.after_step)
+            self._attachment = Attachment(model, recorder, options.observes, reports.excuses, after_step)
             self._failures.excuse_again = weakly(self._attachment.excuse_again)
             watch_starts.call(self, model)
 
