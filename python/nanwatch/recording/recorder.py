@@ -123,7 +123,7 @@ class PythonRecorder:
         subscription.remove = partial(setattr, subscription, "active", False)
         return subscription
 
-    def watch_buffers(self, *_: object) -> None:
+    def watch_buffers(self, *_: object) -> Any:
         """Do nothing: this recorder has no cache, and calls `on_batch_start` for each batch."""
 
     def losses(self) -> list[float]:
