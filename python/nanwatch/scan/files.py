@@ -107,13 +107,14 @@ def open_checkpoint(path: Path) -> Entries:
     """Yield the tensors of a file, of an index with its files, or of a folder, and what cannot be read."""
     if not path.exists():
         raise FileNotFoundError(f"there is no {str(path)!r}: scan reads {_READS}{near(path)}")
+    files = sorted(x for x in path.glob("*") if x.suffix in _SUFFIXES and x.is_file())
     if not path.is_dir():
         yield from _index(path) if path.name.endswith(_INDEX) else _file(path)
     elif (path / _METADATA).is_file():
         yield from _entries(_dcp, path)
     elif indices := sorted(path.glob(f"*{_INDEX}")):
-        yield from _index(indices[0])
-    elif files := sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file()):
+        yield from _index(indices[0], files)
+    elif files:
         for file in files:
             yield from _file(file)
     elif any(path.glob("*.distcp")):
@@ -126,13 +127,13 @@ def _fault(path: Path, text: str) -> Problem:
     return Problem("file", True, f"{path}: {text}")
 
 
-def _index(path: Path) -> Entries:
-    """Open the files that an index of transformers names. The tensors that they lack are lost."""
+def _index(path: Path, files: Sequence[Path] = ()) -> Entries:
+    """Open the files that an index of transformers names, and these in its folder. What they lack is lost."""
     try:
         file_of = {name: str(file) for name, file in json.loads(path.read_bytes())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of a checkpoint: {spell(error)}") from None
-    for file in sorted({*file_of.values()}):
+    for file in sorted({*file_of.values(), *(x.name for x in files)}):
         if Path(file).name != file or not (path.parent / file).is_file():
             yield _fault(path, f"it names {file[:80]!r}, which is not in its folder")
             continue

@@ -138,7 +138,9 @@ def test_an_index_names_missing_files_and_tensors(tmp_path):
         save_file({"a" if file.parent == tmp_path else "d": torch.ones(2)}, file)
     names = {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors", "d": "../x.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    torch.save({"state": torch.tensor([torch.nan])}, tmp_path / "optimizer.pt")  # which it does not name
     result = nanwatch.scan(tmp_path)
+    assert [tensor.name for tensor in result.tensors if tensor.health and not tensor.health.isfinite] == ["state"]
     lost = {problem.tensors for problem in result.problems if problem.kind == "lost"}
     assert lost == {("b",), ("c",), ("d",)}
     changes = nanwatch.scan(tmp_path / "one.safetensors", against=tmp_path).changes
