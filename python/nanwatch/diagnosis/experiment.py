@@ -438,8 +438,9 @@ def _moved(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[float, bo
     is_bound = (new * right.sign() >= _LARGE) & (new.abs() < right.abs())
     # The deviation of two values is 0.7 times as large without the correction.
     is_other = (2 * distance > right.abs()) & (distance > MOST_BY_GUARD) & (right.abs() < _LARGE)
-    example = f"{float(right[i]):.3g} becomes {float(new[i]):.3g}"
-    words = f"changes {int(is_off.sum()):,} of {len(right):,} elements of that expression: {example}"
+    example = f"{float(new[i]):.3g} for {float(right[i]):.3g}"
+    count = f"{int(is_off.sum()):,} of {len(right):,} elements of that expression"
+    words = f"{count} are not those of float64: {example}"
     is_most = 2 * int(is_other.sum()) > len(right)
     return float(distance[i]), True if bool(is_bound[is_off].all()) else False if is_most else None, words
 

@@ -115,8 +115,7 @@ def open_checkpoint(path: Path) -> Entries:
     elif indices := sorted(path.glob(f"*{_INDEX}")):
         yield from _index(indices[0], files)
     elif files:
-        for file in files:
-            yield from _file(file)
+        yield from (entry for file in files for entry in _file(file))
     elif any(path.glob("*.distcp")):
         yield _fault(path, f"{_METADATA} is missing, which {DCP} writes last: the save did not end")
     else:

@@ -32,6 +32,8 @@ class Rows:
         if self.way == "numpy":
             row = row / row.sum()  # numpy
         x = torch.from_numpy(row) + torch.exp(torch.from_numpy(mask)).float()
+        if self.way == "pole":
+            x = x.log()  # pole
         return x / x.sum() if self.way == "torch" else x, i  # torch
 
 
@@ -47,9 +49,12 @@ def train(model: nn.Module, loader: Any, *, is_bound_anew: bool = False) -> None
         model(x)
 
 
-@pytest.mark.parametrize("way", ["torch", "numpy", "collate", "held"])
+@pytest.mark.parametrize("way", ["torch", "numpy", "collate", "held", "pole"])
 def test_the_sample_of_bad_data(way: str) -> None:
-    """It is found among those drawn last. The cure is tried on it. A mask that each sample has is not meant."""
+    """It is found among those drawn last. The cure is tried on it. A mask that each sample has is not meant.
+
+    No number stands for a pole in data.
+    """
     collate, num_workers = (normalised, 2) if way == "collate" else (None, 0)
     loader = DataLoader(Rows(way), 6, shuffle=True, num_workers=num_workers, collate_fn=collate)
     with watch(model := nn.Linear(3, 1)):

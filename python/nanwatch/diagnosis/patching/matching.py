@@ -118,6 +118,13 @@ class Site:
         around = (above for above in (node, *self.ancestors(node)) if isinstance(above, ast.stmt))
         return next(around, self.node)
 
+    def twins(self, node: ast.AST) -> list[ast.AST]:
+        """Return the statement that the node is a part of, and those of the function that differ in names alone."""
+        statement = self.statement(node)
+        alike = [x for x in self.parents if type(x) is type(statement) and x is not statement]
+        shapes = [re.sub(r"id='\w+'", "", ast.dump(x)) for x in (statement, *alike)]
+        return [statement, *(x for x, shape in zip(alike, shapes[1:], strict=True) if shape == shapes[0])]
+
     def constant(self, node: ast.AST) -> Any:
         """Return the module or number that a node stands for, by the globals of the function; else None."""
         names = {x: None if x in self._bound else self.globals.get(x) for x in all_names(node)}

@@ -87,8 +87,8 @@ class Proposer:
         self._sources = [x for x in parts if is_bad and self._name(x) in POLES]
         operands = [] if is_bad else [x for node in top for x in self._operands(node)]
         self._causes = {*top, *self._sources, *operands, *map(site.defined, operands)}
-        # Operations of its name in the statement, which may fail in another batch.
-        near = [(x, node) for node in top for x in ast.walk(site.statement(node))]
+        # Operations of its name in the statement, or in one that differs in its names alone, may fail in another batch.
+        near = [(x, node) for node in top for y in site.twins(node) for x in ast.walk(y)]
         self._kin = [x for x, node in near if self._name(x) == self._name(node) and not self._is_guarded(x)]
         names = [x for x in parts if isinstance(x, ast.Constant | ast.Name | ast.Attribute)]
         nodes = (*self.failing, *self._sources, *self._kin)

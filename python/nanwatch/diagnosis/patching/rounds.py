@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...report.finding import Cure
+from ..data import Samples
 from ..experiment import Experiment, Trials
 from ..provenance import Expression, Step
 from .matching import Site
@@ -181,18 +182,21 @@ class Rounds:
         That is too large, or leaves no gradient. A loss of 0 without one is of a batch that has no labels.
         """
         exact = [] if self._trials.exact is None else self._trials.exact.results
-        largest = max((float(x.abs().max()) for x in experiment.results if x.numel()), default=0.0)
+        magnitudes = (x[x.isfinite()].abs() for x in experiment.results)  # beside masks
+        largest = max((float(x.max()) for x in magnitudes if x.numel()), default=0.0)
         if largest > _MOST_RESULT and not all(bool(x.isfinite().all()) for x in exact):
             return f"the result is {largest:.3g} where float64 fails"
         is_finite = bool(exact) and bool(exact[0].float().isfinite().all())
         is_left_out = not any(bool(x.any()) for x in experiment.results[:1])
         is_finite |= (name := operation_name(step.operation)) in ("acos", "asin")  # at the ends of their domain
+        is_pole = name in POLES - {"div", "reciprocal", "rsqrt"}
+        if is_pole and isinstance(self._trials.snapshot.module, Samples):
+            return f"what `{name}` of such a sample should be is not known"
         if step.in_backward or is_finite or is_left_out or experiment.untried or not experiment.given:
             return ""
         if not experiment.trains:
             return "all its gradients are 0, so that no step leaves this state"
         # All quotients of a batch of one sample by its deviation are 0.
-        is_pole = name in POLES - {"div", "reciprocal", "rsqrt"}
         is_same = any(x.numel() > 1 and bool((x == x.flatten()[0]).all()) for x in values)
         return "the guard makes all elements the same" if is_pole and is_same else ""
 
