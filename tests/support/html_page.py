@@ -54,12 +54,6 @@ class Page(HTMLParser):
             if "h1" in self.open:
                 self.headline.append(data)
 
-    @property
-    def policy(self) -> str:
-        """The content security policy."""
-        (policy,) = [a["content"] for _, a in self.tags if "Content-Security-Policy" in a.values()]
-        return policy
-
 
 def record(label: str, role: Any, abs_max: float = 1.0, abs_min: float = 0.5, **changes: Any) -> Record:
     """A float16 record of four elements; non-finite, with a health, when its abs_max is."""

@@ -235,7 +235,7 @@ class OptimizerSteps:
         recorder, is_on = self._recorder, not self._recorder.paused
         takes_ours = is_on and self._takes_gradients(optimizer)
         self._unread_step = recorder.latest_batch if is_on else self._unread_step
-        # Most steps end here: no failure waits for one, no closure follows, and the compiled part sees nothing bad.
+        # Most steps end here: no failure is due, no closure follows, and the compiled part sees nothing bad.
         is_quiet = self.deferred is None and self._loss is None and not self._in_a_row
         is_usual = is_quiet and self._has_read_state and self._options.gradients is None
         may_end = is_usual and takes_ours and not self._starts.has_kept and len(args) == 1 and not kwargs

@@ -51,10 +51,7 @@ def train(model: nn.Module, loader: Any, *, is_bound_anew: bool = False) -> None
 
 @pytest.mark.parametrize("way", ["torch", "numpy", "collate", "held", "pole"])
 def test_the_sample_of_bad_data(way: str) -> None:
-    """It is found among those drawn last. The cure is tried on it. A mask that each sample has is not meant.
-
-    No number stands for a pole in data.
-    """
+    """It is found among those drawn last, with a cure but for a pole. A mask that each sample has is not meant."""
     collate, num_workers = (normalised, 2) if way == "collate" else (None, 0)
     loader = DataLoader(Rows(way), 6, shuffle=True, num_workers=num_workers, collate_fn=collate)
     with watch(model := nn.Linear(3, 1)):

@@ -73,19 +73,6 @@ def test_a_name_is_text() -> None:
     assert visible(f"output{HOSTILE} of encoder.block.6.wo{HOSTILE}") in "".join(page.headline)
 
 
-def test_the_policy_allows_no_script_and_no_connection() -> None:
-    page = Page(growing().to_html())
-    assert dict(rule.strip().split(" ", 1) for rule in page.policy.split(";")) == {
-        "default-src": "'none'",
-        "style-src": "'unsafe-inline'",
-        "img-src": "data:",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-    }
-    # Only a policy that stands before them binds the elements of the page.
-    assert [tag for tag, _ in page.tags][:4] == ["html", "head", "meta", "meta"]
-
-
 def test_a_chart_is_logarithmic_and_has_gaps() -> None:
     line = Line("<a>", "output", list("pqrst"), [1.0, 0.0, 10.0, nan, 100.0])
     mark = Line("mark", "gone", ["r"], [10.0], [2], is_mark=True)

@@ -140,7 +140,7 @@ def test_an_index_names_missing_files_and_tensors(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     torch.save({"state": torch.tensor([torch.nan])}, tmp_path / "optimizer.pt")  # which it does not name
     result = nanwatch.scan(tmp_path)
-    assert [tensor.name for tensor in result.tensors if tensor.health and not tensor.health.isfinite] == ["state"]
+    assert [x.name for x in result.tensors if x.health and not x.health.isfinite] == ["state"]
     lost = {problem.tensors for problem in result.problems if problem.kind == "lost"}
     assert lost == {("b",), ("c",), ("d",)}
     changes = nanwatch.scan(tmp_path / "one.safetensors", against=tmp_path).changes

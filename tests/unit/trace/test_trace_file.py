@@ -20,7 +20,6 @@ from nanwatch.session.api import watch
 from nanwatch.trace import trace_file
 from nanwatch.trace.trace_file import COLUMNS, Trace, TraceError
 from nanwatch.trace.trace_writer import Tabulator
-from support.paths import ROOT
 from support.toys import Scale
 from support.written_traces import FACTS
 
@@ -119,14 +118,6 @@ def test_frames_come_back_as_they_were(made: list[Frame]) -> None:
         counts[frame.batch] += 1
     assert table["call"].to_pylist() == expected
     assert set(table["rank"].to_pylist()) == {3}
-
-
-def test_the_docs_have_every_column_in_order() -> None:
-    """The table of the format in docs/traces.md names the columns and types of the schema, and its version."""
-    text = (ROOT / "docs" / "traces.md").read_text()
-    rows_of_table = re.findall(r"^\| `(\w+)` \| (\w+)(, null)? \|", text, re.MULTILINE)
-    assert [(name, kind, bool(null)) for name, kind, null in rows_of_table] == list(trace_file.COLUMNS)
-    assert f"version {trace_file.VERSION}" in text
 
 
 @pytest.mark.parametrize(

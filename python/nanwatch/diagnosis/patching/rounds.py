@@ -188,7 +188,10 @@ class Rounds:
             return f"the result is {largest:.3g} where float64 fails"
         is_finite = bool(exact) and bool(exact[0].float().isfinite().all())
         is_left_out = not any(bool(x.any()) for x in experiment.results[:1])
-        is_finite |= (name := operation_name(step.operation)) in ("acos", "asin")  # at the ends of their domain
+        is_finite |= (name := operation_name(step.operation)) in (
+            "acos",
+            "asin",
+        )  # at the ends of their domain
         is_pole = name in POLES - {"div", "reciprocal", "rsqrt"}
         if is_pole and isinstance(self._trials.snapshot.module, Samples):
             return f"what `{name}` of such a sample should be is not known"
