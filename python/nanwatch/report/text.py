@@ -116,7 +116,7 @@ def _by(finding: Finding) -> list[Fact]:
         f" ({', '.join((f'{operand.dtype} {list(operand.shape or ())}', *small_words(operand)))})"
         for operand in finding.operands
         if operand.abs_min is not None and operand.abs_max is not None
-    ).replace("nan to nan", "nan")
+    ).replace("nan to nan", "nan").replace("inf to 0.00e+00", "empty")
     return [Fact(head, f"{by}{made}{where}."), Fact("From", f"{words}." if words else "")]
 
 

@@ -158,7 +158,7 @@ _ROWS = (
     Row("log_prob(A, B)", "B", "B.clamp(NEAR, 1 - NEAR)", "fraction in xlogy log log1p", "keep the value off the edges of the distribution"),
     Row("W(X, Y, ..., weight=M)", "", "W if M[Y[(Y >= 0) & (Y < len(M))]].any() else X.sum() * 0.0", "in nll_loss", "take 0 where all classes have weight 0"),
     Row("W(X, Y, ...)", "", "W if (Y != -100).any() else X.sum() * 0.0", "in nll_loss", "take 0 where all labels are ignored"),
-    Row("W(X, ...)", "", "W if X.numel() else X.sum() * 0.0", "in nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy mean", "take 0 for the mean of nothing"),
+    Row("W(X, ...)", "", "W if X.numel() else X.sum() * 0.0", "in nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy binary_cross_entropy_with_logits mean", "take 0 for the mean of nothing"),
     Row("W(..., mask=M)", "M", "M & ~M.all(-1, keepdim=True)", "in softmax _softmax _safe_softmax", "mask no row everywhere"),
     Row("A / B", "B", "max(B, 1)", "int", "divide by at least 1"),
     Row("A / B", "B", "max(B, EPS)", "number", _DIVISOR),
