@@ -59,7 +59,7 @@ class Report(InNotebook):
              nan      nan output  <-- nan, first
         <BLANKLINE>
         What:  nan first seen in `output` of the root module (LayerNorm) in batch 0.
-        Where: all 2 elements, the first at [0, 0]; float32 of shape [1, 2].
+        Where: all 2 elements; float32 of shape [1, 2].
         Why:   this module made it: its weights, buffers and inputs that were read are all finite.
         Under: all of `input[0]` is zero.
         Next:  look at the inputs and weights of this module in its frame.
