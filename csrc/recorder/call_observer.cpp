@@ -153,7 +153,9 @@ CallObserver::Stepped CallObserver::stepped(PyObject* weight, bool reads, int64_
   if (!x.grad().defined()) return Stepped::known;
   slot.cached->entry.forget();
   Source source{weight, x, {}, {}, batch, nullptr};
-  if (!reads || devices_first_ || !can_be_remembered(x) || !plain_view(weight, &source.view)) return Stepped::known;
+  // A weight that no call has read yet stays unread: its module may never be called, which `called` tells.
+  if (!reads || slot.cached->turn == -1 || devices_first_ || !can_be_remembered(x) || !plain_view(weight, &source.view))
+    return Stepped::known;
   const Reading reading = weight_range(source, false, &slot);
   return reading.is_refused || reading.range.isfinite ? Stepped::known : Stepped::nonfinite;
 }

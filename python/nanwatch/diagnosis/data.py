@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..numerics._extension import instances_of
 from ..numerics.readable import is_plain, only_our_dispatch, unreadable
@@ -43,6 +42,7 @@ _MAX_ELEMENTS = 1 << 31
 # Batches drawn again: eight workers have as many in hand.
 _MOST_BATCHES = 17
 _BATCH = "__nanwatch_batch__"
+_MAP, _ITERABLE = 0, 1  # kinds of datasets, as an iterator of a DataLoader has them
 
 
 # Samples of a dataset
@@ -61,8 +61,9 @@ class Samples(nn.Module):
 
     def forward(self) -> Any:
         """Return the batch."""
-        fetcher = _MapDatasetFetcher(self._iterator._dataset, True, self._iterator._collate_fn, False)
-        return fetcher.fetch(self.indices)
+        dataset = self._iterator._dataset
+        fetch = getattr(dataset, "__getitems__", None) or (lambda indices: [dataset[i] for i in indices])
+        return self._iterator._collate_fn(fetch(self.indices))
 
     def bad_outputs(self) -> dict[str, Tensor]:
         """Return the bad tensors of the batch by label."""
@@ -148,11 +149,11 @@ def find_in_dataset(x: Tensor) -> Samples | str:
     """
     bad = nonfinite(x)
     counts = {int(bad.sum()), *bad.reshape(len(bad), -1).sum(1).tolist()} - {0} if x.ndim else {1}
-    for samples in chain(*map(_batches, _iterators(_DatasetKind.Map))):
+    for samples in chain(*map(_batches, _iterators(_MAP))):
         labels = (label for label, y in samples.bad_outputs().items() if int(nonfinite(y).sum()) in counts)
         for samples.label in labels:
             return samples.alone()
-    origins = [f"an IterableDataset ({type(y._dataset).__name__})" for y in _iterators(_DatasetKind.Iterable)]
+    origins = [f"an IterableDataset ({type(y._dataset).__name__})" for y in _iterators(_ITERABLE)]
     for frame in filter(None, (y.gi_frame for y in instances_of(GeneratorType))):
         if any(y is x for y in frame.f_locals.values()) and not is_library(frame.f_code.co_filename):
             origins = [f"the generator `{frame.f_code.co_name}`, {frame.f_code.co_filename}:{frame.f_lineno}"]
@@ -165,7 +166,7 @@ def redraw(loop: ast.For, names: Mapping[str, Any]) -> dict[str, Any]:
     A tensor in it still has a name.
     """
     values = tensors_of([*names.values()])
-    batches = [_batches(x) for x in _iterators(_DatasetKind.Map) if isolation.is_child()]
+    batches = [_batches(x) for x in _iterators(_MAP) if isolation.is_child()]
     with suppress(isolation.RerunEndedError), isolation.limited(LEAST_SECONDS):
         for batch in (samples() for samples in chain(*batches)):
             if any(x.shape == y.shape and bool((x == y).all()) for x in tensors_of(batch) for y in values):
