@@ -38,7 +38,7 @@ THREAD_MISSES = {
     "line": {"blank_image"},  # made before the model is called
     # Data; an inverse of a scale that has underflowed; an action that is scaled too early, which no guard cures; a
     # softmax in one statement that underflows in the next, which no row of the table spans.
-    "cure": {"blank_image", "squashed_policy", "reference_divergence"},
+    "cure": {"blank_image", "flow_reverse", "squashed_policy", "contig_depths", "reference_divergence"},
 }
 
 

@@ -53,7 +53,7 @@ _LEFT_OUT = (
 _MOST_CHANGE = 0.01
 # Or each element by at most this: the angle of equal vectors is 1.4e-3 where its cosine is kept 1e-6 below 1.
 MOST_BY_GUARD = 3e-3
-# Or bounds it above this: the logarithm of 1e-4, the least that float16 is guarded with, is -9.2.
+# Elements above this may be bounded: the logarithm of 1e-4, the least that float16 is guarded with, is -9.2.
 _LARGE = 9.0
 # A bound in float32 is no less right because float64 goes on to 1e+51.
 _LARGEST = torch.finfo(torch.float32).max
@@ -318,10 +318,10 @@ class Trials:
         """Return whether a trial works, and in words what it moves, "" where not all is finite.
 
         Bad data stays bad: then the outputs and the gradients have to be finite. The results have to be near those of
-        float64. `values` are those of the changed expression, and `exact` what they are in float64. A guard is right
-        too that moves them by the epsilon of a textbook at most, at a pole where the gradient of float64 fails too, or
-        that does nothing but bound what is large in float64. It is wrong if it moves most of the others. `truth` is the
-        run in float64, if it is another than that of the batch.
+        float64. `values` are those of the changed expression, and `exact` what they are in float64. A guard that moves
+        them by the epsilon of a textbook at most is right at a pole where the gradient of float64 fails too, whatever
+        scale the results have. One that moves most of them is wrong. `truth` is the run in float64, if it is another
+        than that of the batch.
         """
         is_given = self.finding.origin in ("data", "buffer")
         bad = [label for label in experiment.bad_labels() if not (is_given and label.startswith("input"))]
@@ -329,13 +329,10 @@ class Trials:
             return False, ""
         truth = truth or self.exact or self.in_float64()
         is_close, words = compared(experiment.results, truth.results)
-        farthest, is_right, effect = _moved(values, exact)
+        farthest, is_most, effect = _moved(values, exact)
         if not is_close and 0 < farthest <= MOST_BY_GUARD and "gradient" in truth.bad_labels():
             is_close, words = True, f"float64's gradient fails too; {words}"
-        elif is_right and not is_close:
-            is_close, words = True, f"bounds what is larger in float64; {words}"
-        elif is_right is False:
-            is_close = False
+        is_close &= not is_most
         return is_close, "; ".join(filter(None, [words, effect, experiment.untried]))
 
     def explosion(self, hold: Hold) -> str:
@@ -422,27 +419,24 @@ def compared(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[bool, s
     return True, words + (f"; as it is, it fails in float64 at {failing:,} elements too" if failing else "")
 
 
-def _moved(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[float, bool | None, str]:
+def _moved(values: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[float, bool, str]:
     """Return how far a guard moves the values of its expression from those of float64, and in words; "" for none.
 
-    Between the two: True where it does nothing but bound large values, and False where it moves most of the elements,
-    and these are not large, as quotients of 1 are where the eps is far above the divisor.
+    Between the two: whether it moves most of them, as quotients where the eps is far above the divisor.
     """
     pairs = zip(values, truth, strict=False)
     known = [_known(x, y, inf) for x, y in pairs if x.shape == y.shape and x.is_floating_point()]
     right, distance, new, _ = map(torch.cat, zip(*known, strict=True)) if known else (torch.empty(0),) * 4
     is_off = distance > _MOST_CHANGE * right.abs() + 1e-6 * right.abs().max() if right.numel() else right
     if not is_off.any():
-        return 0.0, None, ""
+        return 0.0, False, ""
     i = int(distance.argmax())
-    is_bound = (new * right.sign() >= _LARGE) & (new.abs() < right.abs())
     # The deviation of two values is 0.7 times as large without the correction.
     is_other = (2 * distance > right.abs()) & (distance > MOST_BY_GUARD) & (right.abs() < _LARGE)
     example = f"{float(new[i]):.3g} for {float(right[i]):.3g}"
     count = f"{int(is_off.sum()):,} of {len(right):,} elements of that expression"
     words = f"{count} are not those of float64: {example}"
-    is_most = 2 * int(is_other.sum()) > len(right)
-    return float(distance[i]), True if bool(is_bound[is_off].all()) else False if is_most else None, words
+    return float(distance[i]), 2 * int(is_other.sum()) > len(right), words
 
 
 def _known(value: Tensor, exact: Tensor, most: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -120,9 +120,8 @@ class _Rerun:
         Elements that are nan become 0, and infinite ones the largest number.
         """
         finding = self._incident.finding
-        if is_taken_apart(optimizer) or any(
-            x.role == "gradient" and not x.isfinite for x in finding.operands
-        ):
+        has_bad_gradient = any(x.role == "gradient" and not x.isfinite for x in finding.operands)
+        if has_bad_gradient or is_taken_apart(optimizer):
             return
         with torch.no_grad():
             for x in tensors_in([parameters_of(optimizer), [*optimizer.state.values()]]):

@@ -317,7 +317,7 @@ class PythonRecorder:
             peaks.update(dict.fromkeys(peaks, 0.0))
             return batch, new, values.tobytes()
 
-    # Of all backwards since, and their latest batch.
+    # Returns the peaks of all backwards since the last call, and the latest batch of these.
     take_gradient_peaks = partialmethod(take_peaks, "backward")
 
     # Gradients. A recorded call leaves a hook at each of its tensors; csrc/gradients/gradient_recorder.h says how.
@@ -370,14 +370,14 @@ class PythonRecorder:
             version = None if gradient.is_inference() else gradient._version
         key = place if place[0] == "leaf" else (place, id(gradient), version)
         record = observe(gradient, label, "gradient", batch=call.frame.batch, wanted=recorder._settings)
-        loss = None if recorder._settings.gradients else loss_of(sys._getframe(1))
-        is_quiet = not recorder._settings.gradients and not record.is_fault
-        if is_quiet and (loss is None or loss.isfinite is not False):
-            recorder._kept = call  # and so its start: the graph may be gone before the step
-            if loss is not None and recorder._latest_task != task:
-                recorder._losses.append(loss.abs_max or 0.0)
-            recorder._latest_task = task
-            return
+        if not recorder._settings.gradients and not record.is_fault:
+            loss = loss_of(sys._getframe(1))
+            if loss is None or loss.isfinite is not False:
+                recorder._kept = call  # and so its start: the graph may be gone before the step
+                if loss is not None and recorder._latest_task != task:
+                    recorder._losses.append(loss.abs_max or 0.0)
+                recorder._latest_task = task
+                return
         end = partial(recorder._finish, task)
         known_end, gradients = recorder._backwards.setdefault(task, (weakref.ref(end), {}))
         if known_end() is end:  # the first gradient

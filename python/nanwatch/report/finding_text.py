@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..numerics.formats import limits
 from ..records.record import is_near_end
 from ..util.messages import module_name
+from .finding import LOSS
 
 if TYPE_CHECKING:
     from ..records.record import Frame, Record
@@ -307,7 +308,7 @@ def _why_backward(finding: Finding, frame: Frame | None) -> Statement:
         return _of("from a backward", giver=finding.source_module)
     if finding.origin == "data":
         return _of("data of the loss")
-    if finding.module == "(loss)":
+    if finding.module == LOSS:
         return _of("loss itself")
     is_known = finding.label.startswith("output") or finding.operation is not None
     return _of("from the loss" if is_known else "gradient of unknown origin")

@@ -111,17 +111,18 @@ def _by(finding: Finding) -> list[Fact]:
     by = finding.operation.removeprefix("the step of ")
     head = "By" if by == finding.operation else "Step"
     where = "" if finding.place is None else f" at {finding.place.short}"
-    words = (
-        ", ".join(
-            f"|{operand.label}| {operand.abs_min:.2e} to {operand.abs_max:.2e}"
-            f" ({', '.join((f'{operand.dtype} {list(operand.shape or ())}', *small_words(operand)))})"
-            for operand in finding.operands
-            if operand.abs_min is not None and operand.abs_max is not None
-        )
-        .replace("nan to nan", "nan")
-        .replace("inf to 0.00e+00", "empty")
+    read = (x for x in finding.operands if x.abs_min is not None and x.abs_max is not None)
+    words = ", ".join(
+        f"|{x.label}| {_range(x)} ({', '.join((f'{x.dtype} {list(x.shape or ())}', *small_words(x)))})"
+        for x in read
     )
     return [Fact(head, f"{by}{made}{where}."), Fact("From", f"{words}." if words else "")]
+
+
+def _range(record: Record) -> str:
+    if record.shape and 0 in record.shape:
+        return "empty"
+    return f"{record.abs_min:.2e} to {record.abs_max:.2e}".replace("nan to nan", "nan")
 
 
 def _losses(losses: Sequence[float]) -> str:

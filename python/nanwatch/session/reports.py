@@ -155,7 +155,7 @@ class Starts:
         if (first := min(starts, key=lambda start: start.batch, default=None)) is None:
             return
         with suppressing("the statements of the loss could not be kept"):
-            # What a loss draws before it calls the model, it draws from the state at the last step.
+            # A loss that draws numbers before it calls the model begins with the state at the last step.
             generators = [x for x in (self._recorder.step_generator, first.generator) if x is not None]
             find = ProgramCall.before_step if is_over else ProgramCall.of_backward
             if (call := find([RngState(x, first.cuda) for x in generators])) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +51,7 @@ class Proposal(NamedTuple):
     """A change of the source: its edits, the expression that it changes, and in words what it does.
 
     A `stable` form has the gradients that are meant, and a `guard` moves the operand that failed. `exact` are edits for
-    the run in float64: of a mask that leaves no scores beside it there either, as -1e9 does in float32.
+    the run in float64: of a mask that leaves no scores beside it there either, as -1e9 does in float32, or of an eps.
     """
 
     node: ast.AST
@@ -159,7 +159,7 @@ class Proposer:
             around = (self._operands(x) for x in self._site.ancestors(number))
             beside = [x for operands in around for x in operands if self._site.constant(x) is None][:1]
             if near == 0:
-                yield from self._larger(number)
+                yield from self._larger(number, beside)
             for x in beside:
                 yield from self._put(x, "X.float()", _WIDER, X=x)
         yield from self._stable()
@@ -181,12 +181,18 @@ class Proposer:
                 self._known.add(edits)
                 yield Proposal(node, edits, words, kind, exact)
 
-    def _larger(self, eps: ast.expr) -> Iterator[Proposal]:
-        """Yield the change that makes an eps larger, a name in the whole function."""
+    def _larger(self, eps: ast.expr, beside: Sequence[ast.expr]) -> Iterator[Proposal]:
+        """Yield the change that makes an eps larger, a name in the whole function.
+
+        Float64 is the measure with the new one too, if that moves no value beside it but those that the old one moves.
+        """
         form = "EPS" if isinstance(eps, ast.Constant) else "max(X, EPS)"
         uses = [eps, *(self._site.same(eps) if isinstance(eps, ast.Name) else ())]
         first, *others = (self._change(x, form, Binding({"X": x})) for x in uses)
-        yield from self._new([(self.failing[0], _joined(first, others)[1])], EPS_WORDS)
+        change, near, far = _joined(first, others), self._number(eps) or 0, 100 * float(self._numbers["EPS"])
+        values = [x.abs() for node in beside for x in self.tensors(node)]
+        is_apart = bool(values) and all(bool(((x <= near) | (x >= far)).all()) for x in values)
+        yield from self._new([change], EPS_WORDS, "", *(change[1] if is_apart else ()))
 
     def _put(self, node: ast.expr, form: str, words: str, **letters: ast.expr) -> Iterator[Proposal]:
         return self._new([self._change(node, form, Binding(letters))], words)

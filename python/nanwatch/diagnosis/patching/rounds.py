@@ -142,8 +142,11 @@ class Rounds:
                 exact = program.edited(site, proposal._replace(edits=proposal.exact))
                 truth = trials.in_float64(partial(exact.running, Probe(), site.target, ()))
                 works, words = trials.judge(experiment, truth=truth)
-                if works:  # other formats are judged by it too
-                    effect, trials.exact = f"beside a mask that leaves no scores it {words}", truth
+                is_mask = proposal.exact != edits
+                if works:
+                    effect = f"beside {'a mask that leaves no scores' if is_mask else 'the same in float64'} it {words}"
+                if works and is_mask:  # other formats are judged by it too
+                    trials.exact = truth
             guarded = outside if proposal.kind == "guard" else ""
             hidden = f"float64 too has {guarded} there" if guarded and is_far else ""
             # A stable form has the gradients that are meant.
@@ -188,10 +191,8 @@ class Rounds:
             return f"the result is {largest:.3g} where float64 fails"
         is_finite = bool(exact) and bool(exact[0].float().isfinite().all())
         is_left_out = not any(bool(x.any()) for x in experiment.results[:1])
-        is_finite |= (name := operation_name(step.operation)) in (
-            "acos",
-            "asin",
-        )  # at the ends of their domain
+        name = operation_name(step.operation)
+        is_finite |= name in ("acos", "asin")  # at the ends of their domain
         is_pole = name in POLES - {"div", "reciprocal", "rsqrt"}
         if is_pole and isinstance(self._trials.snapshot.module, Samples):
             return f"what `{name}` of such a sample should be is not known"

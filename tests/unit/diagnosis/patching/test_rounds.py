@@ -407,16 +407,16 @@ def test_a_name_is_followed_to_the_where_that_takes_it() -> None:
 small = lambda size, eps: torch.log(size + eps) + torch.log(2 - size + eps)
 
 
-def test_an_eps_is_larger_in_the_whole_function_and_bounds_a_logarithm() -> None:
-    """Float64 has the old eps, whose logarithm is twice as large. A healthy value may not move."""
+def test_an_eps_is_larger_in_the_whole_function_and_in_float64() -> None:
+    """Float64 has the old eps, whose logarithm is another. It tells of all values that the new one moves."""
     cures = [
         failed(Does(lambda x: small(x, 1e-8)), torch.tensor([0.0, value]).half()).cures
         for value in (0.5, 1e-3)
     ]
     (line,) = new_lines(cures[0][0])
     assert line.endswith("torch.log(size + max(eps, 1e-4)) + torch.log(2 - size + max(eps, 1e-4))")
-    assert "bounds what is larger in float64" in cures[0][0].effect
-    assert not any("bounds" in cure.effect for cure in cures[1])
+    assert "beside the same in float64 it agrees with float64" in cures[0][0].effect
+    assert not any("beside the same" in cure.effect for cure in cures[1])
 
 
 @pytest.mark.parametrize(
