@@ -40,9 +40,9 @@ _SHARDING = re.compile("torch.distributed|deepspeed|fairscale|megatron|colossala
 _OWN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 # Bytes of the largest buffer that is copied at the start of a batch: the statistics of 16,384 channels.
 _MOST_BYTES = 1 << 16
-# Seconds that each re-run may take: at least these, and these times the batch's own. A child has one thread, in which
-# a batch of N threads takes up to N times as long, and the reads of all results come on top.
-LEAST_SECONDS, TIMES_BATCH, TIMES_THREADS = 5.0, 20.0, 4.0
+# Seconds that each re-run may take: these, and so many times what the batch took to the failure. A child has one
+# thread, in which a batch of N threads takes up to N times as long, and the reads of all results come on top.
+LEAST_SECONDS, TIMES_BATCH, TIMES_THREADS = 15.0, 20.0, 4.0
 
 
 # By the buffer's id: the buffer, its version and its value at a batch's start, None where it is too large to be copied.
