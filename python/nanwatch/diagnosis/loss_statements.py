@@ -285,9 +285,8 @@ class LossStatements(LossModule):
             return self.inner.run(inputs, args) if leads_on else self.inner.run(_bound(function, made, named))
 
         names = {**self._names, **({} if leads_on else inputs), VALUE: value, RETURN: _Reached}
-        if (
-            leads_on
-        ):  # the loss may differentiate by what the model was given, as that of a physics-informed one does
+        if leads_on:
+            # The loss may differentiate by what the model was given, as that of a physics-informed one does.
             given = dict(zip(map(id, self.given), tensors_in((args, dict(inputs))), strict=False))
             names |= {name: given[id(x)] for name, x in names.items() if id(x) in given}
         # The statements may fill containers of the program, so they get copies.

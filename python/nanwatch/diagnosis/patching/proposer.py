@@ -267,6 +267,8 @@ class Proposer:
         if kind in ("int", "number"):
             return isinstance(self._number(operand), int if kind == "int" else int | float)
         tensors = self.tensors(operand)
+        if kind == "empty":
+            return any(not x.numel() for x in tensors)
         if kind == "zero":
             eps, is_known = float(self._numbers["EPS"]), site.constant(operand) is None
             return is_known and not any(bool(((x != 0) & (x.abs() < eps)).any()) for x in tensors)

@@ -136,11 +136,11 @@ _NORMALIZED = "X / norm(X, dim=D, keepdim=True) | X / unsqueeze(norm(X, dim=D), 
 class Row(NamedTuple):
     """A guard of the operation that failed: its pattern, and the part of it that is written anew, "" for the whole.
 
-    The `condition` is words: the operand is a Python `number`, an `int`, a `count` (integers, or whole numbers whose
-    source says that they count), `zero` (0 or far from it in float64 too), `positive` (no difference, and float64 shows
-    nothing below 0), or a `fraction` (nothing above 1 either); each letter is `variable`, and no number; no name in the
-    pattern is used elsewhere (`sole`); the exponent has a `pole` at 0, or a `bound` that float64 shows, or no logarithm
-    takes what comes of it (`unlogged`), which would undo it; the call failed `in` one of these operations.
+    The `condition` is words: the operand is `empty`, a Python `number`, an `int`, a `count` (integers, or whole numbers
+    whose source says that they count), `zero` (0 or far from it in float64 too), `positive` (no difference, and float64
+    shows nothing below 0), or a `fraction` (nothing above 1 either); each letter is `variable`, and no number; no name
+    in the pattern is used elsewhere (`sole`); the exponent has a `pole` at 0, or a `bound` that float64 shows, or no
+    logarithm takes what comes of it (`unlogged`), which would undo it; the call failed `in` one of these operations.
     A guard that `spreads` is tried first for all uses of the operand, where its name is made if it has one: else an
     operation that does not see it fails too, or pulls the other way.
     """
@@ -158,7 +158,7 @@ _ROWS = (
     Row("log_prob(A, B)", "B", "B.clamp(NEAR, 1 - NEAR)", "fraction in xlogy log log1p", "keep the value off the edges of the distribution"),
     Row("W(X, Y, ..., weight=M)", "", "W if M[Y[(Y >= 0) & (Y < len(M))]].any() else X.sum() * 0.0", "in nll_loss", "take 0 where all classes have weight 0"),
     Row("W(X, Y, ...)", "", "W if (Y != -100).any() else X.sum() * 0.0", "in nll_loss", "take 0 where all labels are ignored"),
-    Row("W(X, ...)", "", "W if X.numel() else X.sum() * 0.0", "in nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy binary_cross_entropy_with_logits mean", "take 0 for the mean of nothing"),
+    Row("W(X, ...)", "", "W if X.numel() else X.sum() * 0.0", "empty in nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy binary_cross_entropy_with_logits mean", "take 0 for the mean of nothing"),
     Row("W(..., mask=M)", "M", "M & ~M.all(-1, keepdim=True)", "in softmax _softmax _safe_softmax", "mask no row everywhere"),
     Row("A / B", "B", "max(B, 1)", "int", "divide by at least 1"),
     Row("A / B", "B", "max(B, EPS)", "number", _DIVISOR),
@@ -199,8 +199,8 @@ _ROWS = (
     Row("std(X, ...)", "", "X.std(..., unbiased=False)", "", _UNBIASED),
     Row("var(X, ...)", "", "X.var(..., unbiased=False)", "", _UNBIASED),
     Row("std(X, ...)", "", "torch.sqrt(X.var(..., unbiased=False) + EPS)", "", _ROOTED),
-    Row("mean(X)", "", "X.sum() / max(X.numel(), 1)", "", "take 0 for the mean of nothing"),
-    Row("mean(X, dim=D)", "", "X.sum(D) / max(X.shape[D], 1)", "", "take 0 for the mean of nothing"),
+    Row("mean(X)", "", "X.sum() / max(X.numel(), 1)", "empty", "take 0 for the mean of nothing"),
+    Row("mean(X, dim=D)", "", "X.sum(D) / max(X.shape[D], 1)", "empty", "take 0 for the mean of nothing"),
     Row("normalize(X, ...)", "", "F.normalize(X, ..., eps=EPS)", "", EPS_WORDS),
     Row("cosine_similarity(A, B, ...)", "", "F.cosine_similarity(A, B, ..., eps=LARGER)", "", EPS_WORDS),
     Row("layer_norm(X, ...)", "", "F.layer_norm(X, ..., eps=1e-5)", "", EPS_WORDS),
