@@ -16,12 +16,12 @@ from functools import partial
 from itertools import chain
 from numbers import Real
 from types import FrameType, GeneratorType
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data import DataLoader
 
 from ..numerics._extension import instances_of
 from ..numerics.readable import is_plain, only_our_dispatch, unreadable
@@ -42,6 +42,7 @@ _MAX_ELEMENTS = 1 << 31
 # Batches drawn again: eight workers have as many in hand.
 _MOST_BATCHES = 17
 _BATCH = "__nanwatch_batch__"
+_LOADER_ITERATOR: Any = get_type_hints(DataLoader.__iter__)["return"]
 _MAP, _ITERABLE = 0, 1  # kinds of datasets, as an iterator of a DataLoader has them
 
 
@@ -179,7 +180,7 @@ def redraw(loop: ast.For, names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _iterators(kind: int) -> list[Any]:
-    return [x for x in instances_of(_BaseDataLoaderIter) if x._dataset_kind == kind and x._auto_collation]
+    return [x for x in instances_of(_LOADER_ITERATOR) if x._dataset_kind == kind and x._auto_collation]
 
 
 def _batches(iterator: Any) -> Iterator[Samples]:

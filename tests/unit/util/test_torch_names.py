@@ -22,7 +22,6 @@ torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable
 torch.autograd.Variable._execution_engine.queue_callback
 torch.nn.Module._call_impl.__code__ torch.nn.Module._compiled_call_impl torch.nn.Module._wrapped_call_impl.__code__
 torch.utils._python_dispatch.TorchDispatchMode torch.utils._python_dispatch._disable_current_modes torch.utils._pytree
-torch.utils.data.dataloader._BaseDataLoaderIter
 """
 
 
