@@ -1,7 +1,4 @@
-"""Tensors in the files of a checkpoint, opened by the library of each format. Nothing in a file is run.
-
-A mapped tensor takes memory only for the pages that are read, until `Stored.release` gives these back.
-"""
+"""Tensors in the files of a checkpoint, opened by the library of each format. Nothing in a file is run."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from mmap import MADV_DONTNEED
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
-from zipfile import is_zipfile
+from zipfile import ZipFile, is_zipfile
 
 import numpy as np
 import torch
@@ -37,13 +34,14 @@ from ..util.program import each_module
 _SUFFIXES = (".safetensors", ".gguf", ".npz", ".npy", ".pt", ".pth", ".bin", ".ckpt")
 _READS = "safetensors, GGUF, NumPy and torch.save, an index of such files, a folder of them or of DCP"
 _INDEX, _METADATA = ".index.json", ".metadata"
+_SHARD = re.compile(r"(.*)\d{5}-of-(\d{5})(\..*)")  # as transformers and llama.cpp number files
 _AROUND = 1 << 16  # bytes that Linux maps around a page, from a multiple of them on
 libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that a scan met. A fault makes a checkpoint unsound, anything else is worth a look.
+    """Fault, which makes a checkpoint unsound, or something that is worth a look.
 
     `kind` is "file", "lost", "non-finite", "mask", "zeros", "dead", "range", "outlier" or "not checked".
     """
@@ -59,10 +57,9 @@ class Problem:
 
 
 class Stored(NamedTuple):
-    """One tensor of a checkpoint.
+    """One tensor of a checkpoint, in a file that is mapped at the addresses `regions`.
 
-    `regions` are the addresses at which its file is mapped. `load` returns the tensor, or rows of bytes in GGUF's
-    `encoding`, which stand for `shape` elements.
+    `load` returns the tensor, or rows of bytes in GGUF's `encoding`, which stand for `shape` elements.
     """
 
     file: Path
@@ -88,10 +85,7 @@ class Stored(NamedTuple):
             return torch.from_numpy(import_module("gguf").dequantize(part.numpy(), self.encoding))
 
     def release(self, *tensors: Tensor) -> None:
-        """Give the mapped pages from the first to the last of these back to the kernel.
-
-        No others: the program may have written to a mapping of its own. A thread that is reading one maps it again.
-        """
+        """Give the mapped pages of these back to the kernel, no others: the program may have mapped the file too."""
         for region in self.regions:
             if inside := [x for x in tensors if x.data_ptr() in region]:
                 first = max(min(x.data_ptr() for x in inside) // _AROUND * _AROUND, region.start)
@@ -115,7 +109,7 @@ def open_checkpoint(path: Path) -> Entries:
     elif indices := sorted(path.glob(f"*{_INDEX}")):
         yield from _index(indices[0], files)
     elif files:
-        yield from (entry for file in files for entry in _file(file))
+        yield from _files(path, {shard for file in files for shard in _all_shards(file)})
     elif any(path.glob("*.distcp")):
         yield _fault(path, f"{_METADATA} is missing, which {DCP} writes last: the save did not end")
     else:
@@ -132,15 +126,27 @@ def _index(path: Path, files: Sequence[Path] = ()) -> Entries:
         file_of = {name: str(file) for name, file in json.loads(path.read_bytes())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of a checkpoint: {spell(error)}") from None
-    for file in sorted({*file_of.values(), *(x.name for x in files)}):
-        if Path(file).name != file or not (path.parent / file).is_file():
-            yield _fault(path, f"it names {file[:80]!r}, which is not in its folder")
-            continue
-        for entry in _file(path.parent / file):
-            file_of.pop(getattr(entry, "name", ""), None)
-            yield entry
+    for entry in _files(path.parent, {*file_of.values(), *(x.name for x in files)}):
+        file_of.pop(getattr(entry, "name", ""), None)
+        yield entry
     for name, file in sorted(file_of.items()):
         yield Problem("lost", True, f"{file[:80]} does not have it", (name,))
+
+
+def _all_shards(file: Path) -> Iterator[str]:
+    yield file.name
+    if match := _SHARD.fullmatch(file.name):
+        before, total, after = match.groups()
+        first = int(not file.with_name(f"{before}00000-of-{total}{after}").is_file())
+        yield from (f"{before}{number + first:05}-of-{total}{after}" for number in range(int(total)))
+
+
+def _files(folder: Path, names: set[str]) -> Entries:
+    for name in sorted(names):
+        if Path(name).name == name and (folder / name).is_file():
+            yield from _file(folder / name)
+        else:
+            yield _fault(folder, f"it has no file {name[:80]!r}")
 
 
 def _file(path: Path) -> Entries:
@@ -166,18 +172,20 @@ def _file(path: Path) -> Entries:
 
 def _entries(reader: Callable[[Path], _Fields], path: Path) -> Entries:
     """Yield what a reader does: names and what loads each. A damaged file makes a library raise any error."""
+    line = rb"^(\w+)-(\w+) .*? %s$" % re.escape(os.fsencode(os.path.realpath(path)))
     regions: Sequence[range] | None = None
     try:
         for fields in reader(path):
             if regions is None:  # the library has mapped the file by now
-                maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
-                lines = rf"^(\w+)-(\w+) .*? {re.escape(os.path.realpath(path))}$"
-                regions = [range(int(a, 16), int(b, 16)) for a, b in re.findall(lines, maps, re.MULTILINE)]
+                ends = re.findall(line, Path("/proc/self/maps").read_bytes(), re.MULTILINE)
+                regions = [range(int(begin, 16), int(end, 16)) for begin, end in ends]
             yield fields if isinstance(fields, Problem) else Stored(path, regions, *fields)
     except ImportError:
         raise
     except Exception as error:
-        yield _fault(path, f"it cannot be read: {spell(error)}")
+        is_fault = "Python objects" not in str(error)  # of an array in .npy
+        kind = "file" if is_fault else "not checked"
+        yield Problem(kind, is_fault, f"{path}: it cannot be read: {spell(error)}")
 
 
 def _safetensors_file(path: Path) -> _Fields:
@@ -190,20 +198,24 @@ _MADE_BY = {"_reconstruct": np.zeros(0).__reduce__()[0], "scalar": np.float32(0)
 _NUMPY: list[Any] = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in np.typecodes["All"]}]
 for _core in ("core", "_core"):  # as NumPy 1 and 2 call it
     _NUMPY += [(call, f"numpy.{_core}.multiarray.{name}") for name, call in _MADE_BY.items()]
+_PROGRAMS = {"constants.pkl": "TorchScript", "archive_format": "torch.export"}  # by a file in their archives
 
 
 def _torch_file(path: Path) -> _Fields:
+    names = {Path(name).name for name in ZipFile(path).namelist()} if is_zipfile(path) else set()
     try:
+        for name in names & _PROGRAMS.keys():
+            raise pickle.UnpicklingError(f"a program of {_PROGRAMS[name]}; save its state_dict")
         with warnings.catch_warnings(), torch.serialization.safe_globals(_NUMPY):
             warnings.simplefilter("ignore")
             # A file of before PyTorch 1.6 is no archive and cannot be mapped.
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=bool(names))
     except pickle.UnpicklingError as error:
         # The error around the reason advises to run what is in the file.
         reason = spell(error.__context__ or error).partition(". ")[0]
         yield Problem("not checked", False, f"{path}: it is refused: {reason}")
-        return
-    yield from ((".".join(keys) or "tensor", x.detach) for keys, x in tensors_in(content))
+    else:
+        yield from ((".".join(keys) or "tensor", x.detach) for keys, x in tensors_in(content))
 
 
 def _numpy_file(path: Path) -> _Fields:
@@ -235,7 +247,7 @@ class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return lambda enum, member: enum[member]  # as Python 3.11.0 to 3.11.3 pickle a member
-        # All modules of DCP's records are imported, and a damaged name imports none.
+        # A damaged name imports no module. Those of DCP's records are imported.
         value = vars(sys.modules.get(module, _Metadata)).get(name)
         is_record = isinstance(value, type) and value.__module__.startswith(_RECORDS)
         if is_record or isinstance(value, torch.dtype | torch.layout) or any(value is x for x in _PLAIN):
@@ -270,10 +282,7 @@ _FRACTIONS = "efdFD"  # NumPy's codes of the floating-point dtypes that PyTorch 
 
 
 def tensors_in(content: Any) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Yield each tensor that a pickle of `content` would hold, once for each place, with the keys that lead there.
-
-    The keys into a module are the names of its state_dict. A NumPy array of a floating-point dtype comes as a tensor.
-    """
+    """Yield each tensor and array of floats that a pickle of `content` would hold, with the keys that lead there."""
     seen, pending = set[int](), list[tuple[tuple[str, ...], Any]]([((), content)])
     while pending:
         keys, value = pending.pop()

@@ -1,8 +1,7 @@
 """Guard of checkpoints: one with a non-finite weight or optimizer state does not replace a good one.
 
 It reads what a save is given before a byte is written. A non-finite checkpoint of the watched model goes beside the
-name that was asked for, and is a failure like any other. A function that saves is replaced in every module that has it,
-also where Trainer, Lightning or accelerate imported it before, and in modules that are imported later.
+name that was asked for, and is a failure like any other. A function that saves is replaced in every module that has it.
 """
 
 from __future__ import annotations
@@ -204,8 +203,7 @@ _is_saving = ContextVar("nanwatch.is_saving", default=False)  # a save calls fur
 class Save:
     """One call of a guarded function: its content and place, and how to go on.
 
-    `content` is nested containers of tensors, or a model. `path` is None for an open file and for a storage of the
-    user's own. `file` is the whole path, also of an open file.
+    `path` is None for an open file and for a storage of the user's own. `file` is the whole path, also of an open file.
     """
 
     def __init__(self, seam: Seam, bound: inspect.BoundArguments, original: Any, guards: Any) -> None:
@@ -264,7 +262,7 @@ def _guard(seam: Seam, undo: ExitStack) -> None:
 
 
 def _replace(owner: Any, before: Any, after: Any) -> None:
-    """Replace a function in a class, or in every module that has it by now, under whatever name."""
+    """Replace a function in a class, or in every module that has it by now: Trainer and Lightning have imported it."""
     modules = [module for module in [*sys.modules.values()] if issubclass(type(module), ModuleType)]
     for place in [owner] if isinstance(owner, type) else modules:
         # Any other way to ask a module of importlib's LazyLoader for its names would run it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ _SHOWN = 5  # dead rows whose numbers are kept
 _MOST_LINES = 10  # of one kind in the text
 _MOST_THREADS = 16  # more are no faster, and each has a part in memory
 _NARROW = {name: BY_NAME[name].ends for name in ("float16", "bfloat16")}
-# Relative, of a tensor: rounding to float8_e5m2 takes at most this. A cast that makes everything zero takes more.
+# Relative difference that rounding to float8_e5m2 makes. A cast that makes all elements zero makes more.
 _MOST_ROUNDED = 0.125
 
 
@@ -135,16 +135,15 @@ class Scan:
             listed = ", ".join(f"{count:,} {kind}" for kind, count in counts) or "nothing to compare"
             lines += ["", f"Original: {paths}. What became of it: {self.against}."]
             lines += [f"{'Faithful' if self.is_faithful else 'Not the same'}: {listed}"]
-            rows = sorted(self.changes, key=lambda change: -change.relative)
-            rows = [row for row in rows if row.kind != "equal" or _is_renamed(row.name, row.other)]
+            rows = sorted(filter(_is_listed, self.changes), key=lambda change: -change.relative)
             lines += _section(f"{'relative':>11} {'':>13}  tensor", rows)
         return "\n".join(map(visible, lines))
 
     __repr__ = to_text
 
 
-def _is_renamed(name: str, other: str) -> bool:
-    return without_wrappers(name) != without_wrappers(other)
+def _is_listed(change: Change) -> bool:
+    return change.kind != "equal" or without_wrappers(change.name) != without_wrappers(change.other)
 
 
 def _section(title: str, rows: Sequence[Problem | Change]) -> Iterator[str]:
@@ -167,9 +166,8 @@ def scan(
     folders with these or of torch.distributed.checkpoint. Several are one checkpoint, the original. `against`: what
     became of it, such as a conversion; the result then says which tensors differ and how far.
 
-    Files are mapped, so that memory does not grow with them, but for whole files of the format before PyTorch 1.6.
-    Damaged files are problems of the result. Raises OSError for a path that is not there, ValueError where it is no
-    checkpoint, ImportError where the package for a format is missing.
+    Files are mapped, but for those of before PyTorch 1.6. Raises OSError for a path that is not there, ValueError where
+    it is no checkpoint, ImportError where the package for a format is missing. Damage is a problem of the result.
 
     Examples:
         >>> import nanwatch, torch
@@ -186,8 +184,8 @@ def scan(
     changes: list[Change] = []
     if against is not None:
         others, faults = _read_all([against], tell, fingerprints=True)
-        lost = [(name, fault.text) for fault in faults for name in fault.tensors or (str(against),)]
-        changes = [Change(name, name, "not compared", text) for name, text in lost]
+        for fault in faults:
+            changes += [Change(x, x, "not compared", fault.text) for x in fault.tensors or (str(against),)]
         changes += _changes(members, others, tell)
     tensors = tuple(tensor for _, tensor in members)
     problems += (Problem(*remark, (tensor.name,)) for tensor in tensors for remark in _remarks(tensor))
@@ -239,10 +237,9 @@ def _load(stored: Stored, tensor: TensorScan) -> list[_Loaded]:
             step = PART // (x.element_size() if stored.encoding is None else 4)  # gguf decodes to float32
             return [(stored, tensor, x, step, stored.parts(x, step))]
         tensor.health = None if tensor.unread else tensor_health(x)
-    except (TypeError, NotImplementedError) as error:  # PyTorch does not read the dtype or layout
-        tensor.unread = spell(error)
-    except Exception as error:  # a library meets the damage when it loads the tensor
-        tensor.lost = spell(error)
+    except Exception as error:  # a dtype or layout that NumPy or PyTorch does not read, or damage
+        is_unread = isinstance(error, TypeError | NotImplementedError) or "allow_pickle" in str(error)
+        setattr(tensor, "unread" if is_unread else "lost", spell(error))
     return []
 
 
@@ -313,9 +310,7 @@ def _remarks(tensor: TensorScan) -> Iterator[tuple[str, bool, str]]:
         listed = ", ".join(map(str, tensor.first_dead_rows)) + (", ..." if count > _SHOWN else "")
         yield "dead", False, f"{count:,} rows are all zero: {listed}"
     ends = limits(tensor.dtype)
-    for name, narrow in _NARROW.items():
-        if ends is None or ends.largest <= narrow.largest:
-            continue
+    for name in [name for name, narrow in _NARROW.items() if ends and ends.largest > narrow.largest]:
         if largest >= edges(name).overflows_from:
             yield "range", False, f"abs max {largest:.4g} overflows in {name}"
         elif 0 < largest < edges(name).normal_from:
@@ -335,9 +330,13 @@ def _outliers(tensors: Sequence[TensorScan]) -> Iterator[Problem]:
 
 def _changes(first: Sequence[_Member], second: Sequence[_Member], tell: Tell) -> Iterator[Change]:
     """Yield how `second` differs from `first`. Tensors are matched by name, else by fingerprint, in their order."""
-    keys: tuple[Callable[[TensorScan], Any], ...] = (lambda tensor: without_wrappers(tensor.name), _value)
     left, matches = dict(enumerate(second)), dict[int, _Member]()
-    for key in keys:
+
+    def value(tensor: TensorScan) -> int | None:  # all new norms and biases are alike
+        health = tensor.health
+        return None if health is None or health.abs_min == health.abs_max else tensor.fingerprint
+
+    for key in (lambda tensor: without_wrappers(tensor.name), value):
         places = defaultdict[Any, deque[int]](deque)
         for place, (_, tensor) in left.items():
             places[key(tensor)].append(place)
@@ -349,12 +348,6 @@ def _changes(first: Sequence[_Member], second: Sequence[_Member], tell: Tell) ->
         match = matches.get(number)
         yield Change(member[1].name, "", "missing there") if match is None else _change(member, match)
     yield from (Change("", tensor.name, "only there") for _, tensor in left.values())
-
-
-def _value(tensor: TensorScan) -> int | None:
-    """Return the fingerprint where it tells the tensor from others, unlike that of a new norm or bias."""
-    health = tensor.health
-    return None if health is None or health.abs_min == health.abs_max else tensor.fingerprint
 
 
 def _change(first: _Member, second: _Member) -> Change:

@@ -149,6 +149,17 @@ def test_an_index_names_missing_files_and_tensors(tmp_path):
     assert ["'../x.safetensors'" in files[0], "'two.safetensors'" in files[1]] == [True, True]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_objects_programs_and_missing_shards_hide_no_tensor(tmp_path):
+    np.savez(tmp_path / "a.npz", w=np.ones(3), names=np.array([None]))
+    torch.jit.save(torch.jit.script(torch.nn.ReLU()), tmp_path / "b.pt")
+    save_file({"x": torch.ones(3)}, tmp_path / "m-00002-of-00002.safetensors")
+    result = nanwatch.scan(tmp_path)
+    words = zip(("'m-00001-of-00002", "TorchScript; save", "Object arrays"), result.problems, strict=True)
+    assert [problem.is_fault for text, problem in words if text in problem.text] == [True, False, False]
+    assert [x.name for x in result.tensors if x.health] == ["w", "x"]
+
+
 def test_a_missing_part_or_file_of_dcp_is_lost(tmp_path):
     path, _ = write("dcp", tmp_path)
     metadata = pickle.loads((path / ".metadata").read_bytes())
