@@ -21,7 +21,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..numerics._extension import instances_of
 from ..numerics.readable import is_plain, only_our_dispatch, unreadable
@@ -42,8 +42,6 @@ _MAX_ELEMENTS = 1 << 31
 # Batches drawn again: eight workers have as many in hand.
 _MOST_BATCHES = 17
 _BATCH = "__nanwatch_batch__"
-_LOADER_ITERATOR: Any = get_type_hints(DataLoader.__iter__)["return"]
-_MAP, _ITERABLE = 0, 1  # kinds of datasets, as an iterator of a DataLoader has them
 
 
 # Samples of a dataset
@@ -150,11 +148,11 @@ def find_in_dataset(x: Tensor) -> Samples | str:
     """
     bad = nonfinite(x)
     counts = {int(bad.sum()), *bad.reshape(len(bad), -1).sum(1).tolist()} - {0} if x.ndim else {1}
-    for samples in chain(*map(_batches, _iterators(_MAP))):
+    for samples in chain(*map(_batches, _iterators(iterable=False))):
         labels = (label for label, y in samples.bad_outputs().items() if int(nonfinite(y).sum()) in counts)
         for samples.label in labels:
             return samples.alone()
-    origins = [f"an IterableDataset ({type(y._dataset).__name__})" for y in _iterators(_ITERABLE)]
+    origins = [f"an IterableDataset ({type(y._dataset).__name__})" for y in _iterators(iterable=True)]
     for frame in filter(None, (y.gi_frame for y in instances_of(GeneratorType))):
         if any(y is x for y in frame.f_locals.values()) and not is_library(frame.f_code.co_filename):
             origins = [f"the generator `{frame.f_code.co_name}`, {frame.f_code.co_filename}:{frame.f_lineno}"]
@@ -167,7 +165,7 @@ def redraw(loop: ast.For, names: Mapping[str, Any]) -> dict[str, Any]:
     A tensor in it still has a name.
     """
     values = tensors_of([*names.values()])
-    batches = [_batches(x) for x in _iterators(_MAP) if isolation.is_child()]
+    batches = [_batches(x) for x in _iterators(iterable=False) if isolation.is_child()]
     with suppress(isolation.RerunEndedError), isolation.limited(LEAST_SECONDS):
         for batch in (samples() for samples in chain(*batches)):
             if any(x.shape == y.shape and bool((x == y).all()) for x in tensors_of(batch) for y in values):
@@ -179,16 +177,17 @@ def redraw(loop: ast.For, names: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _iterators(kind: int) -> list[Any]:
-    return [x for x in instances_of(_LOADER_ITERATOR) if x._dataset_kind == kind and x._auto_collation]
+def _iterators(*, iterable: bool) -> list[Any]:
+    iterators: list[Any] = instances_of(get_type_hints(DataLoader.__iter__)["return"])
+    return [x for x in iterators if isinstance(x._dataset, IterableDataset) == iterable and x._auto_collation]
 
 
 def _batches(iterator: Any) -> Iterator[Samples]:
-    """Yield the batches that were drawn, the latest first; where they are not known, each sample alone."""
+    """Yield the drawn batches, the latest first, then each sample alone if some are unknown, as of an ended sampler."""
     size, drawn = getattr(iterator._index_sampler, "batch_size", None) or 1, _drawn(iterator._sampler_iter)
     for start in range(0, len(drawn), size)[: -_MOST_BATCHES - 1 : -1]:
         yield Samples(iterator, drawn[start : start + size])
-    for i in range(0 if drawn else len(iterator._dataset)):
+    for i in range(len(iterator._dataset) if len(drawn) <= size * (iterator._num_yielded - 1) else 0):
         yield Samples(iterator, [i])
 
 

@@ -239,7 +239,7 @@ def _load(stored: Stored, tensor: TensorScan) -> list[_Loaded]:
         tensor.health = None if tensor.unread else tensor_health(x)
     except Exception as error:  # a dtype or layout that NumPy or PyTorch does not read, or damage
         is_unread = isinstance(error, TypeError | NotImplementedError) or "allow_pickle" in str(error)
-        setattr(tensor, "unread" if is_unread else "lost", spell(error))
+        tensor.unread, tensor.lost = (spell(error), "") if is_unread else ("", spell(error))
     return []
 
 

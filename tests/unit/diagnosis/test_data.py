@@ -52,6 +52,7 @@ def train(model: nn.Module, loader: Any, *, is_bound_anew: bool = False) -> None
 @pytest.mark.parametrize("way", ["torch", "numpy", "collate", "held", "pole"])
 def test_the_sample_of_bad_data(way: str) -> None:
     """It is found among those drawn last, with a cure but for a pole. A mask that each sample has is not meant."""
+    torch.manual_seed(29)  # in its third batch of seven, when workers have drawn all
     collate, num_workers = (normalised, 2) if way == "collate" else (None, 0)
     loader = DataLoader(Rows(way), 6, shuffle=True, num_workers=num_workers, collate_fn=collate)
     with watch(model := nn.Linear(3, 1)):
