@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..records.record import Frame, Record
 from ..report.finding import Finding, OriginKind, finding_of
@@ -24,6 +25,16 @@ def loss_of(frame: FrameType) -> Record | None:
     roots: Any = frame.f_locals["t_outputs"] if frame.f_code.co_name == "_engine_run_backward" else ()
     is_number = len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1
     return observe(roots[0].detach(), "", "output") if is_number else None
+
+
+def place_of(x: Any) -> tuple[Any, ...] | None:
+    """Return the place of a tensor in the graph: an output of a node, or a leaf's own; None where hooks see nothing."""
+    if not issubclass(type(x), Tensor) or not x.requires_grad or x.is_meta or is_functorch_wrapped_tensor(x):
+        return None
+    try:
+        return ("leaf", id(x)) if x.grad_fn is None else (x.grad_fn._sequence_nr(), x.output_nr)
+    except RuntimeError:
+        return None  # one of several views whose base was written into: autograd refuses each use of it
 
 
 def backward_frames(groups: Iterable[list[Gradient]]) -> tuple[list[BackwardCall], list[Arrival]]:

@@ -20,11 +20,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..numerics import _extension
 from ..records.record import PLAIN_MASK, Frame, Note, Record, Role
-from .backward import Gradient, backward_frames, loss_of
+from .backward import Gradient, backward_frames, loss_of, place_of
 from .events import Part, PeakName, Recorder, RecorderEvents, Settings, Start
 from .masks import Excuses
 from .observe import call_values, completed_record, observe, with_absorbed
@@ -51,6 +50,7 @@ class _Call:
 
 class _Thread(threading.local):
     call: _Call | None = None  # the innermost under way
+    read: tuple[Any, ...] = (lambda: None,)  # the latest gradient, its version and record
     recording = False  # what is read or called back may call other modules: they are not recorded
 
 
@@ -80,8 +80,7 @@ class PythonRecorder:
         self._thread = _Thread()
         self._outermost: dict[int, tuple[_Call, Any, Any]] = {}  # by thread, with its arguments
         self._ended = weakref.WeakValueDictionary[int, _Call]()  # outermost calls, by batch
-        self._called = set[str]()
-        self._frames: deque[Frame] = deque(maxlen=settings.max_frames)
+        self._called, self._frames = set[str](), deque[Frame](maxlen=settings.max_frames)
         self._num_frames: dict[int, int] = {}  # by batch, of the latest ones
         self._peaks = {"forward": Peaks(), "backward": Peaks()}
         self._kept: _Call | None = None
@@ -325,8 +324,7 @@ class PythonRecorder:
     def _follow(self, call: _Call, values: Iterable[tuple[Any, str, Any]]) -> None:
         with torch._C.DisableTorchFunction():
             parts = ("weight", "input", "output") if self._settings.gradients else ("output",)
-            tensors = [value for value in values if value[0] in parts]
-            places = [(*value, place) for value in tensors if (place := _place_of(value[2])) is not None]
+            places = [(*x, place) for x in values if x[0] in parts and (place := place_of(x[2])) is not None]
             outputs = {place for part, _, x, place in places if part == "output" and not x.is_leaf}
             if not outputs or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
                 return
@@ -369,7 +367,12 @@ class PythonRecorder:
         with torch._C.DisableTorchFunction():
             version = None if gradient.is_inference() else gradient._version
         key = place if place[0] == "leaf" else (place, id(gradient), version)
-        record = observe(gradient, label, "gradient", batch=call.frame.batch, wanted=recorder._settings)
+        latest, *read = recorder._thread.read  # each graph that is kept has a hook at each weight
+        if latest() is gradient and read[0] == version:
+            record = read[1]._replace(label=label)
+        else:
+            record = observe(gradient, label, "gradient", wanted=recorder._settings)
+            recorder._thread.read = weakref.ref(gradient), version, record
         if not recorder._settings.gradients and not record.is_fault:
             loss = loss_of(sys._getframe(1))
             if loss is None or loss.isfinite is not False:
@@ -404,7 +407,7 @@ class PythonRecorder:
         try:
             for call in (call for call in calls if call.frame.batch in self._settings.traced):
                 self._events.on_frame(call.frame)
-            if any(call.frame.fault is not None for call in calls):
+            if any(call.frame.fault for call in calls):
                 self._events.on_backward_end(calls, arrivals)
         finally:
             for call in calls:
@@ -417,16 +420,6 @@ class PythonRecorder:
                 if frame.phase == "backward" and frame.batch in batches:
                     records = [x._replace(note=note) if x.isfinite is False else x for x in frame.records]
                     self._frames[position] = frame._replace(records=tuple(records))
-
-
-def _place_of(x: Any) -> tuple[Any, ...] | None:
-    """Return the place of a tensor in the graph: an output of a node, or a leaf's own; None where hooks see nothing."""
-    if not issubclass(type(x), Tensor) or not x.requires_grad or x.is_meta or is_functorch_wrapped_tensor(x):
-        return None
-    try:
-        return ("leaf", id(x)) if x.grad_fn is None else (x.grad_fn._sequence_nr(), x.output_nr)
-    except RuntimeError:
-        return None  # one of several views whose base was written into: autograd refuses each use of it
 
 
 class Peaks(dict[PeakName, float]):

@@ -278,8 +278,7 @@ def make_options(given: Mapping[str, Any], **settings: Any) -> Options:
 
     `settings` replace what other variables of the environment say.
     """
-    chosen = {**given, **_options_of_environment()}
-    values = {name: _checked(name, value) for name, value in chosen.items()}
+    values = {name: _checked(name, value) for name, value in given.items()} | _options_of_environment()
     for setting in fields(Options):
         variable = setting.metadata.get("variable", "")
         if text := os.environ.get(variable):

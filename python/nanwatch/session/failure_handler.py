@@ -338,6 +338,5 @@ class FailureHandler:
             if counts:
                 pairs = [(repr(name) if name else module_name(name), n) for name, n in counts.most_common()]
                 names = first_few([f"{name} {count:,}x" for name, count in pairs], 3)
-                total = f"{counts.total():,} of {self._recorder.latest_batch + 1:,}"
-                words = f"non-finite batches: {total}, first in {names}"
+                words = f"non-finite batches: {counts.total():,} of {self._recorder.latest_batch + 1:,}, first in {names}"
                 warn_user(words, may_raise=sys.exc_info()[0] is None)

@@ -377,9 +377,7 @@ class OptimizerSteps:
         self._has_read_state = True
         # A state without a dimension is a count of steps.
         tensors = state_tensors(optimizer, names)
-        values = [
-            pair for pair in tensors if pair[0] == "weight" or (pair[2].ndim and pair[2].is_floating_point())
-        ]
+        values = [x for x in tensors if x[0] == "weight" or (x[2].ndim and x[2].is_floating_point())]
         records = observe_all(values, self._options.recorder_settings())
         frame = Frame(batch, OPTIMIZER, type(optimizer).__name__, tuple(records), "step")
         incident = None if frame.fault is None else self._reports.of_frame(frame)

@@ -271,7 +271,7 @@ def test_a_watched_call_takes_no_more_of_the_recursion_limit_than_a_hook() -> No
 def test_trainings_in_threads_are_counted_once() -> None:
     """Four threads train one model and keep the graphs: as many batches, calls and frames as in an unwatched run."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
-    steps, threads, outputs = 80, 4, list[Tensor]()
+    steps, threads, outputs = 40, 4, list[Tensor]()
     options = {"on_nonfinite": "record", "rerun": True, "forecast": False, "gradients": True}
     with start_watch(model, max_frames=10_000, **options) as watch:
 
