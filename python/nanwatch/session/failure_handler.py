@@ -336,7 +336,7 @@ class FailureHandler:
             self.ranks.close()
             counts, self._warned = self._warned, Counter()
             if counts:
-                names = [f"{repr(name) if name else module_name(name)} {n:,}x" for name, n in counts.most_common()]
+                names = [f"{repr(x) if x else module_name(x)} {n:,}x" for x, n in counts.most_common()]
                 total = f"{counts.total():,} of {self._recorder.latest_batch + 1:,}"
                 words = f"non-finite batches: {total}, first in {first_few(names, 3)}"
                 warn_user(words, may_raise=sys.exc_info()[0] is None)
