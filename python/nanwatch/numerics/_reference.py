@@ -13,7 +13,7 @@ On a CPU in flush-denormal mode torch itself reads fp32, bf16 and fp64 subnormal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -47,8 +47,7 @@ def _arithmetic_of(form: NumberFormat) -> torch.dtype:
 
 def dtype_of(form: NumberFormat) -> torch.dtype:
     """Return PyTorch's dtype of a format."""
-    dtype: torch.dtype = getattr(torch, form.name)
-    return dtype
+    return cast(torch.dtype, getattr(torch, form.name))
 
 
 FORMATS = {dtype_of(form): form for form in NUMBER_FORMATS if hasattr(torch, form.name)}
@@ -234,10 +233,10 @@ def chunks(values: Tensor) -> Iterator[Tensor]:
 
 
 def _runs(values: Tensor, limit: int) -> Iterator[Tensor]:
-    if values.is_contiguous():
-        yield from values.reshape(-1).split(limit) if values.numel() else ()
-    elif values.numel() <= limit:
-        yield values.reshape(-1)
+    if values.numel() <= limit:
+        yield from [values.reshape(-1)] if values.numel() else ()
+    elif values.is_contiguous():
+        yield from values.reshape(-1).split(limit)
     else:
         rows = limit // values[0].numel()
         for part in values.split(rows) if rows else values:
@@ -253,8 +252,9 @@ def _to_arithmetic(values: Tensor) -> Tensor:
 def _range_row(chunk: Tensor, device: torch.device) -> Tensor:
     values = _to_arithmetic(chunk)
     magnitude = values.abs()
-    ends = [magnitude.amin(), magnitude.amax(), torch.isfinite(values).all()]
-    return torch.stack([end.to(row_dtype(device)) for end in ends])
+    high = magnitude.amax()  # passes a nan on; of a complex number the parts decide
+    finite = torch.isfinite(values).all() if values.is_complex() else high < _INF
+    return torch.stack([end.to(row_dtype(device)) for end in (magnitude.amin(), high, finite)])
 
 
 def _health_row(chunk: Tensor, positions: Tensor, device: torch.device) -> Tensor:
