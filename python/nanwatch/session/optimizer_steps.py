@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from math import isfinite, isnan
@@ -55,11 +55,11 @@ class _Deferred:
     """
 
     incident: Incident
-    batches: set[int]
     scale: float | None
-    is_of_weight: bool
-    weights: set[int]
-    latest: int
+    batches: set[int] = field(default_factory=set)
+    weights: set[int] = field(default_factory=set)
+    is_of_weight: bool = False
+    latest: int = -1
     is_skipped: bool = False
 
 
@@ -145,7 +145,6 @@ class OptimizerSteps:
         num_before, place = self._recorder.frames_of_batch(batch), finding.sequence
         sequence = None if num_before is None or place is None else num_before + place
         report = self._reports.latest(replace(finding, sequence=sequence), frames)
-        self._starts.backward_failed(batch)
         bad = [x for x in arrivals if calls[x.call].frame.records[x.record].is_fault]
         batches = {calls[x.call].frame.batch for x in bad}
         self._defer(Incident(report), batches, is_of_weight=any(x.part == "weight" for x in bad))
@@ -154,7 +153,8 @@ class OptimizerSteps:
         """Act on a nan loss with all gradients read and finite. Leave others to the step, which may be left out."""
         if self._failures.knows(batch):
             return
-        self._starts.backward_failed(batch)
+        if self.deferred is None:
+            self._starts.backward_failed(batch)
         name = type(loss).__name__ if loss.grad_fn is None else loss.grad_fn.name()
         frame = Frame(batch, LOSS, name, (observe(loss.detach(), "output", "output"),), "backward")
         if self.deferred is not None or not isnan(number) or not self._options.gradients:
@@ -164,22 +164,23 @@ class OptimizerSteps:
 
     # Deferred until a step
 
-    def _defer(self, incident: Incident, batches: set[int], *, is_of_weight: bool) -> None:
+    def _defer(
+        self, incident: Incident, batches: set[int], *, is_of_weight: bool, is_over: bool = False
+    ) -> None:
         """Defer a failure, or act on it at once if too many steps in a row were skipped."""
-        weights, latest = self._bad_weights(), self._recorder.latest_batch
-        is_of_weight |= bool(weights)
         if (deferred := self.deferred) is None:
-            self.deferred = _Deferred(incident, batches, self._scale(), is_of_weight, weights, latest)
-        else:
-            # A new set: another thread may iterate over the old one.
-            deferred.batches = deferred.batches | batches
-            deferred.is_of_weight |= is_of_weight
-            deferred.weights |= weights
-            deferred.latest = latest
-        if self._in_a_row < (most := self._options.max_skipped_steps):
-            return
-        count, self._in_a_row = self._in_a_row, 0
-        if (due := self.release()) is not None:  # otherwise another thread's step was first
+            deferred = _Deferred(incident, self._scale())
+            self._starts.backward_failed(incident.finding.batch, is_over=is_over)
+        # A new set: another thread may iterate over the old one.
+        deferred.batches = deferred.batches | batches
+        deferred.weights |= self._bad_weights()
+        deferred.is_of_weight |= is_of_weight or bool(deferred.weights)
+        deferred.latest = self._recorder.latest_batch
+        if deferred.incident is incident:
+            self.deferred = deferred
+        count, most = self._in_a_row, self._options.max_skipped_steps
+        if count >= most and (due := self.release()) is not None:  # otherwise another thread's step was first
+            self._in_a_row = 0
             skipped = f"the {count} steps before this one were skipped, as gradients were not finite"
             due.remark(f"{skipped}; {most} in a row are the most")
             self._failures.step_follows(due)
@@ -315,16 +316,12 @@ class OptimizerSteps:
         # The gradients of a non-finite forward are its consequence.
         if bad_parameters and self.deferred is None and not self._failures.knows(batch):
             incident = self._reports.of_taken(optimizer, bad_parameters, batch)
-            self._starts.backward_failed(batch, is_over=True)
-            self._defer(incident, {batch}, is_of_weight=True)
+            self._defer(incident, {batch}, is_of_weight=True, is_over=True)
         loss, self._loss = (self._loss, None) if takes_ours else (None, self._loss)
-        if self.deferred is not None and self.deferred.weights and not bad_parameters:
-            loss = None  # the program has made its gradients finite
-        is_nonfinite = bool(bad_parameters) or loss is not None
-        if loss is not None and not bad_parameters and self.deferred is None:
-            self._failures.step_follows(self._reports.of_frame(loss))
         found_inf = getattr(optimizer, "found_inf", None)
         if (deferred := self.deferred) is None:
+            if loss is not None and not bad_parameters:
+                self._failures.step_follows(self._reports.of_frame(loss))
             # The steps of another optimizer, as of a GAN's other part, end no run.
             weights = self._skipped_weights
             if self._in_a_row and (weights & {*map(id, parameters_of(optimizer))} if weights else takes_ours):
@@ -333,7 +330,7 @@ class OptimizerSteps:
             deferred.is_skipped, scale = True, getattr(optimizer, "grad_scale", None)
             if deferred.scale is None and isinstance(scale, Tensor):
                 deferred.scale = float(scale)
-        elif is_nonfinite:
+        elif bad_parameters or (loss is not None and not deferred.weights):
             if (due := self.release()) is not None:  # otherwise another thread's step was first
                 self._failures.step_follows(due)
                 return

@@ -100,7 +100,7 @@ class Starts:
         self._draws: bool | None = None
         # The start refers to `_NO_MODULE`: a model that keeps this start would else keep itself alive.
         self._failed: tuple[int, weakref.ref[nn.Module], BatchSnapshot] | None = None
-        self._backwards: dict[int, ProgramCall] = {}  # by batch
+        self._backward: dict[int, ProgramCall | None] = {}  # the latest alone, by its batch: it holds tensors
         self.lines: Lines = {}  # of the latest backward
         self.has_kept = False  # for a backward that has failed
 
@@ -138,8 +138,7 @@ class Starts:
     def let_go(self) -> None:
         """Let go of all that was kept for a backward, as a step takes its gradients."""
         self._recorder.forget_starts()
-        self._backwards.clear()
-        self._failed, self.has_kept = None, False
+        self._backward, self._failed, self.has_kept = {}, None, False
 
     def keep(self, batch: int) -> None:
         """Keep the start of the batch until a step takes the gradients, also when its graph is gone."""
@@ -158,8 +157,7 @@ class Starts:
             # A loss that draws numbers before it calls the model begins with the state at the last step.
             generators = [x for x in (self._recorder.step_generator, first.generator) if x is not None]
             find = ProgramCall.before_step if is_over else ProgramCall.of_backward
-            if (call := find([RngState(x, first.cuda) for x in generators])) is not None:
-                self._backwards[batch] = call
+            self._backward = {batch: find([RngState(x, first.cuda) for x in generators])}
 
     def of_ended(self, batch: int) -> BatchSnapshot | None:
         """Return the start of a batch that has ended, if it is kept for its backward."""
@@ -172,7 +170,7 @@ class Starts:
     def of(self, finding: Finding) -> tuple[BatchSnapshot | None, ProgramCall | None]:
         """Return the start of the failed batch of this thread, and its backward or step where that has failed."""
         if finding.phase == "backward":
-            return self.of_ended(finding.batch), self._backwards.get(finding.batch)
+            return self.of_ended(finding.batch), self._backward.get(finding.batch)
         if finding.phase == "step" and finding.label.endswith(".grad"):
             return self.of_ended(finding.batch), ProgramCall.of_step(self.lines)
         start = self._recorder.start()
@@ -198,6 +196,8 @@ class Reports:
 
     def excuses(self, name: str, module: nn.Module) -> bool | Excuses:
         """Return whether infinities in this module are meant, or the judge of a module that may hold masks or nans."""
+        if not self.options.observes(name):
+            return True  # it is not watched, so it is not judged either
         inf, nan = (self.options.allows(value, name, self.masks) for value in ("inf", "nan"))
         return excuses(module, inf=inf, nan=nan, reads_inputs="inputs" in self.options.read)
 
@@ -297,15 +297,14 @@ class Reports:
         makers = {number: nodes[0].name() for number, nodes in graphs.items() if any(map(is_weight, nodes))}
         unknown = written | makers.keys()
         came_in = [observe(x, label, "input") for label, x in given if id(x) not in unknown]
-        overwritten = [observe(x, label, "input") for label, x in given if id(x) in written]
         finding = find(current, batch_inputs=came_in, caller=caller, rank=rank(), num_frames=num_frames)
-        if finding is None:
-            return self.of(all_frames, None)
-        is_overwritten = any(record.is_fault and record.label == finding.label for record in overwritten)
-        if is_overwritten and finding.origin == "received" and caller is None:
-            finding = replace(finding, origin="produced", remarks=(_WRITTEN.format(finding.label),))
+        assert finding is not None, "one of the frames has a fault"
         if finding.origin == "received" and caller is None:
-            finding = replace(finding, operation=makers.get(id(dict(given).get(finding.label))))
+            x = dict(given).get(finding.label)
+            if id(x) in written and observe(x, "", "input").is_fault:
+                finding = replace(finding, origin="produced", remarks=(_WRITTEN.format(finding.label),))
+            else:
+                finding = replace(finding, operation=makers.get(id(x)))
         finding = self._explained(finding)
         if self.describe is not None:
             remarks = self.describe(finding, culprit(finding, current)[1])

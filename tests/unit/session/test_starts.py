@@ -85,14 +85,18 @@ def test_the_inputs_go_with_a_backward_that_is_fine_and_with_the_next_batch() ->
 
 @pytest.mark.usefixtures("each_recorder")
 def test_nothing_is_kept_after_stop() -> None:
-    """Neither the inputs nor the model, whether a graph is left or a bad backward that no step took."""
-    for backward in (False, True):
+    """Neither the inputs nor the model, whether a graph is left or bad backwards that no step took, which keep one."""
+    for num_backwards in (0, 3):
         model, x = Root(), given()
         alive = [weakref.ref(model), weakref.ref(x)]
         w = watch(model, gradients=True, on_nonfinite="record", rerun=True)
         y = model(x)
-        if backward:
+        for _ in range(num_backwards):
+            alive.append(weakref.ref(y))
             y.sum().backward()
+            model.zero_grad()
+            y = model(x)
+        assert sum(map(is_alive, alive)) <= 3
         w.stop()
         del model, x
         assert not any(map(is_alive, alive))
