@@ -2,8 +2,8 @@
 
 Each failure is one Incident, and the methods stand in the order of its life. It is seen: in a call of a forward, in the
 calls that a user's exception has left, or in what no forward has made. It is told to the other ranks and the sinks, and
-raised inside the forward. Once the forward is left, `_act` has it examined by a re-run, written and agreed on, and
-hands it over as the option `on_nonfinite` says.
+raised inside the forward. Once the forward is left, it is examined by a re-run, written, agreed on with the other ranks
+and handed over as the option `on_nonfinite` says.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from ..instrumentation.execution_context import unwatched
 from ..instrumentation.global_hooks import weakly
 from ..ranks.consensus import RankCoordinator
 from ..recording.events import Event
-from ..recording.masks import Excuses
 from ..records.record import Frame
 from ..report import text
 from ..report.report import NonFiniteError, Report, add_note
@@ -79,7 +78,7 @@ class FailureHandler:
         self._batch_ends.active = False
         self.steps = OptimizerSteps(reports, self, sinks.on_skipped_step)  # last, as other threads call it
 
-    # Seen in a forward, told, and raised there
+    # Seen in a forward, and raised there
 
     def nonfinite_call(
         self, frame: Frame, caller: str | None, args: tuple[Any, ...], kwargs: Any, *, is_over: bool
@@ -106,17 +105,19 @@ class FailureHandler:
         """Return whether a line wrote the -inf of this output as a number. If so, allow the module's infinities."""
         fault, options, model, place = frame.fault, self._options, self._reports.model(), ""
         values = None if fault is None else (frame.batch, fault.shape, fault.health)
+        if values == self._mask:  # handed on
+            return True
         may_look = options.reruns and options.rerun_in == "child" and self._action == "raise" and can_fork()
-        is_handed_on = values == self._mask
-        if is_handed_on or not (search.may_be_mask(fault) and may_look) or self.knows(frame.batch):
-            return is_handed_on
-        finding = make().finding
-        start = None if finding is None else self._reports.starts.of(finding)[0]
+        if not may_look or not search.may_be_mask(fault) or self.knows(frame.batch):
+            return False
+        finding = Incident(make()).finding
+        start, _ = self._reports.starts.of(finding)
+        if model is None or start is None or finding.module != frame.name:
+            return False
         with suppressing("an output of -inf could not be looked into"):
-            if model is not None and start is not None and finding and finding.module == frame.name:
-                look = partial(search.place_of_mask, start, finding, model=model, allows=self._allows)
-                [place] = run_in_child(look, 2 * start.seconds)
-        if finding is not None and place:
+            look = partial(search.place_of_mask, start, finding, model=model, allows=self._reports.excuses)
+            [place] = run_in_child(look, 2 * start.seconds)
+        if place:
             self._mask, entry = values, f"inf:{frame.name or ROOT}"
             self._reports.masks.append(entry)
             self.excuse_again()
@@ -134,7 +135,9 @@ class FailureHandler:
             self.steps.settle(only_known=True)
             # A deferred backward came first: code other than an optimizer has moved the weights by its gradients.
             self._under_way[batch] = incident = self.steps.release() or Incident(make())
-            self._tell(incident, ranks=tells_ranks)
+            if tells_ranks:
+                self.ranks.publish(incident.finding)  # before anything slow
+            self._begin(incident)
             if not self._options.acts:
                 self._act(incident)
         return self._under_way.get(batch)
@@ -177,74 +180,44 @@ class FailureHandler:
         if incident is None and (report := self._reports.of_left_calls(error, batch)) is not None:
             # The other ranks are not told, as somebody may catch the exception.
             incident = self._see(batch, lambda: report, tells_ranks=False)
-        if incident is not None and self._options.acts:
-            self._act(incident, error)
-        elif incident is not None:
-            add_note(error, incident.report)
+        if incident is None:
+            return
+        if self._options.acts:
+            self._complete(incident, _PATIENCE)
+        add_note(error, incident.report)  # and raise nothing beside it
+        if callable(self._action):
+            self._action(incident.report)
 
     # Seen where no forward is under way
 
-    def step_follows(self, incident: Incident, *, is_untaken: bool = False) -> None:
-        """Take a failure whose batch has no end to wait for: tell it, and act on it.
-
-        It is a non-finite gradient that a step is about to take, a weight after a step, or a checkpoint.
-        """
+    def step_follows(self, incident: Incident) -> None:
+        """Act on a failure whose batch has no end to wait for: a gradient, a weight after a step, a checkpoint."""
         self.ranks.is_sharded = self._recorder.gathers_weights
-        self._tell(incident, ranks=not is_untaken)
-        self._act(incident, is_untaken=is_untaken)
+        self.ranks.publish(incident.finding)
+        self._begin(incident)
+        self._act(incident)
 
     # Told, examined, agreed on, handed over
 
-    def _tell(self, incident: Incident, *, ranks: bool) -> None:
-        """Tell the other ranks, before anything slow, and the sinks."""
+    def _begin(self, incident: Incident) -> None:
         if not self.is_run_open:
             self._first, self.is_run_open = incident, True
         self._batch_ends.active = True
-        if ranks:
-            self.ranks.publish(incident.finding)
         self._sinks.on_nonfinite(incident.finding)
 
-    def _act(self, incident: Incident, theirs: Exception | None = None, *, is_untaken: bool = False) -> None:
-        """Have an incident examined and written, agree with the other ranks on the origin, and hand it over; once.
+    def _complete(self, incident: Incident, patience: float = inf) -> None:
+        """Have an incident examined and written, agree with the other ranks on the origin, and tell the sinks.
 
-        `theirs` is the user's exception, which ends the batch already: it gets the report, and nothing is raised beside
-        it. An incident whose gradients no step took, `is_untaken`, is a warning. Only the first of several non-finite
-        batches in a row is examined, unless each is raised, and sinks get only that where the run goes on by itself.
+        Only the first of several non-finite batches in a row is examined, unless each is raised, and sinks get only
+        that where the run goes on by itself.
         """
-        is_first, action = self._first is incident, self._action
-        if is_first or action == "raise":
+        is_first = self._first is incident
+        if is_first or self._action == "raise":
             self._examine(incident)
-        if (origin := self.ranks.settle(inf if theirs is None else _PATIENCE)) is not None:
+        if (origin := self.ranks.settle(patience)) is not None:
             incident.report = replace(incident.report, origin=origin)
-        report, sentence = incident.report, text.summary(incident.finding)
         if is_first or self._options.acts:
-            self._sinks.on_failure(report)
-        if theirs is not None:
-            add_note(theirs, report)
-        elif incident.raised is not None:
-            # A second error would lose the notes that code in the forward has added to the first.
-            NonFiniteError.__init__(incident.raised, report, report.origin)
-        elif is_untaken and action in ("raise", "warn"):
-            warn_user(f"{sentence}; {_UNTAKEN}; {_WHERE}", may_raise=sys.exc_info()[0] is None)
-        elif action == "raise":
-            raise NonFiniteError(report, report.origin)
-        elif action == "warn" and incident.finding.phase != "save" and self._begins_run(incident):
-            warn_user(f"{sentence}; {_WHERE}")  # not of a checkpoint, which has no batch: its guard warns
-        if callable(action):
-            action(report)
-
-    def _begins_run(self, incident: Incident) -> bool:
-        """Count the batch for the sum at the end. Return whether it begins the 1st, 2nd, 4th, 8th run of failures."""
-        # A backward fails after its forward, which has been finite and has ended the run of the backward before.
-        batch, latest = incident.finding.batch, self._latest_warned
-        begins = self._first is incident and batch > latest + self._options.every
-        self._latest_warned, self._num_runs = batch, self._num_runs + begins
-        self._warned[incident.finding.module] += 1
-        return begins and self._num_runs.bit_count() == 1
-
-    def _allows(self, name: str, module: nn.Module) -> bool | Excuses:
-        """Return whether infinities of the module are meant. One that is not watched is not judged either."""
-        return not self._options.observes(name) or self._reports.excuses(name, module)
+            self._sinks.on_failure(incident.report)
 
     def _examine(self, incident: Incident) -> None:
         """Complete the incident by a re-run of this thread's batch, if it may run again, and write it to output_dir."""
@@ -262,17 +235,17 @@ class FailureHandler:
             incident.remark(f"no re-run was made: this is failure {number} of the watch, and {_RARER}")
             return
         start, call = self._reports.starts.of(finding)
-        facts: Any = {"call": call, "allows": self._allows, "loss_scale": scale_of(options.scaler)}
+        facts: Any = {"call": call, "allows": self._reports.excuses, "loss_scale": scale_of(options.scaler)}
         examine: Any = partial(rerun.examine, incident, model=model, output_dir=options.output_dir, **facts)
+        examines = options.reruns and (is_of_batch or call is not None)
+        is_of_step = options.reruns and (finding.phase, finding.origin) == ("step", "weight")
 
         def in_child() -> str:
             examine(start, examines=examines)
             return incident.report.to_json()
 
-        examines = options.reruns and (is_of_batch or call is not None)
-        is_stepped = options.reruns and (finding.phase, finding.origin) == ("step", "weight")
         try:
-            if not is_stepped and (not examines or (start is None and call is None)):
+            if not is_of_step and (not examines or (start is None and call is None)):
                 examine(None, examines=examines)
             elif options.rerun_in == "child" and can_fork():
                 seconds = LEAST_SECONDS if start is None else start.seconds
@@ -293,6 +266,29 @@ class FailureHandler:
                 warn_user(f"{cause}", may_raise=False)
                 raise error from cause
 
+    def _act(self, incident: Incident) -> None:
+        """Complete an incident, and hand it over, once."""
+        self._complete(incident)
+        report = incident.report
+        if incident.raised is not None:
+            # A second error would lose the notes that code in the forward has added to the first.
+            NonFiniteError.__init__(incident.raised, report, report.origin)
+        elif self._action == "raise":
+            raise NonFiniteError(report, report.origin)
+        elif self._action == "warn" and incident.finding.phase != "save" and self._begins_run(incident):
+            warn_user(f"{text.summary(incident.finding)}; {_WHERE}")  # the guard warns of a checkpoint
+        elif callable(self._action):
+            self._action(report)
+
+    def _begins_run(self, incident: Incident) -> bool:
+        """Count the batch for the sum at the end. Return whether it begins the 1st, 2nd, 4th, 8th run of failures."""
+        # A backward fails after its forward, which has been finite and has ended the run of the backward before.
+        batch, latest = incident.finding.batch, self._latest_warned
+        begins = self._first is incident and batch > latest + self._options.every
+        self._latest_warned, self._num_runs = batch, self._num_runs + begins
+        self._warned[incident.finding.module] += 1
+        return begins and self._num_runs.bit_count() == 1
+
     # Another rank fails
 
     def _write_last_frames(self, name: str) -> Report:
@@ -305,10 +301,12 @@ class FailureHandler:
 
     # A report is asked for
 
-    def latest(self) -> Incident | None:
-        """Return the first failure of the latest run of non-finite batches, else of the latest backward or step."""
+    def report(self) -> Report:
+        """Return the report of the first of the latest non-finite batches in a row, else of the latest frames."""
+        self.settle()
         deferred = self.steps.deferred
-        return self._first or (self.steps.look() if deferred is None else deferred.incident)
+        incident = self._first or (self.steps.look() if deferred is None else deferred.incident)
+        return self._reports.latest() if incident is None else incident.report
 
     def settle(self) -> None:
         """Settle what is under way before a report is made. A failure becomes a warning, as a report raises nothing."""
@@ -330,7 +328,13 @@ class FailureHandler:
             with suppressing(reason) if sys.exc_info()[0] is not None else nullcontext():
                 if (deferred := self.steps.release()) is not None:
                     deferred.remark(_UNTAKEN)
-                    self.step_follows(deferred, is_untaken=True)
+                    self._begin(deferred)
+                    self._complete(deferred)
+                    if self._action in ("raise", "warn"):
+                        sentence = f"{text.summary(deferred.finding)}; {_UNTAKEN}; {_WHERE}"
+                        warn_user(sentence, may_raise=sys.exc_info()[0] is None)
+                    elif callable(self._action):
+                        self._action(deferred.report)
         finally:
             self._reports.starts.let_go()
             self.ranks.close()

@@ -27,6 +27,7 @@ from ..scan.guard import CheckpointGuard
 from ..sinks.sink import SinkStream, Warnings
 from ..sinks.targets import sink_for
 from ..trace.trace_writer import ring_size, start_tracer
+from ..util.messages import plural
 from .failure_handler import FailureHandler
 from .reports import Reports
 
@@ -115,11 +116,11 @@ class Watch:
     def __repr__(self) -> str:
         model = self._model()
         name = "a model that is gone" if model is None else type(model).__name__
-        num_batches = self._recorder.latest_batch + 1
+        batches = plural(self._recorder.latest_batch + 1, "batch", "batches")
         state = "paused" if self._recorder.paused else "watching"
         if self._attachment is None or not self._attachment.is_attached:
             state = "switched off" if self._attachment is None else "stopped"
-        return f"<Watch of {name}: {num_batches:,} batch{'' if num_batches == 1 else 'es'}, {state}>"
+        return f"<Watch of {name}: {batches}, {state}>"
 
     def __enter__(self) -> Watch:
         return self
@@ -244,9 +245,7 @@ class Watch:
         Of several non-finite batches in a row it is the report of the first, because the later ones are its
         consequence.
         """
-        self._failures.settle()
-        incident = self._failures.latest()
-        return self._reports.latest() if incident is None else incident.report
+        return self._failures.report()
 
 
 class EventDispatch:
