@@ -253,7 +253,7 @@ class _Run:
                 # The script's own check may have found the value before nanwatch.
                 if has_failed and report.batch == watch.batch == watch._failures.exception_batch:
                     self._status = self._status or NONFINITE
-        if self._finder.is_full:
+        if self._finder.num_left <= 0:
             _tell(f"{MAX_MODELS} models were found; those that were called later were not looked for")
         if failed and not self._is_reported:
             _print_error(failed[0].to_text())

@@ -73,8 +73,8 @@ class ModelFinder:
     def __init__(
         self, on_model: Callable[[nn.Module], object], *, accepts: Callable[[nn.Module], bool] = has_state
     ) -> None:
-        self._on_model, self._accepts, self._left = on_model, accepts, MAX_MODELS
-        self.is_full = False  # MAX_MODELS models were found and the search has ended
+        self._on_model, self._accepts = on_model, accepts
+        self.num_left = MAX_MODELS  # models before the search ends
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._starts: SimpleNamespace | None = None
 
@@ -125,8 +125,7 @@ class ModelFinder:
 
     def _take(self, module: nn.Module, model: nn.Module) -> None:
         self._known.update((module, model))
-        self._left -= 1
-        if self._left <= 0:
-            self.is_full = True
+        self.num_left -= 1
+        if self.num_left <= 0:
             self.stop()
         self._on_model(model)
