@@ -25,9 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer
 
-from ..instrumentation.global_hooks import Handles, after_steps, weakly
 from ..instrumentation.wrapped_names import parameter_names
 from ..numerics import _extension
 from ..numerics.ranges import fingerprint_on_device
@@ -36,7 +34,7 @@ from ..recording.events import StepWeight
 from ..report.events import ReplicaDifference
 from ..util.job import rank_and_world_size
 from ..util.messages import warn_user
-from ..util.program import each_parameter, parameters_of
+from ..util.program import each_parameter
 from .consensus import process_group
 from .exchange import MOST_RANKS, Exchange, Ranks, Side, Verdict
 
@@ -124,37 +122,35 @@ def judge(sides: list[Side]) -> Verdict:
 class ReplicaWatch:
     """Part of a Watch with `replicas`: compares what the ranks should hold alike, every `every` steps.
 
-    `tell(difference)` is called in the thread of the run, when a batch begins or the watch ends. `timeout` are the
-    seconds that a difference waits for ranks that do not answer. No error of this leaves it.
+    `num_steps()` is the number of steps that the model has taken. `tell(difference)` is called in the thread of the
+    run, when a batch begins or the watch ends. `timeout` are the seconds that a difference waits for ranks that do not
+    answer. No error of this leaves it.
     """
 
     def __init__(
-        self, model: nn.Module, every: int, timeout: float, tell: Callable[[ReplicaDifference], object]
+        self,
+        model: nn.Module,
+        num_steps: Callable[[], int],
+        every: int,
+        timeout: float,
+        tell: Callable[[ReplicaDifference], object],
     ) -> None:
         self.differences: deque[ReplicaDifference] = deque(maxlen=16)
-        self._every, self._tell = every, tell
+        self._num_steps, self._every, self._tell = num_steps, every, tell
         self._replicas = Replicas(model)
         self._exchange = Exchange("replicas", judge, self._judged, timeout)
         self._exchange.warning = "nanwatch compares replicas no more"
-        self._optimizers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        self._has_stepped = self._has_warned = False
+        self._has_warned = False
         self._batch = self._step = 0  # a step is a batch that followed one of the optimizer
-        self._hooks = Handles(self, [after_steps.add(weakly(self._stepped))])
-
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._has_stepped and optimizer not in self._optimizers:
-            model = self._replicas.model()
-            weights = set[int]() if model is None else {*map(id, each_parameter(model))}
-            self._optimizers[optimizer] = not weights.isdisjoint(map(id, parameters_of(optimizer)))
-        self._has_stepped = self._has_stepped or self._optimizers[optimizer]
+        self._latest = 0  # number of steps at the latest of these
 
     def batch_started(self, batch: int, module: nn.Module | None = None, args: tuple[Any, ...] = ()) -> None:
         """Take the fingerprints, if a check is due, and tell of differences. Never raises."""
-        if not self._has_stepped or self._exchange.is_over:
+        if (number := self._num_steps()) == self._latest or self._exchange.is_over:
             return
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
-        self._has_stepped, self._batch = False, batch
+        self._latest, self._batch = number, batch
         self._step += 1
         self._exchange.look()
         if self._step % self._every == 0 and not self._exchange.is_over:
@@ -189,7 +185,6 @@ class ReplicaWatch:
 
     def remove(self) -> None:
         """End the comparison. Waits for the other ranks' last check, at most 2 s while nothing differs."""
-        self._hooks.remove()
         self._exchange.warning = ""  # rank 0, and the store in it, may have ended
         self.batch_started(self._batch)
         self._exchange.end()

@@ -99,7 +99,8 @@ class Watch:
         self._replicas: ReplicaWatch | None = None
         if options.replicas:
             recorder.subscribe(Event.BATCH_START)
-            self._replicas = ReplicaWatch(model, options.replicas, timeout, sinks.on_replica_difference)
+            tell, num_steps = sinks.on_replica_difference, lambda: reports.num_steps
+            self._replicas = ReplicaWatch(model, num_steps, options.replicas, timeout, tell)
         self._audit: UpdateAudit | None = None
         if options.audit is not None:
             every, ranks = options.audit.every, StepRanks(model, timeout)
