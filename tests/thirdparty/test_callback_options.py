@@ -28,7 +28,7 @@ def test_a_callback_has_the_options_of_a_watch(package: str, tmp_path: Path) -> 
     }
     callback = import_module(f"nanwatch.integrations.{package}").NanWatchCallback(**given)
     scaler = torch.amp.GradScaler("cpu")
-    started = callback._deferred.start(nn.Sequential(nn.Linear(2, 2)), scaler)
+    started = callback.start(nn.Sequential(nn.Linear(2, 2)), scaler)
     expected = nanwatch.watch(nn.Sequential(nn.Linear(2, 2)), **given)
     ours, theirs = vars(started._options), vars(expected._options)
     assert {name for name in ours if ours[name] != theirs[name]} == {"scaler", "sinks"}

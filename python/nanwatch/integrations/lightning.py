@@ -9,7 +9,6 @@ from typing import Any
 from ..records.record import Least
 from ..report.report import NonFiniteError
 from ..session.api import DeferredWatch
-from ..session.watch import Watch
 from ..sinks.targets import LeastHeadroom
 from ..util.messages import needed
 
@@ -25,7 +24,7 @@ def _callback_classes() -> tuple[Any, ...]:
     return tuple(needed(name, "nanwatch.integrations.lightning", "lightning").Callback for name in names)
 
 
-class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
+class NanWatchCallback(DeferredWatch, *_callback_classes()):  # type: ignore[misc]
     """Callback that watches the LightningModule: `Trainer(callbacks=[NanWatchCallback(on_nonfinite="warn")])`.
 
     The watch begins and ends with fit, validate, test or predict, also when it ends by an exception. `training_step` is
@@ -50,24 +49,14 @@ class NanWatchCallback(*_callback_classes()):  # type: ignore[misc]
     """
 
     def __init__(self, *, headroom: bool = True, **options: Any) -> None:
-        super().__init__()
         self._headroom = LeastHeadroom()
-        self._deferred = DeferredWatch(options, *[self._headroom] * headroom)
+        super().__init__(options, *[self._headroom] * headroom)
         self._batches = 0
         self.least: Least | None = None
 
-    @property
-    def watch(self) -> Watch | None:
-        """The Watch of the latest run; None before the first."""
-        return self._deferred.watch
-
-    def stop(self) -> None:
-        """Leave the model as it was found. `watch` and its report stay."""
-        self._deferred.stop()
-
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch: the model is on its device, and the sanity check is still to come."""
-        self._deferred.start(pl_module, getattr(trainer.precision_plugin, "scaler", None))
+        self.start(pl_module, getattr(trainer.precision_plugin, "scaler", None))
         self._batches = 0
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:

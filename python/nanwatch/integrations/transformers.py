@@ -26,7 +26,7 @@ _TrainerCallback: Any = needed(
 ).TrainerCallback
 
 
-class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
+class NanWatchCallback(DeferredWatch, _TrainerCallback):  # type: ignore[misc]
     """Callback that watches the trained model: `Trainer(..., callbacks=[NanWatchCallback(on_nonfinite="warn")])`.
 
     The watch begins in `train()`, once the model is moved, wrapped, compiled and resumed, sees the evaluations in
@@ -52,28 +52,22 @@ class NanWatchCallback(_TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, *, headroom: bool = True, **options: Any) -> None:
         self._headroom = LeastHeadroom()
-        self._deferred = DeferredWatch(options, *[self._headroom] * headroom)
+        super().__init__(options, *[self._headroom] * headroom)
         self._trainer: weakref.ref[Any] | None = None
         self._undo: Callable[[], None] = lambda: None
-
-    @property
-    def watch(self) -> Watch | None:
-        """The Watch of the latest `train()`; None before the first."""
-        return self._deferred.watch
 
     def stop(self) -> None:
         """Leave the model as it was found. `watch` and its report stay."""
         self._undo()
-        self._deferred.stop()
+        super().stop()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Begin to watch. Trainer calls this again when it restarts with a smaller batch."""
         trainer = _trainer_of(self, sys._getframe(1))
         self._trainer = None if trainer is None else weakref.ref(trainer)
         accelerator = getattr(trainer, "accelerator", None)
-        self._undo()
-        watch = self._deferred.start(model, getattr(accelerator, "scaler", None))
-        if self._deferred.options.spikes and hasattr(accelerator, "backward"):
+        watch = self.start(model, getattr(accelerator, "scaler", None))
+        if self.options.spikes and hasattr(accelerator, "backward"):
             self._undo = _hand_over_losses(accelerator, watch)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

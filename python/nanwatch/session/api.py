@@ -323,8 +323,8 @@ def _options_of_environment() -> dict[str, Any]:
 class DeferredWatch:
     """Watch of a trainer's callback: its options are checked now, and its model comes with `start`.
 
-    `more_sinks` are the callback's own. Raises as `watch` does, except for patterns that match no module, which only
-    `start` can know.
+    `watch` is the latest one, None before the first. `more_sinks` are the callback's own. Raises as `watch` does, except
+    for patterns that match no module, which only `start` can know.
     """
 
     def __init__(self, options: dict[str, Any], *more_sinks: Sink) -> None:
