@@ -323,7 +323,7 @@ def _options_of_environment() -> dict[str, Any]:
 class DeferredWatch:
     """Watch of a trainer's callback: its options are checked now, and its model comes with `start`.
 
-    `watch` is the latest one, None before the first. `more_sinks` are the callback's own. Raises as `watch` does, except
+    `watch` is the latest one, None before the first. `more_sinks` are the callback's own. Raises as `watch` does, but
     for patterns that match no module, which only `start` can know.
     """
 
