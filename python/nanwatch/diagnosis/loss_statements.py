@@ -1,7 +1,7 @@
-"""Statements of a function of the program, run again: those that made a loss, or gradients for a step, or will do so.
+"""Statements of a function of the program, run again: those that made a loss, or will do so.
 
-Gradients that became bad behind a backward need its statement, and all between that and the step. A cure of a forward
-that failed is tried up to the loss behind it, by the statements that the program has not come to yet.
+A cure of a forward that failed is tried up to the loss behind it, by the statements that the program has not come to
+yet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.execution_context import Autocast, RngState
 from ..recording.observe import observe
@@ -44,7 +44,7 @@ Lines: TypeAlias = dict[tuple[int, CodeType], int]
 
 
 class _Reached(BaseException):
-    """The step of an optimizer that the statements lead to, which is not taken, or what they return."""
+    """The end of the statements, with what they return."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class ProgramCall:
 
     `rngs` are random states from which the statements may have begun: that of the last step of an optimizer, that of
     the model's first call, as data may be drawn between the two, and the present one. `is_bad`: the loss itself is.
-    `between`: the lines between which a gradient became bad.
+    `between`: in words the lines between which a gradient became bad, where the backward left it finite.
     """
 
     callers: list[Caller]
@@ -79,22 +79,18 @@ class ProgramCall:
             if since != frame.f_lineno:  # else the step is given a closure, which has made the backward
                 words = f"backward() at line {since} and the step at line {frame.f_lineno}"
                 between = f"look between the {words} of {frame.f_code.co_filename}"
-                return cls([_callers(frame)[0]._replace(since=since)], [RngState.capture()], between=between)
+                return cls([], between=between)
         return None
 
     @classmethod
     def before_step(cls, rngs: Sequence[RngState]) -> ProgramCall | None:
-        """Return the latest backward before the step under way, where one function makes both; else None.
-
-        Its last caller leads on from there to the step, past what else writes gradients.
-        """
-        callers, to_step = list[Caller](), list[Caller]()
+        """Return the latest backward before the step under way, where one function makes both; else None."""
+        callers = list[Caller]()
         for caller in _callers(sys._getframe(1)):
             lines = [x.lineno for x in ast.walk(caller.source()[1]) if is_backward(x)]
             if before := [line for line in lines if line <= caller.line]:
                 callers.append(caller._replace(line=max(before), positions=None))
-                to_step.append(caller._replace(since=max(before)))
-        return cls([*callers, *to_step[:1]], [*rngs, RngState.capture()]) if callers else None
+        return cls(callers, [*rngs, RngState.capture()]) if callers else None
 
     def statements(self, model: nn.Module, *, keeps_outputs: bool = False) -> Iterator[LossStatements]:
         """Yield for each caller the statements that led to the call. Raises Refused, with the reason.
@@ -206,9 +202,9 @@ def with_loss(batch: BatchSnapshot, model: nn.Module, depth: int = -1) -> BatchS
 class LossStatements(LossModule):
     """The statements as a module, whose call runs them. `inputs` are what they read, by name.
 
-    A call returns the loss, if they make one, and the outputs of the model's calls, these without a graph; of
-    statements that lead to a step the gradients that it would take. Those around a call make it: of `called`, or of the
-    function that the `inner` statements are in. `untried` says in words that the latest call made no loss.
+    A call returns the loss, if they make one, and the outputs of the model's calls, these without a graph. Those around
+    a call make it: of `called`, or of the function that the `inner` statements are in. `untried` says in words that the
+    latest call made no loss.
     """
 
     def __init__(
@@ -224,7 +220,7 @@ class LossStatements(LossModule):
         self.model, self.called, self.inner = model, called, inner
         self.has_loss, self.untried = False, ""
         self.given: list[Tensor] = []  # to the call that they are around
-        self.is_whole, self.data, self.leads_to_step = part.is_whole, part.data, caller.since > 0
+        self.is_whole, self.data = part.is_whole, part.data
         first, last = part.body[0].lineno, part.body[-1].end_lineno or 0
         self._lines = range(first, last + 1)
         lines = f"line {first}" if first == last else f"lines {first} to {last}"
@@ -239,7 +235,6 @@ class LossStatements(LossModule):
         # A re-run puts back the state of all modules that the statements call, and no watch sees their calls.
         self.modules_read = nn.ModuleList(x for x in mentioned if isinstance(x, nn.Module))
         self._generators = [x for x in mentioned if isinstance(x, torch.Generator)]
-        self._scalers = [x for x in mentioned if isinstance(x, torch.amp.GradScaler)]
         # `self` is the module in a call of it. Weights stay what they are: a run makes leaves of its inputs.
         reads = sorted({*part.reads} - {"self"})
         kinds = {name: [*map(type, tensors_in(part.reads[name]))] for name in reads}
@@ -261,15 +256,7 @@ class LossStatements(LossModule):
             stack.callback(model.register_forward_hook(lambda *call: outputs.append(call[-1])).remove)
             if self.called is not None:
                 return self._lead_on(args, inputs, outputs)
-            if not self.leads_to_step:
-                return self.run(inputs), [x.detach() for x in tensors_in(outputs)]
-            stack.callback(register_optimizer_step_pre_hook(partial(_raise, _Reached())).remove)
-            self.model.zero_grad()
-            for scaler in self._scalers:  # which unscales no gradients twice
-                with suppress(AssertionError):  # of one that has unscaled none
-                    scaler.update()
-            self.run(inputs)
-        return [x.grad for x in self.model.parameters() if x.grad is not None]
+            return self.run(inputs), [x.detach() for x in tensors_in(outputs)]
 
     def run(self, inputs: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
         """Run the statements, with these values of their names, and return what they end with.
@@ -342,10 +329,8 @@ class LossStatements(LossModule):
         Raises ValueError where the edit moved the statements.
         """
         # A line that was added stands before the backward.
-        caller, old, new = self._caller, self._file.text.split("\n"), file.text.split("\n")
-        added = len(new) - len(old)
-        since = caller.since + added * (new[: caller.since] != old[: caller.since])
-        part = part_of(caller._replace(line=caller.line + added, since=since), file, self._kept)
+        added = file.text.count("\n") - self._file.text.count("\n")
+        part = part_of(self._caller._replace(line=self._caller.line + added), file, self._kept)
         if part is None:
             raise ValueError("the edit moved the statements")
         before, self._code = self._code, source.compiled_with(ast.Module(part.body, []), file, looks, probe)

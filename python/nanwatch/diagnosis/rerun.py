@@ -70,8 +70,10 @@ def examine(
     try:
         if examines and (reason or (snapshot is None and call is None)):
             incident.remark(f"no re-run was made: {reason or _NOT_KEPT}")
-        elif examines and incident.finding.phase in ("backward", "step"):
+        elif examines and incident.finding.phase == "backward":
             rerun.examine_backward(snapshot, call)
+        elif examines and incident.finding.phase == "step":
+            incident.remark(*(x.between for x in [call] if x is not None))
         elif examines and snapshot is not None:
             rerun.examine_batch(snapshot)
     except isolation.RerunEndedError as ended:
@@ -197,13 +199,11 @@ class _Rerun:
 
     def examine_backward(self, snapshot: BatchSnapshot | None, call: ProgramCall | None) -> None:
         """Run the batch again with its backward to find the operation, cures and samples."""
-        incident, remarks = self._incident, [call.between] if call is not None and call.between else []
+        incident, remarks = self._incident, list[str]()
         finding, maker = incident.finding, None
         best: tuple[Diagnosis, BatchSnapshot] | None = None
         for start in self._starts(snapshot, call, remarks):
-            leads_to_step = isinstance(start.module, LossStatements) and start.module.leads_to_step
-            phase = "step" if leads_to_step else finding.phase
-            diagnosis = self._find(start, replace(finding, remarks=(), phase=phase))
+            diagnosis = self._find(start, replace(finding, remarks=()))
             if diagnosis.step is None:
                 remarks.append("; ".join(diagnosis.finding.remarks))
                 continue
@@ -212,15 +212,10 @@ class _Rerun:
             if all(x.grad_fn is None for x in diagnosis.step.strangers):
                 break
         if best is None:
-            advice = "" if finding.phase == "step" else f"; {_ADVICE}"
-            incident.remark(*dict.fromkeys(f"{remark}{advice}" for remark in remarks))
+            incident.remark(*dict.fromkeys(f"{remark}; {_ADVICE}" for remark in remarks))
             return
         (completed, step, *_), start = best
         incident.finding = replace(completed, remarks=(*finding.remarks, *completed.remarks))
-        if completed.phase != finding.phase:  # what is behind a finite backward wrote the value
-            *earlier, frame = incident.report.frames
-            frames = *earlier, frame._replace(phase=completed.phase)
-            incident.report = replace(incident.report, frames=frames)
         self.send()
         is_data = incident.finding.origin == "data"
         if is_data and (data := bad_tensors(getattr(start.module, "data", {}))):
@@ -239,8 +234,7 @@ class _Rerun:
             with suppress(Refused):
                 for module in islice(call.statements(self._model, keeps_outputs=True), 1):
                     start = replace(start, module=module, kwargs=module.inputs, draws=[])
-        if finding.phase == "backward":
-            self._find_samples(start, size)
+        self._find_samples(start, size)
 
     def _starts(
         self, snapshot: BatchSnapshot | None, call: ProgramCall | None, remarks: list[str]
@@ -251,7 +245,7 @@ class _Rerun:
         nothing, a loss runs from the outputs of the model, and a backward of the model alone.
         """
         finding = self._incident.finding
-        phase, is_of_loss, label = finding.phase, finding.is_of_loss, finding.label
+        is_of_loss, label = finding.is_of_loss, finding.label
         kept = () if snapshot is None else (snapshot.buffers, snapshot.seconds)
         reason = "" if call is None else "its source was not found"
         # The outputs also hold what the program has changed since, such as the state of a recurrent model.
@@ -268,9 +262,8 @@ class _Rerun:
             except Exception as error:
                 reason = str(error) if isinstance(error, Refused) else spell(error)
         if reason:
-            what = "loss was" if phase == "backward" else "gradients were"
-            remarks.append(f"the {what} not computed again: {reason}")
-        if snapshot is not None and phase == "backward" and not (is_of_loss and label.startswith("output")):
+            remarks.append(f"the loss was not computed again: {reason}")
+        if snapshot is not None and not (is_of_loss and label.startswith("output")):
             yield snapshot
 
     def _cure(self, start: BatchSnapshot, step: Step | None, phase: Phase, formats: bool = True) -> None:
@@ -281,7 +274,7 @@ class _Rerun:
         patches = partial(try_patches, trials, step, at)
         try:
             attempt("the search for a change of the source", patches, trials.remarks.append)
-            if formats and not (finding.is_of_loss or finding.phase == "step"):
+            if formats and not finding.is_of_loss:
                 # The cure is judged at the gradient, also where the loss fails.
                 trials.finding = finding
                 attempt("the search for another format", partial(try_formats, trials), trials.remarks.append)

@@ -63,7 +63,7 @@ def find_operation(
                 if (step := made.step) is not None and step.call is not None and not step.strangers:
                     return made._replace(finding=_made_in(made.finding, step.call.name), call=step.call)
             return _of_present(finding, snapshot, module, may_run)
-        is_backward = finding.phase in ("backward", "step")
+        is_backward = finding.phase == "backward"
         if module is None and not is_backward:
             reason = reason or f"the model has no module {finding.module!r} any more"
         if reason:
@@ -219,7 +219,6 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
 
 def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, allows: Allows) -> Diagnosis:
     guilty = finding.module if finding.origin == "produced" else finding.source_module
-    taken = [x.grad for x in model.parameters() if x.grad is not None]
     experiment = run(replace(snapshot, grad=True), module_names(model), allows=allows, follows=True)
     # A loss that overflows too is not what made a gradient inside the model.
     step = experiment.failure if guilty is None else experiment.bad_gradient
@@ -228,11 +227,6 @@ def _of_backward(snapshot: BatchSnapshot, finding: Finding, model: nn.Module, al
         nothing = "in a re-run of the batch no operation made a bad gradient"
         remark = nothing if error is None else f"the backward could not be examined: {spell(error)}"
         return Diagnosis(_completed(finding, remarks=[remark, *snapshot.doubts()]))
-    if finding.phase == "step":
-        x, y = (nn.utils.parameters_to_vector(tensors).abs() for tensors in (taken, experiment.results))
-        if len(x) != len(y) or torch.isclose(x, y, equal_nan=True)[~x.isfinite()].float().mean() < 0.5:
-            remark = "the gradients of the latest backward alone fail in another way"
-            return Diagnosis(_completed(finding, remarks=[remark]))
     remarks, data = [*step.remarks], getattr(snapshot.module, "data", {})
     # No statement makes a bad operand.
     is_given = step.strangers and all(x.grad_fn is None for x in step.strangers)

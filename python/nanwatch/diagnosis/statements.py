@@ -12,7 +12,6 @@ import copy
 import re
 from collections import ChainMap, Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from types import CodeType, NoneType
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -27,8 +26,8 @@ from .patching import source
 _Path: TypeAlias = list[tuple[list[ast.stmt], ast.stmt]]
 # Statements behind a call that make a backward of a loss, or return a value, and that.
 _Ends: TypeAlias = dict[ast.stmt, ast.expr]
-# In the statements: the value of the call that they follow, one turn of a loop, and what raises the result.
-VALUE, _TURN, RETURN = "__nanwatch_value__", "__nanwatch_turn__", "__nanwatch_return__"
+# In the statements: the value of the call that they follow, and what raises the result.
+VALUE, RETURN = "__nanwatch_value__", "__nanwatch_return__"
 # A second call of these would take data, change an optimizer, or write something.
 _NOT_TWICE = frozenset({
     "next", "input", "open", "exec", "eval", "print", "anext", "backward", "step", "zero_grad", "write", "send",
@@ -54,10 +53,10 @@ class Refused(Exception):  # noqa: N818 - a reason, in words
 class Caller(NamedTuple):
     """A function of the program that is under way at a line, and has called what leads to the backward or the step.
 
-    `names` are its own, behind which its caller has those of its parameters, as it may have deleted them. `since`: the
-    line of the backward before a step. `around`: the call that the statements are around, as what it calls, in source,
-    and its number. `makes_arguments`: they make what the call is given too. `ends_there`: they end with the call.
-    `fresh`: names that the head of a loop binds, with the batch drawn again.
+    `names` are its own, behind which its caller has those of its parameters, as it may have deleted them. `around`: the
+    call that the statements are around, as what it calls, in source, and its number. `makes_arguments`: they make what
+    the call is given too. `ends_there`: they end with the call. `fresh`: names that the head of a loop binds, with the
+    batch drawn again.
     """
 
     code: CodeType
@@ -66,7 +65,6 @@ class Caller(NamedTuple):
     globals: dict[str, Any]
     fresh: dict[str, Any]
     positions: Sequence[int | None] | None = None
-    since: int = 0
     around: tuple[str, int] | None = None
     makes_arguments: bool = False
     ends_there: bool = False
@@ -81,17 +79,11 @@ class Caller(NamedTuple):
 def part_of(caller: Caller, file: source.SourceFile, kept: nn.Module | None = None) -> Part | None:
     """Return the statements that led to the call under way, or are behind it; None where they make nothing."""
     top = source.node_of(file, caller.code) or ast.Module([], [])
-    paths = [*source.paths_to(top, caller.line)]
     if caller.around is not None:
         calls = [call for text, number, call in calls_in(top) if (text, number) == caller.around]
         parts = (Part(caller).around(path, x) for x in calls for path in source.paths_to(top, x.lineno))
-    elif not caller.since:
-        parts = (Part(caller).led_to(path, kept) for path in paths)
-    elif isolation.is_child():
-        pairs = ((x, _between(x, path)) for x in source.paths_to(top, caller.since) for path in paths)
-        parts = (Part(caller).led_to(since, kept, following) for since, following in pairs if following)
     else:
-        raise Refused("the backward runs a second time in a process of its own alone")
+        parts = (Part(caller).led_to(path, kept) for path in source.paths_to(top, caller.line))
     return next((part for part in parts if part.body), None)
 
 
@@ -106,15 +98,6 @@ def calls_in(top: ast.AST) -> Iterator[tuple[str, int, ast.Call]]:
     for call in (x for x in ast.walk(top) if isinstance(x, ast.Call)):
         yield (text := ast.unparse(call.func)), counts[text], call
         counts[text] += 1
-
-
-def _between(since: _Path, path: _Path) -> list[list[ast.stmt]]:
-    """Return, by block, what follows the last statement of one path, up to that which leads to the other's last."""
-    for depth, ((block, first), (_, last)) in enumerate(zip(since, path, strict=False)):
-        if first is not last:
-            inner, after = [x[x.index(y) + 1 :] for x, y in since[:depth:-1]], block[block.index(first) + 1 :]
-            return [*inner, after[: after.index(last) + 1]] if last in after else []
-    return []
 
 
 class Part:
@@ -138,21 +121,15 @@ class Part:
         self._unknown = set[str]()  # names without a value, as those that an edit has added
         self._needs_graph = False
 
-    def led_to(self, path: _Path, kept: nn.Module | None, following: Sequence[list[ast.stmt]] = ()) -> Part:
+    def led_to(self, path: _Path, kept: nn.Module | None) -> Part:
         """Find the statements that led to the call at the end of the path.
 
-        `kept`: the model whose calls are left out, if any: the names of their results keep their values. `following`:
-        statements behind a backward, up to the call of a step.
+        `kept`: the model whose calls are left out, if any: the names of their results keep their values.
         """
-        self.kept = kept
-        self._bound = {name for x in chain(*following) for name in source.names_in(x, ast.Store)}
-        statement = last = path[-1][1]
-        made: ast.AST | None = statement if following else self._loss_in(statement)
-        if made is None:
+        self.kept, statement = kept, path[-1][1]
+        if (made := self._loss_in(statement)) is None:
             return self
-        if isinstance(made, ast.expr):
-            self._refuse_twice(made)
-            last = _raising(made, statement)
+        self._refuse_twice(made)
         needed, earlier = self._read(made), [x for block, inner in path for x in block[: block.index(inner)]]
         before, needed = self._block(earlier, needed)
         is_computed = before or any(isinstance(x, ast.Call | ast.BinOp) for x in ast.walk(made))
@@ -160,7 +137,7 @@ class Part:
             # A bad parameter, one with a graph, and a list or dict of others that these statements fill.
             known = {name: self._values[name] for name in needed}
             self.is_whole = not any(_has_graph(x) for x in known.values() if not isinstance(x, list | dict))
-            self.body = [*before, last, *map(self._once, filter(None, following))]
+            self.body = [*before, _raising(made, statement)]
             self.reads |= known
         return self
 
@@ -226,14 +203,6 @@ class Part:
             if any(map(is_backward, ast.walk(statement))) and (loss := self._loss_in(statement)) is not None:
                 losses[statement] = loss
         return losses
-
-    def _once(self, statements: Sequence[ast.stmt]) -> ast.stmt:
-        """Return the statements as a loop of one turn, which they may leave. Counters have counted already."""
-        values = [self.value_of(x.target) if isinstance(x, ast.AugAssign) else None for x in statements]
-        body = [x for x, value in zip(statements, values, strict=True) if not isinstance(value, int | float)]
-        turns = ast.Tuple([ast.Constant(0)], ast.Load())
-        loop = ast.For(ast.Name(_TURN, ast.Store()), turns, body or [ast.Pass()], [])
-        return ast.copy_location(loop, statements[-1])
 
     def _loss_in(self, statement: ast.stmt) -> ast.expr | None:
         """Return the loss: what has the method `backward`, else the only made argument of a call."""
