@@ -23,7 +23,7 @@ from .experiment import LEAST_ROOM, Experiment, Hold, LossModule, MakeCall, Tria
 from .formats import loaded
 from .patching.rounds import Rounds
 from .patching.source import TargetFinder, find_target
-from .patching.table import OPTIONS
+from .patching.table import TOO_SHORT
 from .provenance import Step
 
 # The guilty module and those around it, the whole model apart, that are tried in float32.
@@ -44,29 +44,25 @@ def try_patches(trials: Trials, step: Step | None, at: TargetFinder = find_targe
 
 
 def _try_option(trials: Trials) -> None:
-    """Try the batch with an option of the guilty module, or of one that a loss calls, given to all of its kind."""
+    """Try the batch with CTC losses, the guilty module or those that a loss calls, that leave out what is too short."""
     modules = dict.fromkeys((*trials.names, *trials.snapshot.module.modules()))
-    suspects = [m for m in modules if trials.names.get(m, trials.guilty) == trials.guilty]
-    kinds = [(m, OPTIONS.get(kind.__name__)) for m in suspects for kind in type(m).__mro__]
-    # A class of the program may have the name of torch's.
-    known = [(m, option) for m, option in kinds if option is not None and hasattr(m, option[0])]
-    if not known:
-        return
-    guilty, (option, value, words) = known[0]
-    changed = [m for m in modules if type(m) is type(guilty) and (getattr(m, option) or 0) < value]
+    losses = [m for m in modules if isinstance(m, nn.CTCLoss) and not m.zero_infinity]
+    suspects = [m for m in losses if trials.names.get(m, trials.guilty) == trials.guilty]
 
     @contextmanager
     def hold() -> Iterator[None]:
-        with ExitStack() as stack:
-            for module in changed:
-                stack.callback(setattr, module, option, getattr(module, option))
-                setattr(module, option, value)
+        for module in losses:
+            module.zero_infinity = True
+        try:
             yield
+        finally:
+            for module in losses:
+                module.zero_infinity = False
 
-    if guilty in changed:
+    for guilty in suspects[:1]:
         name = trials.names.get(guilty)
         owner = "the loss's" if name is None else f"`{code_of(trials.model, name)}` a"
-        trials.attempt(f"{words}: make {owner} {type(guilty).__name__} with {option}={value!r}", hold)
+        trials.attempt(f"{TOO_SHORT}: make {owner} CTCLoss with zero_infinity=True", hold)
 
 
 def try_formats(trials: Trials) -> None:
