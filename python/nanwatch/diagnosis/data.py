@@ -243,7 +243,7 @@ def find_samples(trials: Trials, size: int) -> tuple[int, ...]:
         if trials.runs >= _MOST_RUNS:
             return None
         args, kwargs = replaced((start.args, dict(start.kwargs)), partial(chosen, samples))
-        experiment = trials.run(snapshot=replace(start, args=args, kwargs=kwargs))
+        experiment = trials.run(snapshot=replace(start, args=args, kwargs=kwargs), judges=True)
         return not experiment.bad_labels() if experiment.error is None else None
 
     bad, rest = list[int](), list(range(size))

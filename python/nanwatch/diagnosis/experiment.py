@@ -79,6 +79,10 @@ def nothing_allowed(_: str, module: nn.Module) -> bool | Excuses:
     return excuses(module)
 
 
+class SettledError(BaseException):
+    """What a run has shown says all that was asked of it. The code of the program does not catch this."""
+
+
 class ObservedCall(NamedTuple):
     """One module call: its inputs and outputs, and the narrow format of autocast where it was on."""
 
@@ -95,6 +99,7 @@ class Experiment:
     Where the run followed its values, `fault` is the first bad tensor of a call, with that call and the call around it,
     `failure` the operation that began the first bad value, and `bad_gradient` that of the first bad gradient. `untried`
     says in words that the loss was not reached. It `trains` if a leaf of the graph has a gradient other than 0.
+    One that only `judges` a change ends with the first bad result.
     """
 
     provenance: ProvenanceMode | None = None
@@ -109,6 +114,7 @@ class Experiment:
     bad_gradient: Step | None = None
     untried: str = ""
     trains: bool = False
+    judges: bool = False
 
     def records(self, name: str | None) -> list[Record]:
         """Return the records of all calls of that module."""
@@ -135,6 +141,13 @@ class Experiment:
             self.bad_gradient = step
             if self.failure is None:
                 self.failure, self.failed_in_backward = step, True
+        self.end_if_settled(self.gradients)
+
+    def end_if_settled(self, records: Sequence[Record]) -> None:
+        """Raise SettledError if the run judges a change and one of these shows that it does not work."""
+        is_known = self.judges and (self.provenance is None or self.failure is not None)
+        if is_known and any(record.is_fault and record.role != "input" for record in records):
+            raise SettledError
 
 
 def run(
@@ -148,20 +161,23 @@ def run(
     squares: bool = False,
     divisor: float = 1.0,
     sets_grad: bool = False,
+    judges: bool = False,
 ) -> Experiment:
     """Run the batch of `snapshot` once more; keep what its forward raises as the error. KeyboardInterrupt passes.
 
     make: makes each call of a module.
     follows: whether to find the operation that began the first bad value. Its mode knows the calls under way.
-    sought: the module, and the label of the bad value, whose operation is asked for. The run follows no further values.
+    sought: the module, and the label of the bad value, whose operation is asked for. The run ends with this value.
     divisor: the gradients that the backward begins with are divided by it.
     sets_grad: whether the leaves get their gradients as `.grad`, which only a process that is thrown away may do.
+    judges: whether to end with the first bad output or gradient, and the operation that began it if it `follows`.
 
     A batch with a graph has a backward too, from its outputs, as if their mean were the loss, and with `squares` one as
     if the mean of their squares were. A watch of the model sees nothing of it.
     """
     provenance = ProvenanceMode(run.__code__) if follows else None
-    experiment, open_calls = Experiment(provenance), [] if provenance is None else provenance.open_calls
+    experiment = Experiment(provenance, judges=judges)
+    open_calls = [] if provenance is None else provenance.open_calls
     versions = {id(x): version for x, version in snapshot.versions}
 
     def keep(call: BatchSnapshot, output: Any, autocast: torch.dtype | None) -> None:
@@ -174,11 +190,13 @@ def run(
         experiment.calls.append(ObservedCall(call.name, records, autocast))
         for (_, x), record in zip((*inputs, *outputs), records, strict=True):
             is_sought = sought is None or (call.module is sought[0] and record.label == sought[1])
-            if is_sought and record.is_fault and provenance is not None and provenance.active:
+            if is_sought and record.is_fault and provenance is not None:
                 # A receiver that nobody called was called by the batch.
                 experiment.fault = experiment.fault or (x, call, open_calls[-1] if open_calls else call)
                 experiment.failure = experiment.failure or provenance.origin(x, record)
-                provenance.active = sought is None
+                if sought is not None:
+                    raise SettledError
+        experiment.end_if_settled(records)
 
     def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = names.get(module, "" if module is snapshot.module else "?")
@@ -220,6 +238,8 @@ def run(
                 squared = [2 * x.detach() * gradient for x, gradient in zip(roots, given, strict=True)]
                 for gradients in (given, squared) if squares and experiment.untried else (given,):
                     run_backward(experiment, roots, gradients, sets_grad)
+    except SettledError:
+        pass
     except Exception as error:
         # Without its traceback, whose frames hold the activations of the run.
         experiment.error = error.with_traceback(None)

@@ -129,7 +129,7 @@ class Rounds:
             try:
                 trial = program.edited(site, proposal)
                 hold = partial(trial.running, probe, site.target, [changed])
-                experiment = trials.run(hold, follows=True)
+                experiment = trials.run(hold, follows=True, judges=True)
             except (SyntaxError, ValueError):
                 continue
             new, _, old = trial.words[-1].partition(": write ")[2].rpartition(" for `")
