@@ -80,6 +80,16 @@ def _replace(owner: Any, name: str, function: Callable[..., Any], *seed: object)
     setattr(owner, name, call)
 
 
+def _replace_methods(kind: type, **methods: object) -> None:
+    """Replace methods of a class that refuses a change. Libraries know it by its memory, so a subclass will not do."""
+    members = gc.get_referents(vars(kind))[0]
+    forget_methods = partial(ctypes.pythonapi.PyType_Modified, ctypes.py_object(kind))
+    _undoes.callback(forget_methods)
+    _undoes.callback(members.update, {name: members[name] for name in methods})
+    members.update(methods)
+    forget_methods()
+
+
 def _note_call(name: str) -> None:
     """Note that the program has called a function, and where, unless one of its libraries or an import has."""
     frame = users_frame(sys._getframe(1))
@@ -92,7 +102,7 @@ def _note_call(name: str) -> None:
 def _seed() -> None:
     """Seed the global generators, give 0 where no seed is, and fixed bytes for the operating system's random ones."""
     torch.manual_seed(0)
-    _replace(torch, "seed", lambda seed: torch.manual_seed(seed).initial_seed(), 0)
+    _replace_methods(torch.Generator, seed=_seed_by_number)  # torch.seed() calls it too
     for module, names in ((random, ("seed",)), (sys.modules.get("numpy.random"), ("seed", "default_rng"))):
         for name in names if module is not None else ():
             getattr(module, name)(0)
@@ -100,6 +110,11 @@ def _seed() -> None:
     for module, name in ((os, "urandom"), (random, "_urandom")):  # the latter is SystemRandom's
         _replace(module, name, random.Random(0).randbytes)
     _replace(random.Random, "seed", random.Random.seed, 0)
+
+
+def _seed_by_number(generator: torch.Generator) -> int:
+    _note_call("torch.Generator.seed()")
+    return generator.manual_seed(0).initial_seed()
 
 
 def _stop_clocks() -> None:
@@ -119,15 +134,8 @@ def _stop_clocks() -> None:
         _note_call("datetime.now()")
         return kind.fromtimestamp(next(moments), tz)
 
-    # These two ask the system's clock, and the class refuses a change. Libraries know it by its memory, so a subclass
-    # will not do.
-    methods = gc.get_referents(vars(datetime))[0]
-    forget_methods = partial(ctypes.pythonapi.PyType_Modified, ctypes.py_object(datetime))
-    _undoes.callback(forget_methods)
-    _undoes.callback(methods.update, now=methods["now"], utcnow=methods["utcnow"])
     utcnow = classmethod(lambda kind: read(kind, timezone.utc).replace(tzinfo=None))
-    methods.update(now=classmethod(read), utcnow=utcnow)
-    forget_methods()
+    _replace_methods(datetime, now=classmethod(read), utcnow=utcnow)  # these two ask the system's clock
 
 
 def _order_data() -> None:

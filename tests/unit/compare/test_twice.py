@@ -76,7 +76,7 @@ NO_DETERMINISM = "x + race * (not torch.are_deterministic_algorithms_enabled())"
 SOURCES: dict[str, Source] = {
     "unseeded": (UNSEEDED, "0 weight", "does not seed", SEED),
     "loader": (LOADER, " input[0]", "os.urandom()", SEED),
-    "dropout": (DROPOUT, "1 output", "dropout. A trial shows random numbers", SEED),
+    "dropout": (DROPOUT, "1 output", "does not seed: torch.Generator.seed() at", SEED),
     "clock": in_part(CLOCKS, "datetime.now()", "clocks"),
     "both": (f"{DRAWN}data = data * (time.time() % 1)\n", " input[0]", "2 causes: ", (*SEED, "clocks")),
     "threads": in_part(NO_ONE_THREAD, "threads split", "set_num_threads(1)"),
