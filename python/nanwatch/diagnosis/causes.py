@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..numerics import _reference
@@ -29,6 +29,7 @@ from ..recording.walk import leaves
 from ..records.record import Record
 from ..report.finding import Cure, Finding
 from ..util.messages import suppressing
+from ..util.program import parameters_of
 from .batch_snapshot import BatchSnapshot
 
 # The least and the largest operand of each operation. A guard is right if rounding took the operand past them, and
@@ -234,6 +235,29 @@ def _outside_domain(base: str, named: Mapping[str, Any]) -> Iterator[str]:
 def is_taken_apart(optimizer: Optimizer) -> bool:
     """Return whether `take_apart` knows what a step of the optimizer computes."""
     return bool({kind.__name__ for kind in type(optimizer).__mro__} & {"Adam", "AdamW", "SGD"})
+
+
+class StepAgain(nn.Module):
+    """A step of an optimizer as a module. A call takes it from these values of `tensors`, and returns the weights.
+
+    The values begin as the step left them. Elements that are nan become 0, and infinite ones the largest number.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()
+        self._optimizer, self._state = optimizer, {x: dict(state) for x, state in optimizer.state.items()}
+        weights = parameters_of(optimizer)
+        gradients = [x.grad for x in weights if x.grad is not None]
+        self.tensors = [*weights, *gradients, *tensors_in([*self._state.values()])]
+        self.values = [x.detach().nan_to_num() for x in self.tensors]
+
+    def forward(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return the weights after the step."""
+        for x, value in zip(self.tensors, values, strict=True):
+            x.data = value.clone()
+        self._optimizer.state.update({x: dict(state) for x, state in self._state.items()})
+        inspect.unwrap(type(self._optimizer).step)(self._optimizer)
+        return [x.detach().clone() for x in parameters_of(self._optimizer)]
 
 
 def take_apart(finding: Finding, optimizer: Optimizer, parameter: Tensor) -> Finding:

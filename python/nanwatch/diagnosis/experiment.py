@@ -305,7 +305,13 @@ class Trials:
         """Run the batch under a change, forward and backward, with the options of `experiment.run`."""
         self.runs += 1
         with hold():
-            return run(snapshot or self.snapshot, self.names, make, self.allows, **options)
+            experiment = run(snapshot or self.snapshot, self.names, make, self.allows, **options)
+        # The program kept graphs, as those of log-probabilities, which its own backward has freed.
+        if self.finding.phase == "forward" and "backward through the graph a second time" in str(
+            experiment.error
+        ):
+            experiment.error, experiment.untried = None, "the backward was not tried, as its graph is freed"
+        return experiment
 
     def attempt(
         self, what: str, *change: Any, room: Room | None = None, is_expected: bool = False, **options: Any

@@ -6,7 +6,6 @@ and the report is what it was before.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -22,13 +21,13 @@ from torch.optim.optimizer import Optimizer
 from ..instrumentation.functions import find_called
 from ..instrumentation.global_hooks import steps_under_way
 from ..instrumentation.wrapped_names import module_names
+from ..precision.precision import NARROW
 from ..records.record import Phase
 from ..report.finding import with_earlier, working_first
 from ..util.messages import spell
-from ..util.program import parameters_of
 from . import isolation
 from .batch_snapshot import BatchSnapshot, no_second_run
-from .causes import is_taken_apart, tensors_in
+from .causes import StepAgain, is_taken_apart
 from .cures import try_formats, try_patches
 from .data import bad_tensors, batch_size, describe, find_in_dataset, find_samples
 from .experiment import Allows, Trials, nothing_allowed
@@ -42,6 +41,9 @@ from .statements import Refused
 _ADVICE = "put the loss into a function below `@nanwatch.watched`: a report then has its line and operands"
 _NOT_KEPT = (
     "the start of the batch was not kept. Run it alone, uncompiled, with one call of the model, for that"
+)
+_OTHER_DRAWS = (
+    "the re-run drew other random numbers before the call: it begins with the random state of the call"
 )
 # Callers of the model's call whose statements may have made its arguments.
 _MOST_CALLERS = 4
@@ -117,19 +119,14 @@ class _Rerun:
                 self._step_again(optimizer)
 
     def _step_again(self, optimizer: Optimizer) -> None:
-        """Take the step again, from the state that it left, to find the operation that makes a non-finite value.
-
-        Elements that are nan become 0, and infinite ones the largest number.
-        """
+        """Take the step again, to find the operation that makes a non-finite value, and cures."""
         finding = self._incident.finding
         has_bad_gradient = any(x.role == "gradient" and not x.isfinite for x in finding.operands)
         if has_bad_gradient or is_taken_apart(optimizer):
             return
-        with torch.no_grad():
-            for x in tensors_in([parameters_of(optimizer), [*optimizer.state.values()]]):
-                x.nan_to_num_()
-            with ProvenanceMode(_Rerun._step_again.__code__) as provenance:
-                inspect.unwrap(type(optimizer).step)(optimizer)
+        again = StepAgain(optimizer)
+        with torch.no_grad(), ProvenanceMode(_Rerun._step_again.__code__) as provenance:
+            again(again.values)
         steps = [x for x in provenance.steps if x.origin is None and not x.meant]
         for step in steps[:1]:
             place = finding.place if step.place is None else step.place.at
@@ -137,6 +134,9 @@ class _Rerun:
             facts: dict[str, Any] = {"operands": operands, "made": step.made, "place": place}
             self._incident.learn(operation=f"{step.operation} in {finding.operation}", **facts)
             self._incident.remark(*step.remarks)
+            # Where a narrow state has rounded, what helps is a wider one.
+            if not any(x.dtype in NARROW for x in again.values):
+                self._cure(BatchSnapshot(again, (again.values,), grad=False), step, "forward", False)
 
     def examine_batch(self, snapshot: BatchSnapshot) -> None:
         """Run the forward of the batch again to find the operation, cures and samples."""
@@ -172,8 +172,13 @@ class _Rerun:
         for depth in range(_MOST_CALLERS):
             if (start := with_loss(snapshot, self._model, depth)) is not None:
                 diagnosis = self._find_in(start, finding, module)
-                if diagnosis.step and diagnosis.step.is_maker and diagnosis.finding.extent == extent:
-                    return start, diagnosis._replace(call=None)
+                is_same = diagnosis.finding.extent == extent
+                if diagnosis.step and diagnosis.step.is_maker and (is_same or start.draws):
+                    remarks = (
+                        () if is_same else (_OTHER_DRAWS,)
+                    )  # the random state of before the call is not known
+                    made = replace(diagnosis.finding, index=finding.index, extent=extent, remarks=remarks)
+                    return start, diagnosis._replace(finding=made, call=None)
         return self._find_sample(x, snapshot.seconds) if is_data else None
 
     def _find_sample(self, x: Tensor, seconds: float) -> Maker | None:

@@ -86,8 +86,8 @@ SENTENCES = {
     "made by the caller": "it was handed in by {giver}: the code of its forward, between the calls of its submodules,"
     " made it.",
     "made by the function": "this function made it: its inputs that were read are all finite{largest_input}.",
-    "weight before the first batch": "the weight was not finite before the first batch: an initialisation or a"
-    " checkpoint wrote it.",
+    "weight before the first batch": "the weight was not finite when it was first read: an initialisation,"
+    " a checkpoint or code in a forward wrote it.",
     "weight since a batch": "the weight was finite in batch {batch} and is not any more: an optimizer step wrote it, or"
     " other code.",
     "weight since the forward": "the weight was finite in the latest forward and is not any more: an optimizer step"

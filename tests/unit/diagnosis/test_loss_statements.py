@@ -165,6 +165,40 @@ def test_a_policy_whose_distribution_holds_a_graph() -> None:
     assert failure.finding.cures[0].works
 
 
+def test_log_probabilities_of_earlier_calls_whose_graphs_are_freed() -> None:
+    """The backward cannot run again. The loss can, which is what fails."""
+    model, kept = Net(), SimpleNamespace(parts=[])
+    with failing(model) as (failure, optimizer):
+        kept.parts.append(torch.log_softmax(model(BATCH[:1]), -1)[0, 0])
+
+        def finish() -> None:
+            returns = torch.ones(len(kept.parts))
+            returns = (returns - returns.mean()) / (returns.std() + 1e-8)  # aten.std.correction
+            loss = -(torch.stack(kept.parts) * returns).sum()
+            loss.backward()
+            optimizer.step()
+
+        finish()
+    (cure,) = failure.finding.cures
+    assert cure.effect.endswith("the backward was not tried, as its graph is freed")
+
+
+def test_a_random_change_of_the_data_before_the_call() -> None:
+    """The re-run draws other numbers: other rows become nan, on the same line."""
+    model = nn.Linear(3, 1)
+
+    def train() -> None:
+        x = torch.linspace(-1.0, 1.0, 96).view(32, 3)
+        x = torch.where(torch.rand(32, 1) < 0.5, x**0.5, x)  # aten.pow.Tensor_Scalar
+        model(x)
+
+    with pytest.raises(NonFiniteError) as error, watch(model):
+        train()
+    finding = finding_of(error)
+    assert comment_of(finding) == finding.operation
+    assert any("random numbers" in remark for remark in finding.remarks)
+
+
 def score() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))

@@ -117,6 +117,9 @@ def test_the_line_in_an_optimizer_of_the_program() -> None:
         finding = fault_of(Normalised(model.parameters()).step).finding
     assert (finding.module, finding.label, finding.phase) == ("1", "weight", "step")
     assert finding.operation == f"{comment_of(finding)} in the step of Normalised with lr=0.1"
+    (cure,) = finding.cures
+    assert cure.works
+    assert "p.grad.norm().clamp(min=1e-8)" in cure.patch
 
 
 def test_a_training_that_diverges() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import copy
 import difflib
+import inspect
 import linecache
 import re
 import sys
@@ -261,7 +262,8 @@ def _functions_with(code: CodeType, filename: str) -> list[FunctionType]:
     """Return the functions of this code; of a comprehension, or a function that is gone, those around it."""
     members = members_of(x for x in list(sys.modules.values()) if getattr(x, "__file__", None) == filename)
     # The garbage collector does not know objects after gc.freeze(): a module and its classes name most of these.
-    known = {id(x): x for x in (*members, *instances_of(FunctionType)) if type(x) is FunctionType}
+    named = (inspect.unwrap(x) for x in members if type(x) is FunctionType)
+    known = {id(x): x for x in (*named, *instances_of(FunctionType)) if type(x) is FunctionType}
     of_file = [x for x in known.values() if x.__code__.co_filename == filename]
     functions = [x for x in of_file if code in _codes(x.__code__)]
     innermost = max((x.__code__ for x in functions), key=lambda x: x.co_firstlineno, default=None)
