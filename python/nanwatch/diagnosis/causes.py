@@ -178,9 +178,12 @@ def causes(given: Operands, strangers: Sequence[int], calls: Sequence[BatchSnaps
         words = (f"the batch is empty: `{name}` has shape {list(y.shape)}" for name, y in batches)
         yield next(words, unknown)
     if base.startswith("nll_loss"):
-        labels, ignored = named["target"], named.get("ignore_index", -100)
-        if labels.numel() and bool((labels == ignored).all()):
+        labels, ignored, weight = named["target"], named.get("ignore_index", -100), named.get("weight")
+        taken = labels[labels != ignored]
+        if labels.numel() and not taken.numel():
             yield f"all {labels.numel():,} labels are ignore_index ({ignored}): the mean is that of nothing"
+        elif taken.numel() and weight is not None and not bool(weight[taken].any()):
+            yield f"all {taken.numel():,} labels are of classes of weight 0: the mean is that of nothing"
     yield from _masked_rows(base, named)
     yield from _outside_domain(base, named)
 

@@ -335,20 +335,25 @@ class Trials:
         return works
 
     def judge(
-        self, experiment: Experiment, values: Sequence[Tensor] = (), exact: Sequence[Tensor] = ()
+        self,
+        experiment: Experiment,
+        values: Sequence[Tensor] = (),
+        exact: Sequence[Tensor] = (),
+        truth: Experiment | None = None,
     ) -> tuple[bool, str]:
         """Return whether a trial works, and in words what it moves, "" where not all is finite.
 
         Bad data stays bad: then the outputs and the gradients have to be finite. The results have to be near those of
         float64. `values` are those of the changed expression, and `exact` what they are in float64. A guard that moves
         them by the epsilon of a textbook at most is right at a pole where the gradient of float64 fails too, whatever
-        scale the results have. One that moves most of them is wrong.
+        scale the results have. One that moves most of them is wrong. `truth` is the run in float64, if it is another
+        than that of the batch.
         """
         is_given = self.finding.origin in ("data", "buffer")
         bad = [label for label in experiment.bad_labels() if not (is_given and label.startswith("input"))]
         if experiment.error is not None or bad:
             return False, ""
-        truth = self.exact or self.in_float64()
+        truth = truth or self.exact or self.in_float64()
         is_close, words = compared(experiment.results, truth.results)
         farthest, is_most, effect = _moved(values, exact)
         if not is_close and 0 < farthest <= MOST_BY_GUARD and "gradient" in truth.bad_labels():

@@ -40,6 +40,8 @@ def distance(self: Adapter, x: Tensor, labels: Any, teacher_logps: Tensor) -> Te
     [
         (lambda _, x, labels, __: F.cross_entropy(x, labels), (ROWS, torch.full((4,), -100)),
          "all 4 labels are ignore_index (-100): the mean is that of nothing"),
+        (lambda _, x, labels, __: F.cross_entropy(x, labels, torch.arange(8.0)), (ROWS, torch.tensor([0, 0, -100, 0])),
+         "all 3 labels are of classes of weight 0: the mean is that of nothing"),
         (lambda _, x, *__: x.mean(), (ROWS[:0],), "the batch is empty: `x` has shape [0, 8]"),
         (lambda _, x, *__: x[x < 0].mean(), (ROWS,), "operand[0] is empty, of shape [0]"),
         (lambda _, x, *__: x.masked_fill(x < 9, float("-inf")).softmax(-1), (ROWS,),

@@ -13,6 +13,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributions import Distribution
 from torch.overrides import get_testing_overrides
 
 from .source import Edit, SourceFile, Span, Target, all_names, called_name
@@ -42,7 +43,7 @@ class Operation(NamedTuple):
 @functools.cache
 def _parameters(name: str) -> tuple[str, ...]:
     """Return the names of a function's arguments by position; those of PyTorch's losses for a call of the program."""
-    spaces = (x for x in (torch, torch.nn.functional) if hasattr(x, name))
+    spaces = (x for x in (torch, torch.nn.functional, Distribution) if hasattr(x, name))
     function = next((getattr(x, name) for x in spaces), torch.nn.functional.mse_loss)
     return tuple(inspect.signature(get_testing_overrides().get(function, function)).parameters)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from ..provenance import Step
 from .matching import Binding, Site, match, operation_of, placed, written
 from .source import Edit
 from .table import (
+    EPS_WORDS,
     FORMATS,
     GUARDS,
     POLES,
@@ -49,13 +50,15 @@ def says_count(text: str) -> bool:
 class Proposal(NamedTuple):
     """A change of the source: its edits, the expression that it changes, and in words what it does.
 
-    A `stable` form has the gradients that are meant, and a `guard` moves the operand that failed.
+    A `stable` form has the gradients that are meant, and a `guard` moves the operand that failed. `exact` are edits for
+    the run in float64: of a mask that leaves no scores beside it there either, as -1e9 does in float32, or of an eps.
     """
 
     node: ast.AST
     edits: tuple[Edit, ...]
     words: str
     kind: str = ""
+    exact: tuple[Edit, ...] = ()
 
 
 class Proposer:
@@ -152,9 +155,11 @@ class Proposer:
 
     def proposals(self) -> Iterator[Proposal]:
         """Yield the changes, stable forms before guards, each once."""
-        for number in self._rounded:
+        for number, near in self._rounded.items():
             around = (self._operands(x) for x in self._site.ancestors(number))
             beside = [x for operands in around for x in operands if self._site.constant(x) is None][:1]
+            if near == 0:
+                yield from self._larger(number, beside)
             for x in beside:
                 yield from self._put(x, "X.float()", _WIDER, X=x)
         yield from self._stable()
@@ -170,17 +175,31 @@ class Proposer:
                 yield from self.guard(node, row)
         yield from self._infinities()
 
-    def _new(self, changes: Iterable[Change], words: str, kind: str = "") -> Iterator[Proposal]:
+    def _new(self, changes: Iterable[Change], words: str, kind: str = "", *exact: Edit) -> Iterator[Proposal]:
         for node, edits in changes:
             if edits not in self._known and any(self._site.file.part(span) != text for span, text in edits):
                 self._known.add(edits)
-                yield Proposal(node, edits, words, kind)
+                yield Proposal(node, edits, words, kind, exact)
+
+    def _larger(self, eps: ast.expr, beside: Sequence[ast.expr]) -> Iterator[Proposal]:
+        """Yield the change that makes an eps larger, a name in the whole function.
+
+        Float64 is the measure with the new one too, if that moves no value beside it but those that the old one moves.
+        """
+        form = "EPS" if isinstance(eps, ast.Constant) else "max(X, EPS)"
+        uses = [eps, *(self._site.same(eps) if isinstance(eps, ast.Name) else ())]
+        first, *others = (self._change(x, form, Binding({"X": x})) for x in uses)
+        change, near, far = _joined(first, others), self._number(eps) or 0, 100 * float(self._numbers["EPS"])
+        values = [x.abs() for node in beside for x in self.tensors(node)]
+        is_apart = bool(values) and all(bool(((x <= near) | (x >= far)).all()) for x in values)
+        yield from self._new([change], EPS_WORDS, "", *(change[1] if is_apart else ()))
 
     def _put(self, node: ast.expr, form: str, words: str, **letters: ast.expr) -> Iterator[Proposal]:
         return self._new([self._change(node, form, Binding(letters))], words)
 
     def _change(self, node: ast.AST, form: str, binding: Binding) -> Change:
-        return node, written(self._site, node, form, binding, self._numbers)
+        numbers = {**self._numbers, "BOUND": self._bound(binding)}
+        return node, written(self._site, node, form, binding, numbers)
 
     def _stable(self) -> Iterator[Proposal]:
         nodes = [x for x in ast.walk(self._site.node) if isinstance(x, ast.expr) and self._operands(x)]
@@ -233,6 +252,8 @@ class Proposer:
 
     def _is(self, kind: str, binding: Binding) -> bool:
         site, letters = self._site, binding.letters
+        if kind == "bound":
+            return self._bound(binding) != ""
         if kind == "unlogged":
             return not any(site.feeds(x, ("log", "log2", "log10")) for x in binding.nodes)
         if kind == "variable":
@@ -243,14 +264,20 @@ class Proposer:
             power = self._number(letters["P"])
             return power is None or power < 1 or power != int(power)
         operand = letters.get("B") or letters["X"]
+        if kind in ("int", "number"):
+            return isinstance(self._number(operand), int if kind == "int" else int | float)
         tensors = self.tensors(operand)
         if kind == "empty":
             return any(not x.numel() for x in tensors)
+        if kind == "zero":
+            eps, is_known = float(self._numbers["EPS"]), site.constant(operand) is None
+            return is_known and not any(bool(((x != 0) & (x.abs() < eps)).any()) for x in tensors)
         made = site.defined(operand)
         # A difference has both signs in other batches, unless it is one of a number, as `1 - p`.
         if (kind, self._name(made)) == ("positive", "sub") and site.constant(self._operands(made)[0]) is None:
             return False
-        if not tensors or any(x.is_complex() or bool((x < 0).any()) for x in tensors):
+        most = 1 if kind == "fraction" else math.inf
+        if not tensors or any(x.is_complex() or bool(((x < 0) | (x > most)).any()) for x in tensors):
             return False
         if kind != "count" or any(bool((x != x.round()).any()) for x in tensors):
             return kind != "count"
@@ -265,6 +292,14 @@ class Proposer:
         """Return the number that a node is or was, None where it is none."""
         values = [self._site.constant(node), *self.values.get(node, [])]
         return next((x for x in values if isinstance(x, int | float)), None)
+
+    def _bound(self, binding: Binding) -> str:
+        """Return the bound of an exponent that float64 shows: "" where it goes past the end of the format there too."""
+        values = self.tensors(binding.letters.get("X", self._site.node))
+        if not values or any(x.is_complex() or not bool(x.isfinite().all()) for x in values):
+            return ""
+        largest = max((float(x.max()) for x in values if x.numel()), default=math.inf)
+        return f"{max(0, math.ceil(largest))}" if largest < 0.9 * math.log(self._largest) else ""
 
     def _untaken(self, node: ast.AST) -> Iterator[Proposal]:
         """Yield changes that give the elements that are not taken a safe operand, or none.
@@ -297,15 +332,18 @@ class Proposer:
 
     def _infinities(self) -> Iterator[Proposal]:
         """Propose finite numbers for those that the function writes and the format has as infinite, as in a mask."""
+        lowest, exact = self._numbers["LOWEST"], numbers_of("float64")["LOWEST"]
         for node in ast.walk(self._site.node):
             is_signed = isinstance(self._site.parents.get(node), ast.UnaryOp)  # tried with its sign alone
             value = self._site.constant(node) if isinstance(node, ast.expr) and not is_signed else None
             if not isinstance(value, int | float) or abs(value) <= self._largest:
                 continue
             # A mask of the wrong sign is found in a softmax.
+            span, words = self._site.file.span(node), f"write a number that {self._dtype} holds"
             if value < 0 or "softmax" in self._operation:
-                edit = Edit(self._site.file.span(node), self._numbers["LOWEST"])
-                yield from self._new([(node, (edit,))], f"write a number that {self._dtype} holds")
+                yield from self._new([(node, (Edit(span, lowest),))], words, "", Edit(span, exact))
+            if value > 0:
+                yield from self._new([(node, (Edit(span, lowest[1:]),))], words)
 
 
 def _joined(change: Change, others: Iterable[Change]) -> Change:

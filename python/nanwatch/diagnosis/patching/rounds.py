@@ -138,6 +138,15 @@ class Rounds:
                 continue
             values = [x for x in probe.values[0] if isinstance(x, Tensor)]
             works, effect = trials.judge(experiment, values, proposer.tensors(proposal.node))
+            if effect and not works and proposal.exact:
+                exact = program.edited(site, proposal._replace(edits=proposal.exact))
+                truth = trials.in_float64(partial(exact.running, Probe(), site.target, ()))
+                works, words = trials.judge(experiment, truth=truth)
+                is_mask = proposal.exact != edits
+                if works:
+                    effect = f"beside {'a mask that leaves no scores' if is_mask else 'the same in float64'} it {words}"
+                if works and is_mask:  # other formats are judged by it too
+                    trials.exact = truth
             guarded = outside if proposal.kind == "guard" else ""
             hidden = f"float64 too has {guarded} there" if guarded and is_far else ""
             # A stable form has the gradients that are meant.

@@ -22,16 +22,19 @@ from nanwatch.diagnosis.provenance import Expression, Step
 from nanwatch.recording.observe import observe
 
 # Where the functions of a pattern lie, if not in torch.
-_ELSEWHERE = {"ctc_loss": "F", "normalize": "F", "svd": "torch.linalg"}
+_ELSEWHERE = {"ndtr": "torch.special", "poisson_nll_loss": "F", "ctc_loss": "F", "eigh": "torch.linalg",
+              "normalize": "F", "cosine_similarity": "F", "layer_norm": "F", "svd": "torch.linalg"}  # fmt: skip
 # The other guards need a whole program.
-ROWS = [row for row in GUARDS if not row[0].startswith("W(")]
+ROWS = [row for row in GUARDS if not row[0].startswith(("W(", "log_prob("))]
 # Options that a pattern's `...` stands for.
-_REST = {"ctc_loss": "steps, lengths", "unsqueeze": "-1", "gather": "-1, lengths", "svd": "False"}
+_REST = {"layer_norm": "(3,)", "ctc_loss": "steps, lengths", "unsqueeze": "-1", "logit": "1e-12", "gather": "-1, lengths", "svd": "False", "norm": "2, -1",
+         "poisson_nll_loss": "False"}  # fmt: skip
 # Numbers for letters that are no tensors.
 _NUMBERS = {"D": "-1", "P": "0.5", "N": "2", "S": "0.5", "I": "0"}
 # The operand of a guard at which its operation fails, where that is not 0.
-_POLES = {"exp": 1000.0, "exp2": 1000.0, "expm1": 1000.0, "sinh": 1000.0, "cosh": 1000.0, "acos": 1.0, "asin": 1.0, "atanh": 1.0, "erfinv": 1.0,
-          "A - B": -math.inf, "A * B": math.inf, "softmax": -math.inf, "log_softmax": -math.inf, "logsumexp": -math.inf}  # fmt: skip
+_POLES = {"exp": 1000.0, "exp2": 1000.0, "expm1": 1000.0, "sinh": 1000.0, "cosh": 1000.0, "acos": 1.0, "asin": 1.0, "atanh": 1.0, "erfinv": 1.0, "acosh": 1.0, "log1p": -1.0,
+          "A - B": -math.inf, "A * B": math.inf, "softmax": -math.inf, "log_softmax": -math.inf, "logsumexp": -math.inf,
+          "poisson_nll_loss(X, Y)": 1000.0, "poisson_nll_loss(X, Y, ...)": -1.0}  # fmt: skip
 
 
 class Spelt(ast.NodeTransformer):
@@ -86,9 +89,20 @@ def operands(pattern: str, dtype: torch.dtype) -> dict[str, Any]:
     values = {name: torch.rand(3, 3, dtype=torch.float64) * 0.8 + 0.1 for name in "xyabtqmc"}
     values["m"] = (torch.rand(3, 3) > 0.2).double()
     values["m"][:, 0] = 1
+    if "acosh" in pattern:
+        values["x"] = values["x"] + 1.5
+    if pattern.startswith(("log(1 - exp", "log1p(X")):
+        values["x"] = -values["x"]
     if "det(" in pattern:
         values["x"] = values["x"] + 3 * torch.eye(3, dtype=torch.float64)
-    given: dict[str, Any] = {name: x.to(dtype) for name, x in values.items()}
+    if "eigh" in pattern:
+        values["x"] = values["x"] + values["x"].T
+    if "angle" in pattern:
+        values["x"] = torch.complex(values["x"], values["y"]).to(torch.complex128)
+    if "dot(" in pattern:
+        values["a"], values["b"] = values["a"][0], values["b"][0]
+    kinds = dtype, dtype.to_complex()
+    given: dict[str, Any] = {name: x.to(kinds[x.is_complex()]) for name, x in values.items()}
     if "nll_loss(log" in pattern:
         given["y"] = torch.tensor([0, 1, 2])
     if "gather(" in pattern:
@@ -117,7 +131,7 @@ def test_a_stable_form_gives_what_float64_gives(pattern: str, form: str, tmp_pat
     edited = text_of(site.file.edited(written(site, node, form, binding, numbers_of("float32"))).text)
     truth = evaluate(text_of(source), operands(pattern, torch.float64))
     value = evaluate(edited, operands(pattern, torch.float32))
-    assert value.dtype == torch.float32
+    assert value.dtype == torch.float32 or value.is_complex()
     torch.testing.assert_close(value.double().reshape(truth.shape), truth, rtol=1e-3, atol=1e-4)
 
 
@@ -140,32 +154,42 @@ def test_each_change_is_proposed_once(tmp_path: Path) -> None:
 def test_a_guard_is_finite_at_the_pole_and_moves_no_healthy_value(
     row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pattern, _, _, condition, *_ = row
+    pattern, _, form, condition, *_ = row
     site, node, source = site_of(pattern, tmp_path)
+    bound = {inner: [torch.tensor(7.0)] for inner in ast.walk(node) if isinstance(inner, ast.Name)}
     monkeypatch.setattr(Proposer, "_holds", lambda *_: True)
-    proposer = Proposer(site, Step(0, "", place=Expression(site.file.name, 6)), lambda _: {})
+    proposer = Proposer(site, Step(0, "", place=Expression(site.file.name, 6)), lambda _: bound)
     proposal = [*proposer.guard(node, row)][-1]
     edited = text_of(site.file.edited(proposal.edits).text)
     values = operands(pattern, torch.float32)
+    if condition in ("int", "number"):
+        assert evaluate(edited, {**values, "b": 0}).isfinite().all()
+        return
     if condition == "count":
         values = {name: x + 2 if isinstance(x, Tensor) else x for name, x in values.items()}
     wide = {key: x.double() for key, x in values.items() if isinstance(x, Tensor) and x.is_floating_point()}
     name = pattern.partition("(")[0]
     # Another divisor or another matrix moves them.
-    if name not in ("std", "var", "mean", "svd"):
+    if name not in ("std", "var", "mean", "eigh", "svd"):
         truth, value = evaluate(text_of(source), values | wide), evaluate(edited, values)
         torch.testing.assert_close(value.to(truth), truth, rtol=1e-2, atol=3e-3)
-    if name in ("ctc_loss", "normalize"):
+    if name in ("ctc_loss", "cosine_similarity", "logit", "layer_norm", "normalize"):
         return  # which are finite at any pole that their form could have
     pole = _POLES.get(pattern, _POLES.get(name, 0.0))
-    hit = "b" if "B" in pattern else "x"
+    hit = "b" if "B" in pattern and name != "hypot" else "x"
     if pattern == "A * B":
-        values["a"] = torch.zeros(3, 3)
+        hit, other = ("a", "b") if "B == 0" in form else ("b", "a")
+        values[other] = torch.zeros(3, 3)
     shape = {"mean": (0, 3), "std": (3, 1), "var": (3, 1)}.get(name, (3, 3))
     failing = torch.full(shape, pole, dtype=values[hit].dtype)
+    if name == "hypot":
+        values |= {"a": failing, "b": failing}
     values[hit] = failing.requires_grad_()
+    if name == "atan2":
+        values["y"] = torch.zeros(3, 3)
     result = evaluate(edited, values)
     assert result.isfinite().all(), edited
     (gradient,) = torch.autograd.grad(result.abs().sum(), values[hit], allow_unused=True)
-    is_bounded = name in ("svd", "mean", "std", "softmax")
+    is_bounded = form.endswith(("clamp(min=0)", "clamp(-1, 1)"))
+    is_bounded |= name in ("eigh", "svd", "mean", "std", "softmax")
     assert is_bounded or gradient is None or gradient.isfinite().all(), edited
