@@ -307,9 +307,8 @@ class Trials:
         with hold():
             experiment = run(snapshot or self.snapshot, self.names, make, self.allows, **options)
         # The program kept graphs, as those of log-probabilities, which its own backward has freed.
-        if self.finding.phase == "forward" and "backward through the graph a second time" in str(
-            experiment.error
-        ):
+        is_freed = "backward through the graph a second time" in str(experiment.error)
+        if is_freed and self.finding.phase == "forward":
             experiment.error, experiment.untried = None, "the backward was not tried, as its graph is freed"
         return experiment
 

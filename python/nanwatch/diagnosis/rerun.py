@@ -75,7 +75,7 @@ def examine(
         elif examines and incident.finding.phase == "backward":
             rerun.examine_backward(snapshot, call)
         elif examines and incident.finding.phase == "step":
-            incident.remark(*(x.between for x in [call] if x is not None))
+            incident.remark(*([] if call is None else [call.between]))
         elif examines and snapshot is not None:
             rerun.examine_batch(snapshot)
     except isolation.RerunEndedError as ended:
@@ -174,9 +174,8 @@ class _Rerun:
                 diagnosis = self._find_in(start, finding, module)
                 is_same = diagnosis.finding.extent == extent
                 if diagnosis.step and diagnosis.step.is_maker and (is_same or start.draws):
-                    remarks = (
-                        () if is_same else (_OTHER_DRAWS,)
-                    )  # the random state of before the call is not known
+                    # The random state of before the call is not known.
+                    remarks = diagnosis.finding.remarks + (() if is_same else (_OTHER_DRAWS,))
                     made = replace(diagnosis.finding, index=finding.index, extent=extent, remarks=remarks)
                     return start, diagnosis._replace(finding=made, call=None)
         return self._find_sample(x, snapshot.seconds) if is_data else None
