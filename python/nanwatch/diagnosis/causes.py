@@ -248,19 +248,23 @@ class StepAgain(nn.Module):
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()
-        self._optimizer, self._state = optimizer, {x: dict(state) for x, state in optimizer.state.items()}
+        self._optimizer, self._state = optimizer, _copied(optimizer.state)
         weights = parameters_of(optimizer)
-        gradients = [x.grad for x in weights if x.grad is not None]
-        self.tensors = [*weights, *gradients, *tensors_in([*self._state.values()])]
+        self.tensors = tensors_in([weights, [x.grad for x in weights], [*self._state.values()]])
         self.values = [x.detach().nan_to_num() for x in self.tensors]
 
     def forward(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Return the weights after the step."""
         for x, value in zip(self.tensors, values, strict=True):
             x.data = value.clone()
-        self._optimizer.state.update({x: dict(state) for x, state in self._state.items()})
+        self._optimizer.state.update(_copied(self._state))
         inspect.unwrap(type(self._optimizer).step)(self._optimizer)
         return [x.detach().clone() for x in parameters_of(self._optimizer)]
+
+
+def _copied(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state with new dicts. Some optimizers, as MADGRAD, also keep a number or a tensor under a name."""
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in state.items()}
 
 
 def take_apart(finding: Finding, optimizer: Optimizer, parameter: Tensor) -> Finding:

@@ -80,7 +80,7 @@ def nothing_allowed(_: str, module: nn.Module) -> bool | Excuses:
 
 
 class SettledError(BaseException):
-    """What a run has shown says all that was asked of it. The code of the program does not catch this."""
+    """A run has shown what was asked of it, and ends. Code of the program that catches Exception lets it pass."""
 
 
 class ObservedCall(NamedTuple):

@@ -42,9 +42,7 @@ _ADVICE = "put the loss into a function below `@nanwatch.watched`: a report then
 _NOT_KEPT = (
     "the start of the batch was not kept. Run it alone, uncompiled, with one call of the model, for that"
 )
-_OTHER_DRAWS = (
-    "the re-run drew other random numbers before the call: it begins with the random state of the call"
-)
+_OTHER_DRAWS = "the re-run drew other random numbers before the call, from the state of the call"
 # Callers of the model's call whose statements may have made its arguments.
 _MOST_CALLERS = 4
 
