@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from ..instrumentation.wrapped_names import named_modules, unwrapped
 from ..precision.precision import autocast_kinds, cast, replaced, run_in_fp32
@@ -31,6 +33,9 @@ _MOST_MODULES = 3
 # Past the range of float16 (2^-24 to 2^16) nothing is to be gained by a smaller loss scale.
 _LARGEST_DIVISOR = 2.0**40
 _HALVES = "float16", "bfloat16"
+# Steps of a training with another learning rate, and seconds for all such trainings. One diverges whose loss has grown
+# by so many times its size, and one learns whose loss has fallen by this part.
+_NUM_STEPS, _MOST_SECONDS, _DIVERGED, _FALL = 20, 20.0, 10.0, 0.01
 
 
 def try_patches(trials: Trials, step: Step | None, at: TargetFinder = find_target) -> None:
@@ -63,6 +68,51 @@ def _try_option(trials: Trials) -> None:
         name = trials.names.get(guilty)
         owner = "the loss's" if name is None else f"`{code_of(trials.model, name)}` a"
         trials.attempt(f"{TOO_SHORT}: make {owner} CTCLoss with zero_infinity=True", hold)
+
+
+def try_rates(trials: Trials) -> None:
+    """Try smaller learning rates, and a clip, where a training from new weights diverges on this batch without them.
+
+    New are the weights of modules that can reset them, and matrices. The first change with which the loss falls is a
+    cure.
+    """
+    losses, end = _losses(trials), time.monotonic() + _MOST_SECONDS
+    if not losses or not isfinite(losses[0]) or losses[-1] - losses[0] <= _DIVERGED * abs(losses[0]):
+        return
+    rates = sorted({float(group["lr"]) for x in trials.optimizers() for group in x.param_groups})
+    for divisor, clip in ((10, inf), (100, inf), (1, 1.0), (1000, inf), (10_000, inf)):
+        fallen = _losses(trials, divisor, clip) if time.monotonic() < end else []
+        if fallen and all(map(isfinite, fallen)) and fallen[-1] < fallen[0] - _FALL * abs(fallen[0]):
+            old, new = (" and ".join(f"{rate / by:g}" for rate in rates) for by in (1, divisor))
+            words = f"lower the learning rate to {new}, from {old}"
+            if clip < inf:
+                words = f"clip the gradients before the step, clip_grad_norm_(model.parameters(), {clip})"
+            effect = (
+                f"{_NUM_STEPS} steps on this batch from new weights take the loss from {fallen[0]:.3g} to"
+            )
+            effect = f"{effect} {fallen[-1]:.3g}, and as it is to {losses[-1]:.3g}"
+            trials.cures.append(Cure(words, True, None, "", effect))
+            return
+
+
+def _losses(trials: Trials, divisor: int = 1, clip: float = inf) -> list[float]:
+    """Return the losses of a training from new weights, with divided learning rates and a clip; [] without one."""
+
+    def begin(optimizers: Sequence[Optimizer]) -> None:
+        for module in trials.model.modules():
+            reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+            for x in module.parameters(recurse=False) if reset is None else ():
+                if x.ndim > 1:
+                    nn.init.normal_(x, std=x.shape[-1] ** -0.5)
+            if reset is not None:
+                reset()
+        for optimizer in optimizers:
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] / divisor
+
+    losses, _ = trials.train(_NUM_STEPS, begins=begin, clip=clip) or ([], 0.0)
+    return losses
 
 
 def try_formats(trials: Trials) -> None:

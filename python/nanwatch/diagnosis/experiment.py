@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
+from math import inf, nan
 from traceback import walk_stack
 from typing import Any, NamedTuple
 
@@ -98,8 +98,8 @@ class Experiment:
     `error` is the exception that ended it, if one did. `given` are the gradients that its first backward began with.
     Where the run followed its values, `fault` is the first bad tensor of a call, with that call and the call around it,
     `failure` the operation that began the first bad value, and `bad_gradient` that of the first bad gradient. `untried`
-    says in words that the loss was not reached. It `trains` if a leaf of the graph has a gradient other than 0.
-    One that only `judges` a change ends with the first bad result.
+    says in words that the loss was not reached; else `loss` is that. It `trains` if a leaf of the graph has a gradient
+    other than 0. One that only `judges` a change ends with the first bad result.
     """
 
     provenance: ProvenanceMode | None = None
@@ -113,6 +113,7 @@ class Experiment:
     failed_in_backward: bool = False
     bad_gradient: Step | None = None
     untried: str = ""
+    loss: float = nan
     trains: bool = False
     judges: bool = False
 
@@ -235,6 +236,7 @@ def run(
             if roots := [x for x in results if snapshot.grad and x.requires_grad]:
                 given = [torch.full_like(x, 1 / max(x.numel(), 1) / divisor) for x in roots]
                 experiment.given = [observe(x, "gradient", "gradient") for x in given]
+                experiment.loss = nan if experiment.untried else float(roots[0].detach().float().mean())
                 squared = [2 * x.detach() * gradient for x, gradient in zip(roots, given, strict=True)]
                 for gradients in (given, squared) if squares and experiment.untried else (given,):
                     run_backward(experiment, roots, gradients, sets_grad)
@@ -361,38 +363,62 @@ class Trials:
         return is_close, "; ".join(filter(None, [words, effect, experiment.untried]))
 
     def explosion(self, hold: Hold) -> str:
-        """Return in words how far some steps of the user's optimizers move the weights under a change; "" for not far.
+        """Return in words how far some steps move the weights under a change; "" for not far, or where not known."""
+        _, moved = self.train(_NUM_STEPS, hold) or ([], 0.0)
+        if moved <= _MOST_MOVED:
+            return ""
+        kinds = " and ".join(type(x).__name__ for x in self.optimizers())
+        return f"{_NUM_STEPS} steps of {kinds} then move the weights by {moved:.1e} times their norm"
 
-        A process that is thrown away takes the steps. What is beside CUDA is not known, nor the steps of code that
-        scales the loss or clips the gradients, nor those of the program's own optimizers, which may do anything.
+    def optimizers(self) -> list[Optimizer]:
+        """Return the user's optimizers of the model's weights; [] where it is not known what a step does.
+
+        It is not for code that scales the loss or clips the gradients, nor for the program's own optimizers.
         """
-        weights = [*self.model.parameters()]
-        of_model = {*map(id, weights)}.intersection
+        of_model = {*map(id, self.model.parameters())}.intersection
         optimizers = [x for x in instances_of(Optimizer) if of_model(map(id, parameters_of(x)))]
         names = (name for frame, _ in walk_stack(None) for name in frame.f_code.co_names)
         is_other = self.loss_scale is not None or any("clip_grad" in name for name in names)
         is_other |= any(not type(x).__module__.startswith("torch.optim.") for x in optimizers)
-        is_large = sum(x.numel() for x in weights) > MOST_ELEMENTS
-        if not optimizers or is_other or is_large or not isolation.is_child():
-            return ""
+        return [] if is_other else optimizers
 
-        def move() -> float:
-            before = [x.detach().clone() for x in weights]
-            for _ in range(_NUM_STEPS):
+    def train(
+        self,
+        num_steps: int,
+        hold: Hold = nullcontext,
+        begins: Callable[[Sequence[Optimizer]], object] = bool,
+        clip: float = inf,
+    ) -> tuple[list[float], float] | None:
+        """Take steps of the user's optimizers on the batch, in a process that is thrown away, which `begins` them.
+
+        `clip` is the largest norm of the gradients. Return the loss before each step, and how far all move the weights
+        in multiples of their norm; None where the steps cannot be taken, as beside CUDA.
+        """
+        weights, optimizers = [*self.model.parameters()], self.optimizers()
+        is_large = sum(x.numel() for x in weights) > MOST_ELEMENTS
+        if not optimizers or is_large or not isolation.is_child():
+            return None
+
+        def steps() -> tuple[list[float], float]:
+            begins(optimizers)
+            before, losses = [x.detach().clone() for x in weights], list[float]()
+            for _ in range(num_steps):
                 self.model.zero_grad()
-                self.run(hold, sets_grad=True)
+                losses.append(self.run(hold, sets_grad=True).loss)
+                nn.utils.clip_grad_norm_(weights, clip)
                 with torch.no_grad():
                     for optimizer in optimizers:
                         inspect.unwrap(type(optimizer).step)(optimizer)  # without the hooks of a watch
             moves = [x.detach() - y for x, y in zip(weights, before, strict=True)]
-            return float(nn.utils.get_total_norm(moves) / nn.utils.get_total_norm(before).clamp(min=1))
+            return losses, float(
+                nn.utils.get_total_norm(moves) / nn.utils.get_total_norm(before).clamp(min=1)
+            )
 
+        isolation.send()
         with suppress(isolation.ChildEndedError):
-            *_, moved = isolation.run_in_child(move, self.snapshot.seconds)
-            if not moved <= _MOST_MOVED:
-                kinds = " and ".join(type(x).__name__ for x in optimizers)
-                return f"{_NUM_STEPS} steps of {kinds} then move the weights by {moved:.1e} times their norm"
-        return ""
+            *_, made = isolation.run_in_child(steps, self.snapshot.seconds)
+            return made  # type: ignore[no-any-return]
+        return None
 
     def in_float64(self, around: Hold = nullcontext) -> Experiment:
         """Run the batch in float64, under a change that only looks."""

@@ -28,7 +28,7 @@ from ..util.messages import spell
 from . import isolation
 from .batch_snapshot import BatchSnapshot, no_second_run
 from .causes import StepAgain, is_taken_apart
-from .cures import try_formats, try_patches
+from .cures import try_formats, try_patches, try_rates
 from .data import bad_tensors, batch_size, describe, find_in_dataset, find_samples
 from .experiment import Allows, Trials, nothing_allowed
 from .incident import Incident, attempt, write_failure
@@ -43,6 +43,8 @@ _NOT_KEPT = (
     "the start of the batch was not kept. Run it alone, uncompiled, with one call of the model, for that"
 )
 _OTHER_DRAWS = "the re-run drew other random numbers before the call, from the state of the call"
+# Weights that have grown by more are those of a divergence.
+_MOST_GROWTH = 100.0
 # Callers of the model's call whose statements may have made its arguments.
 _MOST_CALLERS = 4
 
@@ -273,8 +275,12 @@ class _Rerun:
         incident, finding, statements = self._incident, self._incident.finding, start.module
         trials = self._trials(start, replace(finding, phase=phase))
         at = statements.target if isinstance(statements, LossStatements) else find_target
-        patches = partial(try_patches, trials, step, at)
+        patches, rates = partial(try_patches, trials, step, at), partial(try_rates, trials)
+        growths = (x.abs_max / max(x.first, 1.0) for x in incident.report.suspects if x.first is not None)
+        has_grown = bool(finding.losses) or any(growth > _MOST_GROWTH for growth in growths)
         try:
+            if has_grown:
+                attempt("the search for a learning rate", rates, trials.remarks.append)
             attempt("the search for a change of the source", patches, trials.remarks.append)
             if formats and not finding.is_of_loss:
                 # The cure is judged at the gradient, also where the loss fails.

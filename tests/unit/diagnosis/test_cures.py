@@ -20,6 +20,7 @@ from nanwatch.diagnosis.batch_snapshot import BatchSnapshot
 from nanwatch.diagnosis.cures import code_of, try_formats
 from nanwatch.diagnosis.experiment import Trials, compared
 from nanwatch.diagnosis.formats import Draws, Float64
+from nanwatch.diagnosis.isolation import can_fork
 from nanwatch.report.finding import Finding, working_first
 from programs.case import Setup, follow
 from support.examined import snapshot_of
@@ -338,3 +339,29 @@ def test_results_compared_if_float64_is_finite(values: Any, exact: Any, is_close
     result, effect = compared([torch.tensor(x) for x in values], wide)
     assert (result, effect.startswith(words)) == (is_close, True), effect
     assert experiment._moved([torch.ones(2)], [torch.ones(3)]) == (0.0, False, "")
+
+
+@pytest.mark.skipif(not can_fork(), reason="steps are taken in a child process alone")
+@pytest.mark.parametrize("diverges", [True, False])
+def test_a_learning_rate_that_diverges_gets_a_lower_one(diverges: bool) -> None:
+    """Gradient descent on a quadratic converges below 2 over the largest eigenvalue of its Hessian, and not above."""
+    torch.manual_seed(0)
+    x, model = torch.linspace(0, 100, 32).unsqueeze(1), nn.Linear(1, 1)
+    ones = torch.cat([x, torch.ones_like(x)], 1)
+    most = 2 / float(torch.linalg.eigvalsh(2 * ones.T @ ones / len(x))[-1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=20 * most if diverges else 0.5 * most)
+
+    def step(number: int) -> None:
+        loss = F.mse_loss(model(x), 3 * x + 7)
+        if not diverges and number == 30:
+            model.weight.data.fill_(1e30)  # a weight that grew without a learning rate
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    with nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError) as raised:
+        any(map(step, range(100)))
+    words = [x.what.split() for x in raised.value.report.finding.cures]  # type: ignore[union-attr]
+    rates = [float(x[5].strip(",")) for x in words if "rate" in x]
+    assert len(rates) == diverges
+    assert all(most / 10 < rate < most for rate in rates)
