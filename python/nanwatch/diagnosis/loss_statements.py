@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from traceback import walk_stack
-from types import CodeType, FrameType, FunctionType
-from typing import Any, TypeAlias
+from types import FrameType, FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,6 @@ from .statements import RETURN, VALUE, Caller, Part, Refused, calls_in, filled_b
 
 # Lightning has twenty between the loss and the engine.
 _MOST_FRAMES = 32
-# The lines of frames, by their addresses and codes.
-Lines: TypeAlias = dict[tuple[int, CodeType], int]
 
 
 class _Reached(BaseException):
@@ -49,18 +47,16 @@ class _Reached(BaseException):
 
 @dataclass(slots=True)
 class ProgramCall:
-    """A call by the program of a backward or of an optimizer's step, and its callers, the innermost first.
+    """A call of a backward by the program, and its callers, the innermost first.
 
     `rngs` are random states from which the statements may have begun: that of the last step of an optimizer, that of
     the model's first call, as data may be drawn between the two, and the present one. `is_bad`: the loss itself is.
-    `between`: in words the lines between which a gradient became bad, where the backward left it finite.
     """
 
     callers: list[Caller]
     rngs: Sequence[RngState] = ()
     is_bad: bool = False
     autocast: tuple[Autocast, ...] = field(default_factory=Autocast.capture)
-    between: str = ""
 
     @classmethod
     def of_backward(cls, rngs: Sequence[RngState]) -> ProgramCall | None:
@@ -72,24 +68,10 @@ class ProgramCall:
         return cls(_callers(frame), [*rngs, RngState.capture()], is_bad)
 
     @classmethod
-    def of_step(cls, lines: Lines) -> ProgramCall | None:
-        """Return the step under way in the function that made the latest backward too, which had these `lines`."""
-        for frame in _program_frames(sys._getframe(1)):
-            since = lines.get((id(frame), frame.f_code), frame.f_lineno)
-            if since != frame.f_lineno:  # else the step is given a closure, which has made the backward
-                words = f"backward() at line {since} and the step at line {frame.f_lineno}"
-                between = f"look between the {words} of {frame.f_code.co_filename}"
-                return cls([], between=between)
-        return None
-
-    @classmethod
     def before_step(cls, rngs: Sequence[RngState]) -> ProgramCall | None:
         """Return the latest backward before the step under way, where one function makes both; else None."""
-        callers = list[Caller]()
-        for caller in _callers(sys._getframe(1)):
-            lines = [x.lineno for x in ast.walk(caller.source()[1]) if is_backward(x)]
-            if before := [line for line in lines if line <= caller.line]:
-                callers.append(caller._replace(line=max(before), positions=None))
+        backwards = _backwards_before(sys._getframe(1))
+        callers = [caller._replace(line=line, positions=None) for caller, line in backwards]
         return cls(callers, [*rngs, RngState.capture()]) if callers else None
 
     def statements(self, model: nn.Module, *, keeps_outputs: bool = False) -> Iterator[LossStatements]:
@@ -104,15 +86,28 @@ class ProgramCall:
                 yield LossStatements(model, caller, file, part)
 
 
-def backward_under_way() -> tuple[Tensor | None, Lines]:
-    """Return the loss of the backward under way, None where it is no single number, and the lines of its callers."""
-    if (frame := _engine_frame()) is None:
-        return None, {}
-    lines = {(id(x), x.f_code): line for x, line in islice(walk_stack(frame), _MOST_FRAMES)}  # 0.1 µs each
-    roots: Any = frame.f_locals.get("tensors", ()) if frame.f_code is ENGINE[0] else ()
+def backward_under_way() -> Tensor | None:
+    """Return the loss of the backward under way, None where it is no single number."""
+    frame = _engine_frame()
+    roots: Any = frame.f_locals.get("tensors", ()) if frame is not None and frame.f_code is ENGINE[0] else ()
     loss = roots[0] if len(roots) == 1 else None
     is_number = isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
-    return loss if is_number else None, lines
+    return loss if is_number else None
+
+
+def around_gradients() -> list[str]:
+    """Return a sentence with the lines of the latest backward and the step under way, if one function makes both."""
+    pairs = [(x, line) for x, line in _backwards_before(sys._getframe(1)) if line != x.line]
+    words = "look between the backward() at line {1} and the step at line {0.line} of {0.code.co_filename}"
+    return [words.format(*pair) for pair in pairs[:1]]  # a step that is given a closure makes the backward
+
+
+def _backwards_before(top: FrameType) -> Iterator[tuple[Caller, int]]:
+    """Yield the functions under way that make a backward at or before the line that they are at, and its line."""
+    for caller in _callers(top):
+        lines = [x.lineno for x in ast.walk(caller.source()[1]) if is_backward(x)]
+        if before := [line for line in lines if line <= caller.line]:
+            yield caller, max(before)
 
 
 def _engine_frame() -> FrameType | None:

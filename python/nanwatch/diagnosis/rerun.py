@@ -32,7 +32,7 @@ from .cures import try_formats, try_patches, try_rates
 from .data import bad_tensors, batch_size, describe, find_in_dataset, find_samples
 from .experiment import Allows, Trials, nothing_allowed
 from .incident import Incident, attempt, write_failure
-from .loss_statements import LossStatements, ProgramCall, place_of_step, with_loss
+from .loss_statements import LossStatements, ProgramCall, around_gradients, place_of_step, with_loss
 from .patching.source import find_target
 from .provenance import ProvenanceMode, Step
 from .search import Diagnosis, find_operation, of_forward
@@ -64,7 +64,7 @@ def examine(
     """Complete the incident by a re-run, if it `examines`, and write it to `output_dir`, if any.
 
     `snapshot` is None where the batch cannot be run again; a `reason` says in words why it must not be. `call` is the
-    program's: the backward or the step that failed. `loss_scale` is None where it is not known.
+    program's, of the backward that failed. `loss_scale` is None where it is not known.
     `allows` tells which infinities are meant.
     """
     rerun = _Rerun(incident, model, allows, loss_scale)
@@ -74,8 +74,6 @@ def examine(
             incident.remark(f"no re-run was made: {reason or _NOT_KEPT}")
         elif examines and incident.finding.phase == "backward":
             rerun.examine_backward(snapshot, call)
-        elif examines and incident.finding.phase == "step":
-            incident.remark(*([] if call is None else [call.between]))
         elif examines and snapshot is not None:
             rerun.examine_batch(snapshot)
     except isolation.RerunEndedError as ended:
@@ -114,6 +112,8 @@ class _Rerun:
         if (weight is not None or is_rate) and (place := place_of_step(weight)) is not None:
             operation = finding.operation or f"the step of {finding.class_name}"
             self._incident.learn(place=place, operation=operation)
+        if finding.phase == "step" and finding.label.endswith(".grad"):
+            self._incident.remark(*around_gradients())
         if weight is not None and finding.phase == "step" and isolation.is_child():
             for optimizer in steps_under_way()[-1:]:
                 self._step_again(optimizer)

@@ -237,7 +237,7 @@ class FailureHandler:
         start, call = self._reports.starts.of(finding)
         facts: Any = {"call": call, "allows": self._reports.excuses, "loss_scale": scale_of(options.scaler)}
         examine: Any = partial(rerun.examine, incident, model=model, output_dir=options.output_dir, **facts)
-        examines = options.reruns and (is_of_batch or call is not None)
+        examines = options.reruns and is_of_batch
         is_of_step = options.reruns and (finding.phase, finding.origin) == ("step", "weight")
 
         def in_child() -> str:

@@ -112,7 +112,7 @@ class OptimizerSteps:
         self.settle()
         if self.spikes is not None:
             self.spikes.backward_started()
-        loss, self._starts.lines = (None, {}) if self._recorder.paused else backward_under_way()
+        loss = None if self._recorder.paused else backward_under_way()
         if loss is None or not is_plain(loss) or loss.device.type not in ("cpu", "cuda"):
             return
         batch, self._loss, numbers = self._recorder.latest_batch, None, Numbers(loss)

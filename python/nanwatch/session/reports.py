@@ -26,7 +26,7 @@ from ..diagnosis.batch_snapshot import (
 )
 from ..diagnosis.causes import take_apart
 from ..diagnosis.incident import Incident
-from ..diagnosis.loss_statements import Lines, ProgramCall
+from ..diagnosis.loss_statements import ProgramCall
 from ..history.monitor import Suspicion
 from ..instrumentation.execution_context import RngState
 from ..instrumentation.functions import Function
@@ -101,7 +101,6 @@ class Starts:
         # The start refers to `_NO_MODULE`: a model that keeps this start would else keep itself alive.
         self._failed: tuple[int, weakref.ref[nn.Module], BatchSnapshot] | None = None
         self._backward: dict[int, ProgramCall | None] = {}  # the latest alone, by its batch: it holds tensors
-        self.lines: Lines = {}  # of the latest backward
         self.has_kept = False  # for a backward that has failed
 
     def batch_started(self, module: nn.Module | None) -> object:
@@ -168,11 +167,9 @@ class Starts:
         return next(filter(None, starts), None)
 
     def of(self, finding: Finding) -> tuple[BatchSnapshot | None, ProgramCall | None]:
-        """Return the start of the failed batch of this thread, and its backward or step where that has failed."""
+        """Return the start of the failed batch of this thread, and its backward where that has failed."""
         if finding.phase == "backward":
             return self.of_ended(finding.batch), self._backward.get(finding.batch)
-        if finding.phase == "step" and finding.label.endswith(".grad"):
-            return self.of_ended(finding.batch), ProgramCall.of_step(self.lines)
         start = self._recorder.start()
         return None if start is None else BatchSnapshot.of(start), None
 
