@@ -87,10 +87,8 @@ def try_rates(trials: Trials) -> None:
             words = f"lower the learning rate to {new}, from {old}"
             if clip < inf:
                 words = f"clip the gradients before the step, clip_grad_norm_(model.parameters(), {clip})"
-            effect = (
-                f"{_NUM_STEPS} steps on this batch from new weights take the loss from {fallen[0]:.3g} to"
-            )
-            effect = f"{effect} {fallen[-1]:.3g}, and as it is to {losses[-1]:.3g}"
+            ends = f"{fallen[0]:.3g} to {fallen[-1]:.3g}, without the change to {losses[-1]:.3g}"
+            effect = f"{_NUM_STEPS} steps on this batch from new weights take the loss from {ends}"
             trials.cures.append(Cure(words, True, None, "", effect))
             return
 
