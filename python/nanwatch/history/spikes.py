@@ -38,6 +38,8 @@ _SHOWN_SAMPLES = 3
 _RATE_FACTOR, _RATE_STEPS, _RATE_LASTS = 3.0, 16, 32
 # The first optimizers, such as both of a GAN, have histories of their own. Further ones share the last.
 _MOST_OPTIMIZERS = 4
+# The output of a model of transformers, which is no cause of its own jump.
+_LOSS = "", "output[loss]"
 
 
 def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,10 +117,10 @@ class SpikeWatch:
         self._names: list[PeakName] = []  # of the forward, to which batches of other threads add at any time
         self._gradient_names: list[PeakName] = []
         self._forwards: deque[tuple[int, Floats]] = deque(maxlen=_EPISODE)
-        self._losses: deque[Numbers] = deque(maxlen=_EPISODE)
-        self._loss_place: int | None = None  # among the tensors of the forward, of an output called loss
+        self._losses: deque[Numbers] = deque(maxlen=_EPISODE)  # of backwards
+        self._noted: deque[Numbers] = deque(maxlen=_EPISODE)
         self._scale: Numbers | None = None
-        self._first_scale: float | None = None
+        self._latest_scale = 1.0
         self._num_skipped = self._step = self._quiet_until = self._num_spikes = 0
         recorder.gathers_inputs = recorder.gathers_gradient_peaks = True
         self._backward_starts = recorder.subscribe(Event.BACKWARD_START)
@@ -130,24 +132,22 @@ class SpikeWatch:
 
     @_harmless
     def note_loss(self, loss: Tensor | float) -> None:
-        """Take a loss, or the losses of the samples of a batch."""
+        """Take a loss, or the losses of the samples of a batch, in place of that of the backward."""
         x = loss if isinstance(loss, Tensor) else torch.tensor(float(loss))
         if is_plain(x) and x.device.type in ("cpu", "cuda") and x.numel():
-            self._losses.append(Numbers(x if x.numel() <= _MOST_SAMPLES else x.detach().mean()))
+            self._noted.append(Numbers(x if x.numel() <= _MOST_SAMPLES else x.detach().mean()))
 
     @_harmless
     def take(self, batch: int, names: Sequence[PeakName], values: bytes) -> None:
         """Take the peaks of a batch as Recorder.take_peaks gives them, at the batch's end."""
-        for name in names:
-            if name[:2] == ("", "output[loss]"):
-                self._loss_place = len(self._names)
-            self._names.append(name)
+        self._names += names
         if batch >= 0 and torch.is_grad_enabled():  # else an evaluation
             self._forwards.append((batch, np.frombuffer(values)))
 
     @_harmless
-    def backward_started(self) -> None:
-        """Note the loss scale of a backward, and keep the batch for a capsule."""
+    def backward_started(self, loss: Numbers | None) -> None:
+        """Note the loss of a backward, where it is one number, and its scale. Keep the batch for a capsule."""
+        self._losses += [] if loss is None else [loss]
         scale = self._loss_scale.find_scale()
         self._scale = None if scale is None else Numbers(scale)
         if self._write is not None:
@@ -170,6 +170,7 @@ class SpikeWatch:
         batch, names, values = self._recorder.take_gradient_peaks()
         self._gradient_names += names
         losses, self._losses = self._losses, deque(maxlen=_EPISODE)
+        noted, self._noted = self._noted, deque(maxlen=_EPISODE)
         forwards, self._forwards = self._forwards, deque(maxlen=_EPISODE)
         if batch < 0:
             return None
@@ -181,7 +182,9 @@ class SpikeWatch:
         track.step += 1
         track.add_names(self._names, self._gradient_names)
         track.add_rate(optimizer)
-        gradients = np.frombuffer(values) / self._relative_scale()
+        scales = [] if self._scale is None else self._scale.read()
+        scale = self._latest_scale = next(iter(scales), 0.0) or self._latest_scale
+        gradients = np.frombuffer(values) / scale
         forward = np.zeros(len(track.forward.names))
         for number, magnitudes in forwards:
             if number <= batch:
@@ -189,10 +192,9 @@ class SpikeWatch:
                 np.maximum(part, magnitudes[: len(forward)], out=part)
         track.forward.add(track.step, forward)
         track.backward.add(track.step, gradients)
-        by_sample = [samples for numbers in losses if (samples := numbers.read())]
+        by_sample = [samples for numbers in noted if (samples := numbers.read())]
         means = [sum(samples) / len(samples) for samples in by_sample]
-        if not means and self._loss_place is not None and forward[self._loss_place]:
-            means = [float(forward[self._loss_place])]
+        means = means or [x / scale for numbers in losses for x in numbers.read()]
         of_weights = gradients[track.of_weights]
         loss = track.loss.add(sum(means) / len(means)) if means else None
         norm = track.norm.add(sqrt(of_weights.dot(of_weights)))
@@ -214,19 +216,10 @@ class SpikeWatch:
             self._tracks[optimizer] = track
         return track
 
-    def _relative_scale(self) -> float:
-        """Return the loss scale over the first one that was known."""
-        scale = next(iter(() if self._scale is None else self._scale.read()), None) or self._first_scale
-        if scale is None:
-            return 1.0
-        self._first_scale = self._first_scale or scale
-        return scale / self._first_scale
-
     def _report(
         self, track: _Track, jumps: Sequence[Departure], batch: int, losses: list[float]
     ) -> SpikeReport:
-        loss = None if self._loss_place is None else self._names[self._loss_place][:2]
-        forward = [x for x in track.forward.departures(falls=True) if (x.module, x.label) != loss]
+        forward = [x for x in track.forward.departures(falls=True) if (x.module, x.label) != _LOSS]
         backward = track.backward.departures()
         # The step of another optimizer, as of a GAN's other part, has been made. This one is about to be made.
         rates = next((rates for other_track in self._tracks.values() if (rates := other_track.rates())), None)

@@ -66,11 +66,6 @@ class NanWatchCallback(DeferredWatch, *_callback_classes()):  # type: ignore[mis
 
     on_test_start = on_predict_start = on_fit_start
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """Hand the loss to the watch, for `spikes`."""
-        if self.watch is not None:
-            self.watch.note_loss(loss)
-
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from torch import Tensor
-
 from ..session.api import DeferredWatch
-from ..session.watch import Watch
 from ..sinks.targets import LeastHeadroom
 from ..util.messages import needed
 from .debug import patch_transformers, unpatch_transformers
@@ -54,21 +49,12 @@ class NanWatchCallback(DeferredWatch, _TrainerCallback):  # type: ignore[misc]
         self._headroom = LeastHeadroom()
         super().__init__(options, *[self._headroom] * headroom)
         self._trainer: weakref.ref[Any] | None = None
-        self._undo: Callable[[], None] = lambda: None
-
-    def stop(self) -> None:
-        """Leave the model as it was found. `watch` and its report stay."""
-        self._undo()
-        super().stop()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Begin to watch. Trainer calls this again when it restarts with a smaller batch."""
         trainer = _trainer_of(self, sys._getframe(1))
         self._trainer = None if trainer is None else weakref.ref(trainer)
-        accelerator = getattr(trainer, "accelerator", None)
-        watch = self.start(model, getattr(accelerator, "scaler", None))
-        if self.options.spikes and hasattr(accelerator, "backward"):
-            self._undo = _hand_over_losses(accelerator, watch)
+        self.start(model, getattr(getattr(trainer, "accelerator", None), "scaler", None))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop the watch."""
@@ -81,30 +67,6 @@ class NanWatchCallback(DeferredWatch, _TrainerCallback):  # type: ignore[misc]
         # The log that this makes comes back here, and finds no headroom since.
         if trainer is not None and least is not None:
             trainer.log({HEADROOM: least.bits, PLACE: least.place})
-
-
-def _hand_over_losses(accelerator: Any, watch: Watch) -> Callable[[], None]:
-    """Let `accelerator.backward` hand each loss to the watch first. Return a function that undoes this.
-
-    No event has the loss, and a loss that Trainer or its subclass computes is no output of the model.
-    """
-    backward = accelerator.backward
-    is_own = "backward" in vars(accelerator)
-
-    @functools.wraps(backward)
-    def noted(loss: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(loss, Tensor):
-            watch.note_loss(loss)
-        return backward(loss, *args, **kwargs)
-
-    def undo() -> None:
-        if vars(accelerator).get("backward") is noted:
-            del accelerator.backward
-            if is_own:
-                accelerator.backward = backward
-
-    accelerator.backward = noted
-    return undo
 
 
 def _trainer_of(callback: NanWatchCallback, frame: FrameType | None) -> Any:

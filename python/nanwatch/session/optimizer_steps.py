@@ -110,12 +110,14 @@ class OptimizerSteps:
     def backward_started(self) -> None:
         """Look at the loss of a backward that begins: nan or inf is a failure, even if all gradients are finite."""
         self.settle()
-        if self.spikes is not None:
-            self.spikes.backward_started()
         loss = None if self._recorder.paused else backward_under_way()
-        if loss is None or not is_plain(loss) or loss.device.type not in ("cpu", "cuda"):
+        is_readable = loss is not None and is_plain(loss) and loss.device.type in ("cpu", "cuda")
+        numbers = Numbers(loss) if loss is not None and is_readable else None
+        if self.spikes is not None:
+            self.spikes.backward_started(numbers)
+        if loss is None or numbers is None:
             return
-        batch, self._loss, numbers = self._recorder.latest_batch, None, Numbers(loss)
+        batch, self._loss = self._recorder.latest_batch, None
 
         # A loss in half precision may be inf by its scale alone, and a scaler then skips the step or not.
         is_bad: Any = isnan if loss.dtype is torch.float16 else lambda number: not isfinite(number)

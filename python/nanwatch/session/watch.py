@@ -221,7 +221,7 @@ class Watch:
         return () if self._audit is None else tuple(self._audit.findings)
 
     def note_loss(self, loss: Tensor | float) -> None:
-        """Take the loss of the batch for `spikes`, before its backward; does nothing without them.
+        """Take the loss of the batch for `spikes`, before its backward and in its place; does nothing without them.
 
         A tensor with one loss per sample counts with its mean. A report then names the samples with the largest losses.
         """

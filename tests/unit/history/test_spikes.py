@@ -1,5 +1,6 @@
 """watching.watch(spikes=True): what it gathers, what it tells, and that it harms nothing."""
 
+import gc
 import weakref
 from pathlib import Path
 
@@ -21,10 +22,20 @@ def model() -> nn.Sequential:
 
 
 def train(
-    net: nn.Module, watch: nanwatch.Watch, *, target: float = 1000.0, rate: float = 1e-2, steps: int = STEPS
+    net: nn.Module,
+    watch: nanwatch.Watch,
+    *,
+    target: float = 1000.0,
+    rate: float = 1e-2,
+    steps: int = STEPS,
+    scales: bool = False,
 ) -> list[float]:
-    """Return the losses. In step AT one sample has this target, and the learning rate is this one."""
+    """Return the losses. In step AT one sample has this target, and the learning rate is this one.
+
+    The watch gets the losses of the samples, or, with `scales`, a scaled loss by the backward alone.
+    """
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=7, enabled=scales)
     losses = []
     for step in range(steps):
         drawn = torch.Generator().manual_seed(step)
@@ -35,9 +46,11 @@ def train(
         optimizer.param_groups[0]["lr"] = rate if step == AT else 1e-2
         optimizer.zero_grad()
         loss = (net(x) - y).square().flatten()
-        watch.note_loss(loss)
-        loss.mean().backward()
-        optimizer.step()
+        if not scales:
+            watch.note_loss(loss)
+        scaler.scale(loss.mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
         losses.append(loss.mean().item())
     return losses
 
@@ -65,12 +78,15 @@ def test_sample_with_a_bad_target_is_named_with_its_share(tmp_path: Path) -> Non
 
 
 def test_training_computes_the_same() -> None:
-    """The oracle is a run without a watch, spike included."""
+    """The oracle is a run without a watch, spike included. The loss is known from the backward."""
+    gc.collect()  # GradScalers of earlier tests
     bare, watched = model(), model()
     with watching.watch(bare, enabled=False) as watch:
-        losses = train(bare, watch)
+        losses = train(bare, watch, scales=True)
     with watching.watch(watched, spikes=True) as watch, pytest.warns(RuntimeWarning):
-        assert train(watched, watch) == losses
+        assert train(watched, watch, scales=True) == losses
+    (spike,) = watch.spikes
+    assert (spike.jumps[0].label, spike.jumps[0].value) == ("loss", pytest.approx(losses[AT]))
     assert all(map(torch.equal, bare.parameters(), watched.parameters()))
 
 
