@@ -84,8 +84,7 @@ class OptimizerSteps:
         self.num_untaken = 0  # non-finite backwards after which a step took finite gradients
         self._skipped_weights = set[int]()  # of the latest skipped step
         self._loss: Frame | None = None  # of a loss that is nan or inf, where a gradient is not finite either
-        scaler = options.scaler
-        self._scaler: Callable[[], Any] | None = None if scaler is None else weakref.ref(scaler)
+        self._scaler: Callable[[], Any] = lambda: options.scaler  # else the one that was found
         self._num_scales = 0
         self._has_read_state = options.optimizer is None
         self._unread_step = -1  # batch before the latest step, unless the weights were read since
@@ -171,7 +170,7 @@ class OptimizerSteps:
     ) -> None:
         """Defer a failure, or act on it at once if too many steps in a row were skipped."""
         if (deferred := self.deferred) is None:
-            deferred = _Deferred(incident, self._scale())
+            deferred = _Deferred(incident, scale_of(self._find_scaler()))
             self._starts.backward_failed(incident.finding.batch, is_over=is_over)
         # A new set: another thread may iterate over the old one.
         deferred.batches = deferred.batches | batches
@@ -196,7 +195,7 @@ class OptimizerSteps:
         """Find out whether the deferred backward's step was skipped. `only_known`: gone gradients do not count."""
         if (deferred := self.deferred) is None:
             return
-        before, after = deferred.scale, self._scale()
+        before, after = deferred.scale, scale_of(self._find_scaler())
         is_known = deferred.is_skipped or (before is not None and after is not None and after < before)
         if not is_known and (only_known or not deferred.is_of_weight or self._bad_weights()):
             return
@@ -220,17 +219,14 @@ class OptimizerSteps:
     def find_scale(self) -> Tensor | None:
         """Return the present scale on its own device; None where no scaler is found."""
         self._num_scales += 1
-        if self._scaler is None and self._num_scales.bit_count() == 1:
-            # Look before anything is non-finite, because later the scale is another; ever less often in vain.
-            scaler = find_scaler()
-            self._scaler = None if scaler() is None else scaler
-        scale = None if self._scaler is None else getattr(self._scaler(), "_scale", None)
+        # Look before anything is non-finite, because later the scale is another; ever less often in vain.
+        scale = getattr(self._find_scaler(may_search=self._num_scales.bit_count() == 1), "_scale", None)
         return scale if isinstance(scale, Tensor) else None
 
-    def _scale(self) -> float | None:
-        if self._scaler is None:
+    def _find_scaler(self, *, may_search: bool = True) -> Any:
+        if may_search and self._scaler() is None:
             self._scaler = find_scaler()
-        return scale_of(self._scaler())
+        return self._scaler()
 
     # A step
 
