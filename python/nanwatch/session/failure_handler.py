@@ -200,7 +200,8 @@ class FailureHandler:
     # Told, examined, agreed on, handed over
 
     def _begin(self, incident: Incident) -> None:
-        if not self.is_run_open:
+        # The batches after a bad checkpoint are a run of their own.
+        if not self.is_run_open or (self._first is not None and self._first.finding.phase == "save"):
             self._first, self.is_run_open = incident, True
         self._batch_ends.active = True
         self._sinks.on_nonfinite(incident.finding)
