@@ -1,5 +1,5 @@
 """Sinks that a target of `watch(sinks=)` means: numbers for TensorBoard, W&B or a function, and messages for whoever is
-on call, as JSON lines, in Prometheus, Slack or a webhook.
+on call, in Prometheus, Slack or a webhook.
 """
 
 from __future__ import annotations
@@ -287,30 +287,6 @@ class MessageSink(Sink):
         self.send(Message("update", finding.batch, str(finding), facts))
 
 
-class JsonLinesSink(MessageSink):
-    """Messages and headroom as JSON lines of a file for each process, which is open only while it is written."""
-
-    def __init__(self, path: str = "") -> None:
-        if not path:
-            raise ValueError("the sink jsonl takes a path, such as jsonl:run.jsonl")
-        where, (number, world_size) = Path(path).absolute(), rank_and_world_size()
-        self._path = where.with_name(f"{where.stem}-rank{number}{where.suffix}") if world_size > 1 else where
-
-    def send(self, message: Message) -> None:
-        """Write it."""
-        self._write(asdict(message))
-
-    def on_batch(self, summary: BatchSummary) -> None:
-        """Write the numbers that logs get."""
-        values = batch_values(summary)
-        self._write({"event": "batch", "batch": summary.batch, "time": time.time(), **values})
-
-    def _write(self, document: dict[str, Any]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(document, allow_nan=False) + "\n")
-
-
 @cache
 def _metrics(registry: Any) -> dict[str, Any]:
     """Return the metrics of a registry, which takes each name once: several watches add to the same."""
@@ -442,6 +418,6 @@ class SlackSink(WebhookSink):
 
 
 _FACTORIES: dict[str, Callable[..., Sink]] = {
-    "jsonl": JsonLinesSink, "prometheus": PrometheusSink, "slack": SlackSink, "tensorboard": TensorBoardSink,
-    "wandb": WandbSink, "webhook": WebhookSink,
+    "prometheus": PrometheusSink, "slack": SlackSink, "tensorboard": TensorBoardSink, "wandb": WandbSink,
+    "webhook": WebhookSink,
 }  # fmt: skip

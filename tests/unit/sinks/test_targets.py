@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from math import inf, log2
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,20 +132,6 @@ def test_a_blocked_server_delays_no_step_and_messages_of_a_kind_are_held_back(mo
     go.set()
     sink.finish()
     assert sorted(posted) == [f"(2 more since the last) {FAILURE.text}", FAILURE.text]
-
-
-def test_lines_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    model = nn.Sequential(Scale())
-    with nanwatch.watch(model, sinks=f"jsonl:{tmp_path / 'run.jsonl'}", on_nonfinite="record"):
-        model(torch.ones(2))
-        model[0].factor = float("inf")
-        model(torch.ones(2))
-    batch, failure = map(json.loads, (tmp_path / "run-rank1.jsonl").read_text().splitlines())
-    assert (batch["event"], batch["batch"], batch["nanwatch/is_finite"]) == ("batch", 0, 1.0)
-    assert batch["nanwatch/headroom_bits"] == batch["nanwatch_headroom_bits/0"]
-    assert (failure["event"], failure["batch"], failure["facts"]["value"]) == ("failure", 1, "inf")
 
 
 def test_the_numbers_of_a_batch_are_the_doublings_left() -> None:
