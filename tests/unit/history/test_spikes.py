@@ -21,15 +21,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-def train(
-    net: nn.Module,
-    watch: nanwatch.Watch,
-    *,
-    target: float = 1000.0,
-    rate: float = 1e-2,
-    steps: int = STEPS,
-    scales: bool = False,
-) -> list[float]:
+def train(net, watch, *, target=1000.0, rate=1e-2, steps=STEPS, scales=False) -> list[float]:
     """Return the losses. In step AT one sample has this target, and the learning rate is this one.
 
     The watch gets the losses of the samples, or, with `scales`, a scaled loss by the backward alone.
