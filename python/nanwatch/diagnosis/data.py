@@ -124,9 +124,8 @@ def _bad_read(frame: FrameType, line: int) -> str:
     """Return the source of a bad `name[...]` or `name.attribute` that the line reads; "" where there is none."""
     with suppress(Exception):  # a line may be a part of a statement, and its names may have changed
         statement: Any = ast.parse(linecache.getline(frame.f_code.co_filename, line).strip()).body[0]
-        for read in map(ast.unparse, _reads(statement.value)):
-            if _is_bad(eval(read, frame.f_globals, frame.f_locals)):
-                return read
+        reads = map(ast.unparse, _reads(statement.value))
+        return next(read for read in reads if _is_bad(eval(read, frame.f_globals, frame.f_locals)))
     return ""
 
 

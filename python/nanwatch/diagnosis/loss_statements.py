@@ -11,7 +11,7 @@ import copy
 import inspect
 import sys
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,21 +28,25 @@ from ..instrumentation.execution_context import Autocast, RngState
 from ..recording.observe import observe
 from ..report.finding import Place
 from ..util.messages import spell
-from ..util.program import SKIPPED_FILES, frame_values, is_library, parameters_of
+from ..util.program import SKIPPED_FILES, frame_values, is_library, nodes_behind, parameters_of
 from . import isolation
 from .batch_snapshot import BatchSnapshot
 from .causes import tensors_in
 from .experiment import UNTRIED, LossModule
 from .patching import source
 from .provenance import ENGINE, Expression, positions_of
-from .statements import RETURN, VALUE, Caller, Part, Refused, calls_in, filled_by, is_backward, part_of
+from .statements import LOSS, RETURN, VALUE, Caller, Part, calls_in, filled_by, is_backward, part_of
 
 # Lightning has twenty between the loss and the engine.
 _MOST_FRAMES = 32
 
 
+class _Returned(BaseException):
+    """The end of the statements of a function, with what it returns."""
+
+
 class _Reached(BaseException):
-    """The end of the statements, with what they return."""
+    """The loss of a backward, at which all statements end."""
 
 
 @dataclass(slots=True)
@@ -75,7 +79,7 @@ class ProgramCall:
         return cls(callers, [*rngs, RngState.capture()]) if callers else None
 
     def statements(self, model: nn.Module, *, keeps_outputs: bool = False) -> Iterator[LossStatements]:
-        """Yield for each caller the statements that led to the call. Raises Refused, with the reason.
+        """Yield for each caller the statements that led to the call.
 
         keeps_outputs: the model is not called again, and the names of its outputs keep their values.
         """
@@ -141,12 +145,6 @@ def _raise(error: BaseException, *_: Any, **__: Any) -> None:
     raise error
 
 
-def _bound(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a function that get these arguments, with their values."""
-    function = function.forward if isinstance(function, nn.Module) else function
-    return inspect.signature(function).bind(*args, **kwargs).arguments
-
-
 def place_of_step(weight: Tensor | None) -> Place | None:
     """Return where the program steps the optimizer that holds the weight; without one the optimizer that steps now.
 
@@ -155,11 +153,11 @@ def place_of_step(weight: Tensor | None) -> Place | None:
     for caller in _callers(sys._getframe(1)):
         (file, top), lines = caller.source(), set[int]()
         for call in (x for _, _, x in calls_in(top) if source.called_name(x) == "step"):
-            values = [Part(caller).value_of(x) for x in (getattr(call.func, "value", call), *call.args)]
+            values = map(caller.value_of, (getattr(call.func, "value", call), *call.args))
             optimizers = [x for x in values if isinstance(x, Optimizer)]
             holds = any(x is weight for optimizer in optimizers for x in parameters_of(optimizer))
-            is_of_step = holds if weight is not None else optimizers and call.lineno == caller.line
-            lines |= {call.lineno} if is_of_step else set()
+            if holds if weight is not None else optimizers and call.lineno == caller.line:
+                lines.add(call.lineno)
         if file is not None and lines:
             return Place(file.name, lines.pop()) if len(lines) == 1 else None
     return None
@@ -178,14 +176,14 @@ def with_loss(batch: BatchSnapshot, model: nn.Module, depth: int = -1) -> BatchS
         is_over = is_library(caller.code.co_filename) if makes_arguments else has_loss or not batch.grad
         if is_over or file is None or (span := file.at(caller.positions)) is None:
             break
-        calls = [(text, number) for text, number, call in calls_in(top) if file.span(call) == span]
-        caller = caller._replace(around=calls[0] if calls else ("", 0))
-        caller = caller._replace(makes_arguments=makes_arguments, ends_there=has_loss)
+        calls = ((text, number) for text, number, call in calls_in(top) if file.span(call) == span)
+        around = next(calls, ("", 0))
+        caller = caller._replace(around=around, makes_arguments=makes_arguments)
         if (part := part_of(caller, file)) is None or (number == depth and not part.makes_arguments):
             break
-        level = LossStatements(model, caller, file, part, batch.module, level)
-        level.has_loss, level.given = has_loss or part.has_backward, [*tensors_in((batch.args, batch.kwargs))]
-        has_loss = level.has_loss
+        given = tensors_in((batch.args, batch.kwargs))
+        level = LossStatements(model, caller, file, part, batch.module, level, given)
+        has_loss = has_loss or part.has_backward
         if number == depth:
             batch = replace(batch, args=(), kwargs=level.inputs, versions=(), draws=[])
         chosen = level if number == depth or (number > depth and has_loss) else chosen
@@ -210,11 +208,11 @@ class LossStatements(LossModule):
         part: Part,
         called: nn.Module | None = None,
         inner: LossStatements | None = None,
+        given: Iterable[Tensor] = (),
     ) -> None:
         super().__init__()
-        self.model, self.called, self.inner = model, called, inner
-        self.has_loss, self.untried = False, ""
-        self.given: list[Tensor] = []  # to the call that they are around
+        self.model, self.called, self.inner, self.untried = model, called, inner, ""
+        self._given, self._nodes = [*given], set[Any]()  # of the call that they are around
         self.is_whole, self.data = part.is_whole, part.data
         first, last = part.body[0].lineno, part.body[-1].end_lineno or 0
         self._lines = range(first, last + 1)
@@ -235,8 +233,7 @@ class LossStatements(LossModule):
         kinds = {name: [*map(type, tensors_in(part.reads[name]))] for name in reads}
         self.inputs = {name: part.reads[name] for name, x in kinds.items() if x and nn.Parameter not in x}
         self._caller, self._file, self._kept = caller, file, part.kept
-        steps = (x.target for x in ast.walk(tree) if isinstance(x, ast.AugAssign))
-        self._filled = {x.id for x in steps if isinstance(x, ast.Name)}.union(*map(filled_by, part.body))
+        self._filled = filled_by(tree)
         self._code = source.compiled_with(tree, file, (), source.Probe())
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
@@ -244,14 +241,24 @@ class LossStatements(LossModule):
         outputs = list[Any]()
         with ExitStack() as stack:
             if not isolation.is_child():  # it would add to gradients that the program is about to use
-                refused = Refused("a function that the statements call makes a backward of its own")
+                refused = RuntimeError("a function that the statements call makes a backward of its own")
                 stand_in = isolation.in_place_of(torch.autograd, "backward", partial(_raise, refused))
                 stack.enter_context(stand_in)
             model = self.model if self.called is None else self.called
             stack.callback(model.register_forward_hook(lambda *call: outputs.append(call[-1])).remove)
-            if self.called is not None:
-                return self._lead_on(args, inputs, outputs)
-            return self.run(inputs), [x.detach() for x in tensors_in(outputs)]
+            if self.called is None:
+                return self.run(inputs), [x.detach() for x in tensors_in(outputs)]
+            self.untried = UNTRIED
+            try:
+                self.run(inputs, args)
+            except _Reached as reached:
+                self.untried = ""
+                return [x.detach() for x in tensors_in(outputs[-1])], *reached.args
+            except Exception as error:
+                if not outputs:
+                    raise
+                self.untried += f", as it raised {spell(error)}"
+            return outputs[-1]
 
     def run(self, inputs: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
         """Run the statements, with these values of their names, and return what they end with.
@@ -262,14 +269,20 @@ class LossStatements(LossModule):
 
         def value(function: Any = None, /, *made: Any, **named: Any) -> Any:
             called: Any = function if isinstance(function, nn.Module) else self.called
-            if self.inner is None:
-                return called(*args, **inputs) if leads_on else called(*made, **named)
-            return self.inner.run(inputs, args) if leads_on else self.inner.run(_bound(function, made, named))
+            if leads_on:
+                made, named = tuple(args), {**inputs}
+            elif self.inner is not None:  # gets its parameters by name
+                signature = inspect.signature(getattr(function, "forward", function))
+                made, named = (), signature.bind(*made, **named).arguments
+            result = called(*made, **named) if self.inner is None else self.inner.run(named, made)
+            self._nodes = {x.grad_fn for x in tensors_in(result)} - {None}
+            return result
 
-        names = {**self._names, **({} if leads_on else inputs), VALUE: value, RETURN: _Reached}
+        names = {**self._names, **({} if leads_on else inputs)}
+        names |= {VALUE: value, LOSS: self._reach, RETURN: _Returned}
         if leads_on:
             # The loss may differentiate by what the model was given, as that of a physics-informed one does.
-            given = dict(zip(map(id, self.given), tensors_in((args, dict(inputs))), strict=False))
+            given = dict(zip(map(id, self._given), tensors_in((args, dict(inputs))), strict=False))
             names |= {name: given[id(x)] for name, x in names.items() if id(x) in given}
         # The statements may fill containers of the program, so they get copies.
         for name in self._filled & names.keys():
@@ -282,38 +295,24 @@ class LossStatements(LossModule):
                 stack.callback(generator.set_state, generator.get_state())
             try:
                 exec(self._code, names)
-            except _Reached as reached:
-                return next(iter(reached.args), None)
+            except _Returned as returned:
+                return returned.args[0]
         return None
 
-    def _lead_on(self, args: Sequence[Any], inputs: Mapping[str, Any], outputs: list[Any]) -> Any:
-        """Return the outputs of the call and the loss behind it; the output alone where none is made."""
-        self.untried = UNTRIED
-        try:
-            value = self.run(inputs, args)
-        except Exception as error:
-            if not outputs:
-                raise
-            self.untried += f", as it raised {spell(error)}"
-        else:
-            if self.has_loss and any(x.requires_grad for x in tensors_in(value)):
-                self.untried = ""
-                return [x.detach() for x in tensors_in(outputs[-1])], value
-        return outputs[-1]
+    def _reach(self, loss: Any) -> None:
+        """End all with the loss of a backward, unless the value of the call is known not to lead to it."""
+        if not self._nodes or not self._nodes.isdisjoint(nodes_behind(tensors_in(loss))):
+            raise _Reached(loss)
 
     def target(self, place: Expression) -> source.Target | str:
         """Return the statements as what runs a line, if it is one of theirs; else as `find_target` does."""
-        levels = [self]
-        while (inner := levels[-1].inner) is not None:
-            levels.append(inner)
+        node, file = source.node_of(self._file, self._caller.code), self._file
         # A function between the statements has a name.
         is_of_statements = place.code is None or place.code.co_name[0] == "<"
-        for statements in levels if is_of_statements else ():
-            node, file = source.node_of(statements._file, statements._caller.code), statements._file
-            if place.filename == file.name and place.line in statements._lines and node is not None:
-                function = FunctionType(statements._code, statements._names)
-                return source.Target((function,), file, node, statements.exchanged)
-        return source.find_target(place)
+        if is_of_statements and node and place.filename == file.name and place.line in self._lines:
+            function = FunctionType(self._code, self._names)
+            return source.Target((function,), file, node, self.exchanged)
+        return source.find_target(place) if self.inner is None else self.inner.target(place)
 
     @contextmanager
     def exchanged(

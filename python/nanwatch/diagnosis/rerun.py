@@ -7,7 +7,6 @@ and the report is what it was before.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -36,7 +35,6 @@ from .loss_statements import LossStatements, ProgramCall, around_gradients, plac
 from .patching.source import find_target
 from .provenance import ProvenanceMode, Step
 from .search import Diagnosis, find_operation, of_forward
-from .statements import Refused
 
 _ADVICE = "put the loss into a function below `@nanwatch.watched`: a report then has its line and operands"
 _NOT_KEPT = (
@@ -235,9 +233,8 @@ class _Rerun:
         incident.remark(f"found by running {module.where if is_part else 'the batch without its loss'} again")
         if call is not None and is_part and incident.finding.is_of_loss:
             # The outputs have the samples, also where an attribute holds what the model was called with.
-            with suppress(Refused):
-                for module in islice(call.statements(self._model, keeps_outputs=True), 1):
-                    start = replace(start, module=module, kwargs=module.inputs, draws=[])
+            for module in islice(call.statements(self._model, keeps_outputs=True), 1):
+                start = replace(start, module=module, kwargs=module.inputs, draws=[])
         self._find_samples(start, size)
 
     def _starts(
@@ -264,7 +261,7 @@ class _Rerun:
                             facts = statements.inputs, rng, call.autocast, False, True, ()
                             yield BatchSnapshot(statements, (), *facts, *kept)
             except Exception as error:
-                reason = str(error) if isinstance(error, Refused) else spell(error)
+                reason = spell(error)
         if reason:
             remarks.append(f"the loss was not computed again: {reason}")
         if snapshot is not None and not (is_of_loss and label.startswith("output")):

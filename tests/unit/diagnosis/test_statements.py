@@ -41,6 +41,10 @@ def in_a_loop(look: Look, x: Tensor) -> None:
     for _ in range(3):
         total = total + scale * x.sum()
         scale = scale * 2  # which the next turn reads
+    while True:
+        total, scale = total + x.sum(), scale - 1
+        if scale < 6:
+            break
     look.backward(total)
 
 
@@ -67,6 +71,9 @@ def test_what_is_handed_in_has_no_statements() -> None:
     for x, is_whole in ((leaf := torch.ones(2, requires_grad=True), True), (leaf * 2, False)):
         in_a_loop(look, x)
         assert look.part.is_whole == is_whole
+    code = made.__code__  # in none of the statements
+    place = Expression(__file__, code.co_firstlineno + 1, None, code)
+    assert look.statements.target(place).functions == (made,)
 
 
 def made(look: Look, rows: Tensor) -> Tensor:
@@ -75,17 +82,19 @@ def made(look: Look, rows: Tensor) -> Tensor:
     return logits.sum()
 
 
-@pytest.mark.parametrize("ends_there", [False, True])
-def test_statements_end_with_the_call_or_lead_on_to_a_return(ends_there: bool) -> None:
-    look = Look(around=("look.call", 0), makes_arguments=True, ends_there=ends_there)
-    made(look, torch.zeros(2))
-    call = "__nanwatch_value__(look.call, x)"
-    value = call if ends_there else "logits.sum()"
-    expected = [
-        "x = rows / rows.sum()",
-        *[f"logits = {call}"][ends_there:],
-        f"raise __nanwatch_return__({value})",
-    ]
+def only_called(look: Look, rows: Tensor) -> None:
+    x = rows / rows.sum()
+    look.call(x)
+
+
+CALL = "__nanwatch_value__(look.call, x)"
+
+
+@pytest.mark.parametrize(("program", "value"), [(made, "logits.sum()"), (only_called, CALL)])
+def test_statements_lead_on_to_a_return_or_end_with_the_call(program: Any, value: str) -> None:
+    program(look := Look(around=("look.call", 0), makes_arguments=True), torch.zeros(2))
+    call = [f"logits = {CALL}"] if program is made else []
+    expected = ["x = rows / rows.sum()", *call, f"raise __nanwatch_return__({value})"]
     assert [ast.unparse(x) for x in look.part.body] == expected
 
 
@@ -110,15 +119,6 @@ def test_a_keyword_of_the_call_is_no_name_of_the_statements_that_lead_on() -> No
     look.called = lambda x, scale: x + scale
     expected = program(look, x := torch.ones(2))
     assert torch.equal(look.statements.run({"scale": 1.0}, (x,)), expected)
-
-
-outside = lambda x: x / 0  # noqa: E731 - in no statement of a loss
-
-
-def test_a_line_of_the_file_that_is_none_of_the_statements() -> None:
-    in_a_loop(look := Look(), torch.ones(2, requires_grad=True))
-    line = outside.__code__.co_firstlineno
-    assert look.statements.target(Expression(__file__, line, None, outside.__code__)).functions == (outside,)
 
 
 def test_the_step_of_the_optimizer_that_holds_the_weight() -> None:
