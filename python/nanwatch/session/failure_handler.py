@@ -63,11 +63,10 @@ class FailureHandler:
         self._mask: tuple[Any, ...] | None = ()  # batch, shape and counts of the latest mask of scores
         self.excuse_again: Callable[[], object]  # tells the recorder what is allowed
         self._first: Incident | None = None  # of the latest non-finite batches in a row
-        self.is_run_open = False
+        self.latest = -sys.maxsize  # batch of such a row
         self._under_way: dict[int, Incident] = {}  # by the numbers of their batches
         self._ended: deque[int] = deque(maxlen=_MAX_ENDED)
         self._num_examined = self._num_runs = 0
-        self._latest_warned = -sys.maxsize
         self.exception_batch = -1  # the latest one that an exception has ended
         self._warned: Counter[str] = Counter()  # non-finite batches, by the module that was the first to fail
         peer_timeout = options.peer_timeout if self._action == "raise" else 0.0
@@ -135,6 +134,7 @@ class FailureHandler:
             self.steps.settle(only_known=True)
             # A deferred backward came first: code other than an optimizer has moved the weights by its gradients.
             self._under_way[batch] = incident = self.steps.release() or Incident(make())
+            self._batch_ends.active = True
             if tells_ranks:
                 self.ranks.publish(incident.finding)  # before anything slow
             self._begin(incident)
@@ -163,7 +163,6 @@ class FailureHandler:
                 with suppressing("a user's exception could not be examined"):  # which matters more
                     self._explain(error, batch)
             elif is_read and completed and incident is None:
-                self.is_run_open = False
                 forecast = self._monitor.end(batch)
                 self._sinks.batch_ended(batch)
                 if forecast is not None:
@@ -172,7 +171,7 @@ class FailureHandler:
             if (incident := self._under_way.pop(batch, None)) is not None:
                 incident.raised = None  # its traceback holds the batch
                 self._ended.append(batch)
-            self._batch_ends.active = bool(self._under_way) or self.is_run_open
+            self._batch_ends.active = bool(self._under_way)
 
     def _explain(self, error: Exception, batch: int) -> None:
         """Add the report of the batch to a user's exception, if a call that it left holds a non-finite value."""
@@ -200,10 +199,11 @@ class FailureHandler:
     # Told, examined, agreed on, handed over
 
     def _begin(self, incident: Incident) -> None:
-        # The batches after a bad checkpoint are a run of their own.
-        if not self.is_run_open or (self._first is not None and self._first.finding.phase == "save"):
-            self._first, self.is_run_open = incident, True
-        self._batch_ends.active = True
+        # A bad checkpoint is no batch, so the next bad one begins a row of its own.
+        is_next = incident.finding.batch <= self.latest + self._options.every
+        if self._first is None or self._first.finding.phase == "save" or not is_next:
+            self._first = incident
+        self.latest = self._recorder.latest_batch
         self._sinks.on_nonfinite(incident.finding)
 
     def _complete(self, incident: Incident, patience: float = inf) -> None:
@@ -282,11 +282,9 @@ class FailureHandler:
             self._action(report)
 
     def _begins_run(self, incident: Incident) -> bool:
-        """Count the batch for the sum at the end. Return whether it begins the 1st, 2nd, 4th, 8th run of failures."""
-        # A backward fails after its forward, which has been finite and has ended the run of the backward before.
-        batch, latest = incident.finding.batch, self._latest_warned
-        begins = self._first is incident and batch > latest + self._options.every
-        self._latest_warned, self._num_runs = batch, self._num_runs + begins
+        """Count the batch for the sum at the end. Return whether it begins the 1st, 2nd, 4th, 8th row of failures."""
+        begins = self._first is incident
+        self._num_runs += begins
         self._warned[incident.finding.module] += 1
         return begins and self._num_runs.bit_count() == 1
 

@@ -390,8 +390,9 @@ class OptimizerSteps:
     def look(self) -> Incident | None:
         """Return the failure of steps since the latest forward that have left a weight non-finite, if there is one."""
         batch, model, options = self._recorder.latest_batch, self._model(), self._options
-        is_read = self._recorder.paused or self._failures.is_run_open or "weights" not in options.read
-        if batch < 0 or model is None or self._unread_step != batch or is_read:
+        is_known = batch < self._failures.latest + options.every  # by the failure that it follows
+        is_left_out = self._recorder.paused or is_known or "weights" not in options.read
+        if batch < 0 or model is None or self._unread_step != batch or is_left_out:
             return None
         owners = parameter_owners(model)
         trained = (x for x in each_parameter(model) if x.requires_grad)
