@@ -63,24 +63,19 @@ class Watch:
     def __init__(self, model: nn.Module, options: Options, *, events: EventDispatch | None = None) -> None:
         self._options, self._model = options, weakref.ref(model)
         # Frames of chosen batches come one by one. All others are fetched from a recorder that holds enough.
-        fetches = options.trace is not None and not options.trace_batches
-        ring = max(options.max_frames, ring_size(model)) if fetches else options.max_frames
+        takes_all = options.trace is not None and not options.trace_batches
+        ring = max(options.max_frames, ring_size(model)) if takes_all else options.max_frames
         self._box = open_box(options.output_dir, options.stall_timeout) if options.black_box else None
         events = events or EventDispatch()
         events.watch = self
         self._recorder = recorder = make_recorder(options.recorder_settings(ring), events)
         # Trace and sinks
-        self._tracer = tracer = None
+        self._tracer = None
         if options.trace is not None:
-            path, size = Path(options.trace.path), ring if fetches else 0
-            self._tracer = tracer = start_tracer(path, recorder, size, options.every)
-
-        def note(frame: Frame) -> None:
-            if tracer is not None and (fetches or frame.batch in options.trace_batches):
-                tracer.note(frame)
-
+            self._tracer = start_tracer(options.trace, recorder, ring, options.every)
         targets = [sink_for(target) for target in options.sinks]
-        self._sinks = sinks = SinkStream(recorder, targets, Warnings(note), every=options.every)
+        warnings = Warnings(self._tracer.note if self._tracer else lambda _: None)
+        self._sinks = sinks = SinkStream(recorder, targets, warnings, every=options.every)
         # Failures
         self._monitor = Monitor(recorder, model, every=options.every, forecasts=options.forecast)
         self._reports = reports = Reports(model, recorder, options, self._monitor.suspicion)
@@ -277,7 +272,7 @@ class EventDispatch:
         watch._sinks.on_frame(frame)
         if watch._audit is not None:
             watch._audit.on_frame(frame)
-        if watch._tracer is not None and frame.batch in watch._options.trace_batches:
+        if watch._tracer is not None:
             watch._tracer.add(frame)
 
     def on_nonfinite(

@@ -65,13 +65,14 @@ def ring_size(model: nn.Module) -> int:
     return max(_LEAST_RING, _RING_PER_MODULE * sum(1 for _ in each_module(model)))
 
 
-def start_tracer(path: Path, recorder: Recorder, ring: int, every: int) -> Tracer | None:
-    """Make a Tracer; None, with a warning, where the disk is full. Any other obstacle to a file is raised."""
-    rank, world_size = rank_and_world_size()
+def start_tracer(trace: Any, recorder: Recorder, ring: int, every: int) -> Tracer | None:
+    """Make the Tracer of a nanwatch.Trace; None, with a warning, where the disk is full. Other errors are raised."""
+    (rank, world_size), path = rank_and_world_size(), trace.path
     if world_size > 1:
         path = path.with_name(f"{path.name.removesuffix(SUFFIX)}-rank{rank}{SUFFIX}")
     try:
-        return Tracer(path.absolute(), recorder, ring, rank, every)  # the run may change its folder
+        facts = Facts(VERSION, __version__, str(torch.__version__), rank, every, lost_frames=0)
+        return Tracer(path, recorder, ring, trace.batches, facts)
     except OSError as error:
         if error.errno not in (ENOSPC, EDQUOT):
             raise
@@ -82,11 +83,11 @@ def start_tracer(path: Path, recorder: Recorder, ring: int, every: int) -> Trace
 class Tracer:
     """The training's side of a trace, which hands frames over and does not wait.
 
-    `ring` is how many frames the recorder holds. With 0 the frames are not fetched but given, one by one, to `add`.
+    `ring` is how many frames the recorder holds. The frames of chosen `batches` are not fetched but given to `add`.
     """
 
-    def __init__(self, path: Path, recorder: Recorder, ring: int, rank: int, every: int) -> None:
-        self._recorder, self._ring = recorder, ring
+    def __init__(self, path: Path, recorder: Recorder, ring: int, batches: Any, facts: Facts) -> None:
+        self._recorder, self._batches, self._ring = recorder, batches, 0 if batches else ring
         self._given: list[Frame] = []
         self._taken = 0  # how many frames there had been when they were last fetched
         self._ended = 0  # and when the latest batch had ended
@@ -96,20 +97,21 @@ class Tracer:
         self._lock = threading.RLock()
         self._gathers = False
         arrow("pyarrow.parquet", "trace=")
-        facts = Facts(VERSION, __version__, str(torch.__version__), rank, every, lost_frames=0)
         # The thread must not keep the watch.
         self.writer = TraceWriter(claim(path), facts._asdict(), weakly(self.tick))
         self._at_exit = weakly(self.close)
         atexit.register(self._at_exit)
 
     def add(self, frame: Frame) -> None:
-        """Take a frame, where frames are given."""
-        self._given.append(frame)
+        """Take a frame, if its batch was chosen."""
+        if frame.batch in self._batches:
+            self._given.append(frame)
 
     def note(self, frame: Frame) -> None:
-        """Take a frame that no call made, behind those that there are."""
-        self.gather()
-        self.writer.put([frame])
+        """Take a frame that no call made, behind those that there are, unless its batch was not chosen."""
+        if not self._batches or frame.batch in self._batches:
+            self.gather()
+            self.writer.put([frame])
 
     def batch_ended(self) -> None:
         """Take the frames of the batch if the recorder has no room for those of another one."""
@@ -151,18 +153,16 @@ class Tracer:
             finally:
                 self._gathers = False
 
-    def close(self) -> None:
+    def close(self, *, waits: bool = True) -> None:
         """Hand over the last frames and wait, not for long, until they are on disk. A second time does nothing."""
         atexit.unregister(self._at_exit)
         self.gather()
-        self.writer.close()
+        self.writer.close(waits=waits)
 
     def __del__(self) -> None:
         # The watch went away with its model, without stop(). The thread goes on until all is written.
         if hasattr(self, "_at_exit"):
-            atexit.unregister(self._at_exit)
-            self.gather()
-            self.writer.close(waits=False)
+            self.close(waits=False)
 
 
 # To the disk.
