@@ -338,10 +338,7 @@ class DeferredWatch:
         `scaler` is the trainer's, or None. The remarks of `describe` go to each finding, such as its request.
         """
         self.stop()
-        options = self.options
-        if options.gradients and callable(getattr(scaler, "get_scale", None)):
-            options = replace(options, scaler=scaler)
-        self.watch = start_watch(model, options)
+        self.watch = start_watch(model, replace(self.options, scaler=scaler))
         self.watch._reports.describe = describe
         return self.watch
 
