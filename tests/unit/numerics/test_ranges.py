@@ -132,11 +132,11 @@ def test_every_length(implementation: Implementation, dtype: torch.dtype) -> Non
         check(implementation, x)
 
 
-def test_each_part_of_a_large_tensor_is_read(implementation: Implementation) -> None:
-    """Elements in the last and first lines of each of the four streams, 256 KiB apart, and between, are seen."""
-    x = implementation.place(torch.ones(5 << 18))
-    step = 1 << (15 if implementation.is_native else 18)
-    for place in [start + behind for start in range(0, len(x), step) for behind in (1, 16)]:
+@pytest.mark.parametrize(("length", "lines"), [(10_003, 1), (600_003, 1009)])
+def test_each_part_of_a_large_tensor_is_read(implementation: Implementation, length: int, lines: int) -> None:
+    """An element in each line of one chunk of four streams, and in lines of three chunks and the rest, is seen."""
+    x = implementation.place(torch.ones(length))
+    for place in {*range(0, length, lines * (16 if implementation.is_native else 128)), length - 1}:
         for value, want in ((3.0, (1.0, 3.0, True)), (0.5, (0.5, 1.0, True))):
             x[place] = value
             assert tuple(implementation.abs_range(x)) == want
