@@ -33,7 +33,7 @@ from ..numerics.readable import dtype_name, is_plain, only_our_dispatch, type_na
 from ..recording.walk import spell_key
 from ..records.fields import body_of
 from ..report.finding import Finding
-from ..report.report import Report, report_of
+from ..report.report import Report
 from ..util.messages import module_name, spell, visible
 
 FILE = "call.pt"
@@ -188,7 +188,7 @@ def write_capsule(
             "training": {path: flag for path, flag in flags.items() if path == "" or flag != module.training},
             "rng": [state.cpu().clone() for state in (rng.torch, *rng.cuda)],
             "autocast": [(state.device_type, state.dtype, state.enabled) for state in autocast],
-            "finding": report_of((), finding).to_json(),
+            "finding": Report((), finding, None).to_json(),
             "rank": rank,
             "left_out": list(contents.left_out),
         }

@@ -30,7 +30,7 @@ from torch import nn
 
 from ..instrumentation.global_hooks import after_steps
 from ..report.finding import Finding, Origin, RankObservation, earliest
-from ..report.report import NonFiniteError, Report, report_of
+from ..report.report import NonFiniteError, Report
 from ..util.job import rank_and_world_size, store_key
 from ..util.messages import spell, warn_user
 from ..util.program import each_module
@@ -325,7 +325,7 @@ class _JobConsensus(OriginConsensus):
         self._write_last_frames()
         if (origin := self.agree()) is None:
             return
-        error = PeerNonFiniteError(self._reports.get(coordinator) or report_of(()), origin)
+        error = PeerNonFiniteError(self._reports.get(coordinator) or Report((), None, None), origin)
         if cause is None:
             raise error
         raise error from cause

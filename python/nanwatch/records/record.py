@@ -269,10 +269,8 @@ def shrinking(frames: Sequence[Frame]) -> str:
     fault = next((frame for frame in frames if frame.fault is not None), None)
     if fault is None:
         return ""
-    before = frames[: frames.index(fault)]
-    last: tuple[str, float, Record] | None = None  # module, bits and record at the end of the run
-    first, num_frames, seen = ("", -inf), 0, 0
-    for frame in reversed(before):
+    run = list[tuple[float, Record, str]]()  # bits, record and module, from its end backwards
+    for frame in reversed(frames[: frames.index(fault)]):
         if (frame.batch, frame.phase) != (fault.batch, fault.phase):
             break
         role = "output" if frame.phase == "forward" else "gradient"
@@ -281,18 +279,15 @@ def shrinking(frames: Sequence[Frame]) -> str:
         if not headrooms:
             continue
         bits, record = min(headrooms, key=itemgetter(0))
-        last = last or (frame.name, bits, record)
-        if bits == inf or bits < first[1] - _RECOVERY or record.dtype != last[2].dtype:
+        highest = max((earlier for earlier, *_ in run), default=bits)
+        if bits == inf or bits < highest - _RECOVERY or (run and record.dtype != run[0][1].dtype):
             break
-        seen += 1
-        if bits > first[1]:
-            first, num_frames = (frame.name, bits), seen
-    if last is None or last[2].ends is None or first[1] - last[1] <= _RECOVERY:
+        run.append((bits, record, frame.name))
+    if not run or (ends := run[0][1].ends) is None:
         return ""
-    end = last[2].ends.largest
-    if not is_near_end(end * 2.0 ** -last[1], end):
+    (last, record, last_name), (first, _, first_name) = run[0], max(run, key=itemgetter(0))
+    if first - last <= _RECOVERY or not is_near_end(ends.largest * 2.0**-last, ends.largest):
         return ""
-    return (
-        f"headroom in {last[2].dtype} fell from {first[1]:.1f} bits at {module_name(first[0])} to {last[1]:.1f} bits at"
-        f" {module_name(last[0])} over {num_frames} frames."
-    )
+    place = [bits for bits, *_ in run].index(first)
+    fell = f"fell from {first:.1f} bits at {module_name(first_name)} to {last:.1f} bits at {module_name(last_name)}"
+    return f"headroom in {record.dtype} {fell} over {place + 1} frames."

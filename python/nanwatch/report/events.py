@@ -40,12 +40,8 @@ class SkippedStep:
         before, after = self.scale_before, self.scale_after
         if before is None:
             return Note("skipped_step")
-        fell = "" if after is None or after == before else f" → {_spell(after)}"
-        return Note("skipped_step", f"scale {_spell(before)}{fell}")
-
-
-def _spell(scale: float) -> str:
-    return f"{scale:.0f}" if scale.is_integer() and scale < 1e15 else f"{scale:g}"
+        fell = "" if after is None or after == before else f" → {after:.15g}"
+        return Note("skipped_step", f"scale {before:.15g}{fell}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,13 +41,9 @@ def page(
     `cures` are (cure, lines of its patch as (kind, text)).
     """
     jinja2 = needed("jinja2", who, "report", "use the text or the JSON")
-    form = {
-        "autoescape": True,
-        "trim_blocks": True,
-        "lstrip_blocks": True,
-        "undefined": jinja2.StrictUndefined,
-    }
-    environment = jinja2.Environment(loader=jinja2.PackageLoader("nanwatch.report", "templates"), **form)
+    loader, form = jinja2.PackageLoader("nanwatch.report", "templates"), {"undefined": jinja2.StrictUndefined}
+    form |= dict.fromkeys(("autoescape", "trim_blocks", "lstrip_blocks"), True)
+    environment = jinja2.Environment(loader=loader, **form)
     environment.finalize = lambda value: visible(value) if type(value) is str else value
     style = environment.loader.get_source(environment, "page.css")[0]
     sections = [section for section in sections if section.columns is not None or section.picture]
@@ -290,7 +286,7 @@ def _sections(
 def _row(frame: Frame, record: Record, finding: Finding | None) -> list[Any]:
     shape = "" if record.shape is None else str(list(record.shape))
     ends = ["" if value is None else f"{value:.3e}" for value in (record.abs_min, record.abs_max)]
-    notes = [*text.frame_words(frame), *text.small_words(record), text.note_words(record)]
+    notes = [*text.frame_words(frame), *text.small_words(record), str(record.note or "")]
     notes += ["first"] * _is_culprit(frame, record, finding)
     call = (frame.batch, module_name(frame.name), frame.class_name)
     tensor = (record.label, record.role, shape, record.dtype, *ends, Level(headroom_bits(record)))

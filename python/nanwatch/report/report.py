@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple, TextIO, TypeAlias
 from urllib.parse import quote
@@ -37,10 +37,10 @@ class Report(InNotebook):
     `frames` come oldest first. `finding` is None when all is finite. `batch` is the latest number, None before the
     first batch, and `rank` that of the process. `parameter_mesh` is the position of this rank in the device meshes over
     which the model's parameters are sharded, also while they are gathered. `attempt` is the start of a torchrun job to
-    which the report belongs, None without torchrun. `never_called` are modules that nobody called, though their weights
-    took part in the training. `suspects`, in the report of a failure, are weights that grew much or are far from their
-    siblings. `origin`, in a job of several ranks, says where the ranks agreed that the first non-finite value was; None
-    where they have not.
+    which the report belongs, None without torchrun. Rank and attempt default to those of this process. `never_called`
+    are modules that nobody called, though their weights took part in the training. `suspects`, in the report of a
+    failure, are weights that grew much or are far from their siblings. `origin`, in a job of several ranks, says where
+    the ranks agreed that the first non-finite value was; None where they have not.
 
     Examples:
         >>> import nanwatch, pathlib, torch
@@ -74,9 +74,9 @@ class Report(InNotebook):
     frames: tuple[Frame, ...]
     finding: Finding | None
     batch: int | None
-    rank: int = 0
+    rank: int = field(default_factory=rank)
     parameter_mesh: tuple[str, ...] = ()
-    attempt: Attempt | None = None
+    attempt: Attempt | None = field(default_factory=current_attempt)
     never_called: tuple[str, ...] = ()
     suspects: tuple[Suspect, ...] = ()
     origin: Origin | None = None
@@ -134,18 +134,6 @@ class Report(InNotebook):
         return parsed(document, _read_report, "a nanwatch report")
 
 
-def report_of(
-    frames: tuple[Frame, ...],
-    finding: Finding | None = None,
-    batch: int | None = None,
-    parameter_mesh: tuple[str, ...] = (),
-    never_called: tuple[str, ...] = (),
-    suspects: tuple[Suspect, ...] = (),
-) -> Report:
-    """Return a report of this process, with its rank and its attempt in the job."""
-    return Report(frames, finding, batch, rank(), parameter_mesh, current_attempt(), never_called, suspects)
-
-
 class NonFiniteError(ValueError):
     """A watched module call held a nan or an inf. `.report` has the frames that led to it and the finding.
 
@@ -167,7 +155,7 @@ class NonFiniteError(ValueError):
 
     def __init__(self, report: Report | str, origin: Origin | None = None) -> None:
         super().__init__(report, origin)
-        self.report = report_of(()) if isinstance(report, str) else report
+        self.report = Report((), None, None) if isinstance(report, str) else report
         self.origin = origin
 
     def __str__(self) -> str:

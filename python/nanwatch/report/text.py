@@ -19,17 +19,12 @@ COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
 def record_line(record: Record) -> str:
     """Return the line of one record: `1.01e-06 6.44e+00 weight`, or a note over both columns of numbers."""
     note = record.note
-    numbers, remark = " " * 17, note_words(record)
+    numbers, remark = " " * 17, str(note or "")
     if record.abs_min is not None and record.abs_max is not None:
         numbers = f"{record.abs_min:8.2e} {record.abs_max:8.2e}"
     elif note is not None and note.kind not in EVENTS:
         numbers, remark = f"{note._replace(text='')!s:>17}", note.text
     return visible(f"{numbers} {record.label}" + (f" ({remark})" if remark else ""))
-
-
-def note_words(record: Record) -> str:
-    """Return the note of a record in English, "" without one."""
-    return "" if record.note is None else str(record.note)
 
 
 def frame_line(name: str, class_name: str) -> str:

@@ -43,7 +43,7 @@ from ..recording.observe import may_be_called, observe, parameter_mesh, state_of
 from ..recording.walk import Leaf, call_leaves, leaves
 from ..records.record import Frame, Record, Role
 from ..report.finding import OPTIMIZER, Finding, OriginKind, find, finding_of, growing, with_earlier
-from ..report.report import Report, report_of
+from ..report.report import Report
 from ..report.text import culprit
 from ..util.job import rank
 from ..util.messages import suppressed, suppressing
@@ -200,15 +200,15 @@ class Reports:
 
     def of(self, frames: Sequence[Frame], finding: Finding | None) -> Report:
         """Return the report of these frames, the oldest first; without a finding it is one of the latest batch."""
-        self._mesh = tuple(dict.fromkeys((*self._mesh, *parameter_mesh(self.model()))))
+        self._mesh = mesh = tuple(dict.fromkeys((*self._mesh, *parameter_mesh(self.model()))))
         number = self.recorder.latest_batch if finding is None else finding.batch
         if finding is not None:
             losses = growing([*self.recorder.losses(), *self.losses])
             finding = replace(finding, num_steps=self.num_steps, losses=losses)
-        never_called = self._suspicion.never_called(tuple(frames), self.options.observes)
+        uncalled = self._suspicion.never_called(tuple(frames), self.options.observes)
         suspects = () if finding is None else self._suspicion.suspects(tuple(frames))
         latest, batch = tuple(frames[-self.options.max_frames :]), None if number < 0 else number
-        return report_of(latest, finding, batch, self._mesh, never_called, suspects)
+        return Report(latest, finding, batch, parameter_mesh=mesh, never_called=uncalled, suspects=suspects)
 
     def latest(self, finding: Finding | None = None, more: Iterable[Frame] = ()) -> Report:
         """Return a report of the recorder's frames, and of `more` that it has not kept."""

@@ -161,7 +161,7 @@ class Trace:
     def report(self, batch: int) -> Report:
         """Return the frames of a batch as a report. Its finding knows nothing of the batch's arguments."""
         frames = self.frames(batch)
-        return Report(frames, find(frames, rank=self.rank), batch, self.rank)
+        return Report(frames, find(frames, rank=self.rank), batch, self.rank, attempt=None)
 
 
 class TraceError(ValueError):
