@@ -66,14 +66,8 @@ PyObject* abs_range(PyObject*, PyObject* object) {
 
 PyMethodDef abs_range_def = {"abs_range", abs_range, METH_O, nullptr};  // `bind` gives its docstring
 
-#ifdef _OPENMP
-const std::string openmp = std::to_string(_OPENMP);
-#else
-const std::string openmp = "none";
-#endif
-
 std::map<std::string, std::string> build_info() {
-  return {{"torch", TORCH_VERSION}, {"compiler", __VERSION__}, {"openmp", openmp}};
+  return {{"torch", TORCH_VERSION}, {"compiler", __VERSION__}};
 }
 
 // Lets abs_range return this named tuple, and describe itself as its fallback in Python does.

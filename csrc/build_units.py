@@ -239,7 +239,6 @@ class Compiled:
         self.libraries = [
             self.ninja.edge("link", [empty], path, ["-nostdlib", f"-Wl,-soname,{path.name}"])
             for path in (folder / "libraries" / f"lib{name}.so" for name in TORCH_LIBRARIES)
-            if sys.platform.startswith("linux")
         ]
 
     @cached_property
@@ -265,6 +264,6 @@ class Compiled:
         # The module names torch's libraries as needed: its symbols are looked up in them alone.
         names = [f"-l{name}" for name in TORCH_LIBRARIES]
         needed = [f"-L{self.ninja.folder / 'libraries'}", "-Wl,--no-as-needed", *names, "-Wl,--as-needed"]
-        flags = [*link, *words("LDFLAGS"), *(needed if self.libraries else [])]
+        flags = [*link, *words("LDFLAGS"), *needed]
         objects += [*self.kernels, *(cuda or [])]
         return self.ninja.edge("link", objects, folder / "_C.so", flags, self.libraries)

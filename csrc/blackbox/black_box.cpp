@@ -18,11 +18,7 @@ namespace nanwatch::box {
 namespace {
 
 int64_t thread_id() {
-#ifdef __linux__
   return int64_t(syscall(SYS_gettid));
-#else
-  return 1;
-#endif
 }
 
 constexpr char kMagic[] = "nanwatch black box 3\n";
@@ -39,10 +35,6 @@ struct OwnSlot {
       __atomic_store_n(&slot.thread->id, int64_t(0), __ATOMIC_RELEASE);
   }
 };
-
-void forked() {
-  BlackBox::close();
-}
 
 }  // namespace
 
@@ -75,18 +67,12 @@ BlackBox::BlackBox(const std::string& path, bool kept) : path_(path), kept_(kept
 }
 
 BlackBox* BlackBox::open(const std::string& path, bool kept) {
-#ifndef __linux__
-  throw refused(path, "made", ENOTSUP);
-#else
   auto* const box = new BlackBox(path, kept);
   active_ = box;
-  static const int hooked = pthread_atfork(nullptr, nullptr, &forked);
+  static const int hooked = pthread_atfork(nullptr, nullptr, &BlackBox::close);
   (void)hooked;
-#ifdef __GLIBC__
   on_exit([](int status, void* of) { static_cast<BlackBox*>(of)->exited(status); }, box);
-#endif
   return box;
-#endif
 }
 
 uint32_t BlackBox::number_of(const std::string& module, const std::string& class_name) {
@@ -189,8 +175,6 @@ namespace {
 // SIGTERM and SIGHUP are how schedulers end a job.
 constexpr int kFatal[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTERM, SIGHUP, SIGXCPU};
 struct sigaction before[NSIG];
-// BUS_MCEERR_AO, which not every system has: memory that nobody reads just now was found broken.
-constexpr int kLateMemoryError = 5;
 
 void on_signal(int number, siginfo_t* info, void* context) {
   const int error = errno;
@@ -203,9 +187,10 @@ void on_signal(int number, siginfo_t* info, void* context) {
     if ((then.sa_flags & SA_SIGINFO) != 0) {
       then.sa_sigaction(number, info, context);
     } else if (then.sa_handler == SIG_DFL) {
-      // A fault comes again when the instruction does. All else is sent once more, for when this handler is left.
+      // A fault comes again when the instruction does. All else is sent once more, for when this handler is left, as is
+      // BUS_MCEERR_AO: memory that nobody reads just now was found broken.
       const bool is_fault =
-          info->si_code > 0 && (number == SIGSEGV || (number == SIGBUS && info->si_code != kLateMemoryError) ||
+          info->si_code > 0 && (number == SIGSEGV || (number == SIGBUS && info->si_code != BUS_MCEERR_AO) ||
                                 number == SIGFPE || number == SIGILL);
       sigaction(number, &then, nullptr);
       if (!is_fault) raise(number);
