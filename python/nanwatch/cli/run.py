@@ -6,13 +6,12 @@ import argparse
 import builtins
 import contextlib
 import os
-import pkgutil
+import re
 import runpy
 import sys
 import threading
 import traceback
 from dataclasses import Field
-from io import open_code
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,6 +53,7 @@ _NOTHING = (
     "nothing was watched: no call of a module with weights or buffers was seen. Models that the script watches itself"
     " are left alone; calls in a compiled function or in another process are not seen"
 )
+_NONFINITE_ERROR = re.compile(r"\bnanwatch\.[\w.]+NonFiniteError\b")
 # Files whose frames lie between the command and the script in a traceback.
 _FILES = (__file__, model_finder.__file__, runpy.__file__, "<frozen runpy>")
 
@@ -112,12 +112,12 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 def check_script(target: str, *, is_module: bool) -> None:
     """Raise ValueError where there is no such script. Only `run_script` knows whether there is a module."""
-    if not is_module and not os.path.exists(target):
+    if not is_module and not os.path.isfile(target):
         raise ValueError(f"there is no script {target!r}; a module is run with -m")
 
 
 def run_script(target: str, arguments: list[str], *, is_module: bool) -> None:
-    """Run a script, a module, a folder or zip file with a __main__.py, or a compiled file. Raise what it raises.
+    """Run a script or a module. Raise what it raises.
 
     `__main__`, sys.argv and sys.path stay the script's until the process ends, as with `python SCRIPT`: its threads,
     its atexit functions and late child processes need them. Raises UseError where there is no such module.
@@ -125,24 +125,16 @@ def run_script(target: str, arguments: list[str], *, is_module: bool) -> None:
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
     sys.argv = [target, *arguments]
-    is_file = not is_module and pkgutil.get_importer(target) is None
-    if is_module or is_file:
-        if not getattr(sys.flags, "safe_path", False):
-            sys.path[:1] = [os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))]
-    else:
-        sys.path[:1] = [target]
-    if is_file:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[:1] = [os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))]
+    if not is_module:
         main.__file__ = path = os.path.abspath(target)
-        with open_code(path) as file:
-            code = pkgutil.read_code(file)  # of a compiled file
-        if code is None:
-            code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-        exec(code, vars(main))
+        exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), vars(main))
         return
     # The interpreter calls this for `python -m`. runpy.run_module would put another __main__ back.
     run: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
     try:
-        run(target if is_module else "__main__", alter_argv=is_module)
+        run(target)
     except SystemExit as left:
         error = left.__context__  # runpy's own: the module was not found, and nothing has run
         if type(error) is runpy._Error and str(error).startswith("No module named"):  # type: ignore[attr-defined]
@@ -207,12 +199,13 @@ class _Run:
         """Note an error that the script did not catch."""
         if (box := process_box()) is not None:
             box.error = error
-        if _is_nonfinite(error):
+        # With the errors in its chain and in its group, and from Python 3.11 on with their notes.
+        words = "".join(traceback.format_exception(error, limit=0))
+        if _NONFINITE_ERROR.search(words):
             self._status = NONFINITE
         # The script's own hook may show an error in another way, or not at all.
         if getattr(sys.excepthook, "__module__", "") in ("sys", "torch.distributed.distributed_c10d"):
-            # The finding is in its message, in that of an error in its chain, or from Python 3.11 on in a note.
-            self._is_reported |= any(" first seen in `" in x for x in traceback.format_exception(error))
+            self._is_reported |= " first seen in `" in words
 
     def _model_called(self, model: nn.Module) -> None:
         name = type(model).__name__
@@ -280,21 +273,6 @@ def _closing_line(name: str, watch: Watch) -> str:
     if harmless:
         return f"{amount}: {'; '.join(harmless)}; all else that was read is finite"
     return f"{amount}: all that was read is finite"
-
-
-def _is_nonfinite(error: BaseException) -> bool:
-    """Return whether the error is a NonFiniteError, was raised from or while handling one, or has one in its group."""
-    seen: set[int] = set()
-    ahead: list[BaseException | None] = [error]
-    while ahead:
-        raised = ahead.pop()
-        if isinstance(raised, NonFiniteError):
-            return True
-        if raised is not None and id(raised) not in seen:
-            seen.add(id(raised))
-            ahead += [raised.__cause__, None if raised.__suppress_context__ else raised.__context__]
-            ahead += getattr(raised, "exceptions", ())
-    return False
 
 
 def _tell(message: str) -> None:
