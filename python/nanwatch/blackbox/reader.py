@@ -31,7 +31,6 @@ SUFFIX = ".blackbox"
 End: TypeAlias = Literal["runs", "exit", "exception", "signal", "unknown"]
 _MAGIC = b"nanwatch black box 3\n"
 _PAGE = 4096
-_MOST_BYTES = 1 << 26
 _MOST_CALLS = 64
 _LIFE = 2.0  # seconds: a sign of life that much after a signal says that the process went on
 _PARTS = {0: "output", 1: "input", 2: "weight"}
@@ -46,8 +45,6 @@ def read(path: str | os.PathLike[str]) -> BlackBoxReport:
     Raises ValueError, which names the file, where it is no black box, and OSError.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no regular file; a black box ends with {SUFFIX}")
     try:
         return _report(BoxFile(path))
     except OSError:
@@ -327,8 +324,7 @@ class BoxFile:
         self.path = path
         self._places: dict[str, int] = {}
         self._sections: dict[str, Any] = {}
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES)
+        data = path.read_bytes()
         if not data.startswith(_MAGIC):
             came = f"begins with {data[: len(_MAGIC)]!r}, not with {_MAGIC!r}" if data else "is empty"
             raise ValueError(f"it {came}")

@@ -19,7 +19,6 @@ from ..report.report import Report
 from ..util.messages import close_names, first_few, spell, suppressing, visible, without_wrappers
 from .capsule import MARK, Capsule
 
-_DEEPEST = 64  # parts of a module's name: a capsule may hold any text
 _BUILT = "build the model as the recorded one was built"
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -99,7 +98,7 @@ def _module(capsule: Capsule, model: Model) -> nn.Module:
 
 def _whole(module: nn.Module, name: str) -> nn.Module:
     """Return a module that holds the given one by its name in the whole model, so that a report has that name too."""
-    for part in reversed([part for part in name.split(".", _DEEPEST) if part]):
+    for part in reversed([part for part in name.split(".") if part]):
         around = nn.ModuleList() if part.isdecimal() else nn.Module()
         around._modules[part] = module
         module = around

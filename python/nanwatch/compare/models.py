@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..numerics.ranges import fingerprint
 from ..numerics.readable import dtype_name
-from ..records.fields import read
 from ..trace.comparison import Comparison
 from ..trace.trace_file import Trace, in_order, sketches
 from ..util.messages import module_name, spell
@@ -283,7 +282,7 @@ def _run_of(trace: Trace, batch: int) -> tuple[Run, torch.dtype]:
         path, end = first["module"], number * _TICKS
         call = ModuleCall(path, first["class"], None, end - 1, end)
         for row in (first, *others):
-            shape = read(tuple[int, ...], json.loads(row["shape"] or "[]"), "shape")
+            shape = tuple(json.loads(row["shape"] or "[]"))
             if row["role"] == "output" and row["sketch"]:
                 rows = torch.tensor(sketches(row["sketch"]))
                 is_whole = len(rows) == prod(shape[:-1])  # and not the first rows alone

@@ -82,12 +82,9 @@ class Trace:
             raise FileNotFoundError(f"there is no trace at {place}; pass what watch(trace=...) was given")
         parts = sorted(place.glob(f"part-*{SUFFIX}")) if place.is_dir() else [place]
         if not parts:
-            is_empty = not any(place.iterdir())
-            why = "nothing was written to it yet" if is_empty else "pass what watch(trace=...) was given"
-            raise unreadable(f"{place} is a folder without parts (part-*{SUFFIX}); {why}")
+            why = "nothing was written to it yet, or it is no trace"
+            raise TraceError(f"{place} is a folder without parts (part-*{SUFFIX}); {why}")
         try:
-            if not all(part.is_file() for part in parts):  # a pipe would never answer
-                raise ValueError("is no regular file")
             options = datasets.ParquetReadOptions(dictionary_columns=STRINGS)
             how = datasets.ParquetFileFormat(read_options=options)
             # The latest part knows best what was lost.
@@ -100,7 +97,7 @@ class Trace:
             # pyarrow names the file twice before it says why.
             why = visible(str(error).rpartition(": ")[2].rstrip("."))[:200]
             hint = "; nanwatch show reads a report" if parts[-1].suffix == ".json" else ""
-            raise unreadable(f"{parts[-1]} is no Parquet file that can be read: {why}{hint}") from error
+            raise TraceError(f"{parts[-1]} is no Parquet file that can be read: {why}{hint}") from error
         return cls(place, dataset, facts, tell)
 
     @cached_property
@@ -124,30 +121,16 @@ class Trace:
         compute = arrow("pyarrow.compute", "reading a trace")
         wanted = None if batches is None else compute.field("batch").isin(pa.array(batches, pa.int64()))
         names = [name for name, _, _ in COLUMNS] if columns is None else list(columns)
-        table = self._read(names, wanted)
-        for name, _, may_be_null in COLUMNS:
-            if name in names and not may_be_null and table[name].null_count:
-                raise unreadable(f"{self.path}: column {name!r} has a row without a value")
-        return table
+        return self._read(names, wanted)
 
     def _read(self, names: list[str], wanted: Any) -> Any:
-        pa = arrow("pyarrow", "reading a trace")
+        self.tell(f"reading {self.path.name}")
         try:
-            # How many rows a filter lets through only the end of the read can say.
-            total = self._dataset.count_rows() if wanted is None else None
-            scanner = self._dataset.scanner(columns=names, filter=wanted)
-            what, rows, pieces = f"reading {self.path.name}", 0, []
-            self.tell(what, rows, total, "rows")
-            for piece in scanner.to_batches():
-                pieces.append(piece)
-                rows += piece.num_rows
-                self.tell(what, rows, total, "rows")
-            table = pa.Table.from_batches(pieces, scanner.projected_schema)
-            self.tell(f"checking {self.path.name}")
+            table = self._dataset.to_table(columns=names, filter=wanted)
             # A file is anybody's, and pyarrow itself would read beyond the end of a list of strings.
             table.validate(full=True)
         except errors() as error:
-            raise unreadable(f"{self.path} cannot be read: {spell(error)}") from error
+            raise TraceError(f"{self.path} cannot be read: {spell(error)}") from error
         return table
 
     def frames(self, batch: int) -> tuple[Frame, ...]:
@@ -177,10 +160,8 @@ class TraceError(ValueError):
         run.parquet is no Parquet file that can be read
     """
 
-
-def unreadable(message: str) -> TraceError:
-    """Return a TraceError. Its message may quote a file from a stranger."""
-    return TraceError(visible(message))
+    def __init__(self, message: str) -> None:
+        super().__init__(visible(message))  # it may quote a file from a stranger
 
 
 def arrow(name: str, what: str) -> Any:
@@ -211,7 +192,7 @@ def facts_of(file_schema: Any, where: str) -> Facts:
     """Return the facts in the metadata of a schema. Raise TraceError unless it is a trace of a version read here."""
     text = (file_schema.metadata or {}).get(METADATA_KEY)
     if text is None:
-        raise unreadable(f"{where} is no trace of nanwatch: its metadata lacks {METADATA_KEY.decode()!r}")
+        raise TraceError(f"{where} is no trace of nanwatch: its metadata lacks {METADATA_KEY.decode()!r}")
     try:
         facts = json.loads(text)
         version = facts.get("version") if isinstance(facts, dict) else VERSION
@@ -219,14 +200,7 @@ def facts_of(file_schema: Any, where: str) -> Facts:
             raise ValueError(f"its version is {version!r}, this nanwatch reads version {VERSION}")
         checked: Facts = read(Facts, facts, "metadata")
     except (ValueError, RecursionError) as error:
-        raise unreadable(f"{where} is no trace that can be read: {error}") from error
-    types = import_module("pyarrow").types
-    for field in schema():
-        kinds = [file_schema.field(i).type for i in file_schema.get_all_field_indices(field.name)]
-        kinds = [kind.value_type if types.is_dictionary(kind) else kind for kind in kinds]
-        if kinds != [field.type]:
-            got = ", ".join(map(str, kinds)) or "none"
-            raise unreadable(f"{where}: column {field.name!r} should be one of {field.type}, got {got}")
+        raise TraceError(f"{where} is no trace that can be read: {error}") from error
     return checked
 
 
@@ -250,7 +224,7 @@ def frames_of(table: Any, tell: Tell = silent) -> tuple[Frame, ...]:
             records = tuple(from_row(Record, row) for row in of_call)
             frames.append(from_row(Frame, of_call[0], records=records))
     except (ValueError, RecursionError) as error:
-        raise unreadable(f"not a row of a trace: {error}") from error
+        raise TraceError(f"not a row of a trace: {error}") from error
     return tuple(frames)
 
 
@@ -290,7 +264,7 @@ def in_order(table: Any) -> Any:
     """Return the rows by batch and call: batches of several threads stand in turns."""
     batch, call = table["batch"].to_numpy(), table["call"].to_numpy()
     later = (batch[1:] > batch[:-1]) | ((batch[1:] == batch[:-1]) & (call[1:] >= call[:-1]))
-    return table if later.all() else table.take(np.lexsort((np.arange(len(batch)), call, batch)))
+    return table if later.all() else table.take(np.lexsort((call, batch)))
 
 
 class Ends(NamedTuple):
@@ -310,8 +284,6 @@ def ends_of(table: Any) -> Ends:
 
 def sketches(cell: bytes) -> Sketches:
     """Return the sketches in a cell of a trace, float64 of shape (rows of the tensor, 32)."""
-    if len(cell) % (4 * SKETCH_WIDTH):
-        raise unreadable(f"a sketch in a trace has {len(cell)} bytes, no multiple of {4 * SKETCH_WIDTH}")
     return np.frombuffer(cell, "<f4").reshape(-1, SKETCH_WIDTH).astype(np.float64)
 
 

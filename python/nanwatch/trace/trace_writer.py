@@ -57,7 +57,6 @@ _ROW_BYTES = 440
 # The most of a part with sketches.
 PART_BYTES = 32 << 20
 CLOSE_SECONDS = 10.0
-_MAX_NUMBERED = 10_000
 
 
 def ring_size(model: nn.Module) -> int:
@@ -170,15 +169,13 @@ class Tracer:
 
 def claim(path: Path) -> Path:
     """Make a folder at `path`, named like the file; where that is taken, at the first free of `name-1`, `name-2`."""
-    stem = path.name.removesuffix(SUFFIX)
-    for number in range(_MAX_NUMBERED):
+    stem, number = path.name.removesuffix(SUFFIX), 0
+    while True:
         place = path.with_name(f"{stem}-{number}{SUFFIX}" if number else f"{stem}{SUFFIX}")
-        try:
+        with contextlib.suppress(FileExistsError):
             place.mkdir()
-        except FileExistsError:
-            continue
-        return place
-    raise FileExistsError(f"{path} and {_MAX_NUMBERED - 1} numbered after it are taken")
+            return place
+        number += 1
 
 
 class TraceWriter:

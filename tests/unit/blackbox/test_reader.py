@@ -77,7 +77,7 @@ def test_what_is_read_while_it_is_written_is_whole(tmp_path: Path) -> None:
 
 
 def test_truncated_and_foreign_files_are_refused_with_their_name(tmp_path: Path) -> None:
-    path, pipe = tmp_path / "x.blackbox", tmp_path / "pipe"
+    path = tmp_path / "x.blackbox"
     model = nn.ReLU()
     with black_box(tmp_path) as box, watch(model, black_box=True):
         model(torch.ones(1))
@@ -87,10 +87,8 @@ def test_truncated_and_foreign_files_are_refused_with_their_name(tmp_path: Path)
         with pytest.raises(ValueError, match=str(path)):
             read_black_box(path)
     path.write_text("a text\n")
-    os.mkfifo(pipe)
-    for file, words in ((path, "cannot be read as a black box.* begins with"), (pipe, "is no regular file")):
-        with pytest.raises(ValueError, match=f"{file} {words}"):
-            read_black_box(file)
+    with pytest.raises(ValueError, match=f"{path} cannot be read as a black box.* begins with"):
+        read_black_box(path)
     with pytest.raises(FileNotFoundError):
         read_black_box(tmp_path / "none")
 
