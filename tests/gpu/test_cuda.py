@@ -19,7 +19,7 @@ from support.recorders import WAITS, needs_cuda
 pytestmark = needs_cuda
 
 
-@pytest.mark.parametrize("dtype", sorted(_reference.READABLE_DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("dtype", sorted(_reference.FORMATS, key=str), ids=str)
 def test_any_bits_of_any_dtype(dtype: torch.dtype) -> None:
     """Rows made on the GPU equal the reference's rows of the same bits on the CPU, at any size and alignment."""
     for count in (0, 1, 17, 4097, 1_000_001):

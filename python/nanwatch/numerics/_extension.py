@@ -111,13 +111,6 @@ C, reason = _load()
 if C is not None and (_warning := str(C.cpu_capability_warning())):
     warnings.warn(_warning, RuntimeWarning, stacklevel=2)
 
-if C is None and (_level := os.environ.get("NANWATCH_CPU")):
-    warnings.warn(
-        f"NANWATCH_CPU={_level} has no effect: it needs the compiled part of nanwatch, which is missing: {reason}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-
 
 @cache
 def explain_once() -> None:

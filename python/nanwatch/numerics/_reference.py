@@ -54,8 +54,7 @@ FORMATS = {dtype_of(form): form for form in NUMBER_FORMATS if hasattr(torch, for
 """The formats that this PyTorch has."""
 _ARITHMETIC = {dtype: _arithmetic_of(form) for dtype, form in FORMATS.items()}
 
-READABLE_DTYPES = frozenset(FORMATS)
-READABLE_NAMES = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in READABLE_DTYPES))
+READABLE_NAMES = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in FORMATS))
 
 
 def row_dtype(device: torch.device) -> torch.dtype:
@@ -195,7 +194,7 @@ def stored(x: Tensor) -> _Stored:
         x = x.dequantize()
     if x.is_mkldnn:
         x = x.to_dense()
-    if x.dtype not in READABLE_DTYPES:
+    if x.dtype not in FORMATS:
         raise TypeError(
             f"nanwatch cannot read a tensor of dtype {str(x.dtype).removeprefix('torch.')}: torch gives no values "
             f"of its elements. Accepted: {READABLE_NAMES}. Convert it first, or look at x.view(torch.uint8)."

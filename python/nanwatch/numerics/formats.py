@@ -173,4 +173,4 @@ class TensorHealth(NamedTuple):
     """Nonzero elements below the smallest normal number of the tensor's own dtype."""
     numel: int
     first_nonfinite: tuple[int, ...] | None
-    """Index of the first nan or inf in C order; None when all is finite. Nested: (component, index in it)."""
+    """Index of the first nan or inf in C order; None when all is finite. Nested: its number among all elements."""

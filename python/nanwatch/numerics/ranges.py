@@ -99,10 +99,7 @@ def tensor_health(x: Tensor) -> TensorHealth:
     with only_our_dispatch():
         x = readable(x, "tensor_health")
         row = read(_extension.health, _reference.health, x).tolist()
-        health = health_of(row, () if x.is_nested else x.shape)
-        if not x.is_nested:
-            return health
-        return health._replace(numel=x.numel(), first_nonfinite=_nested_index(x, int(row[-1])))
+        return health_of(row, (x.numel(),) if x.is_nested else x.shape)  # a nested tensor has no shape
 
 
 def fingerprint(x: Tensor) -> int:
@@ -147,20 +144,6 @@ def range_row(x: Tensor) -> Tensor:
     return read(_extension.abs_range, _reference.abs_range, x)
 
 
-def _nested_index(x: Tensor, flat: int) -> tuple[int, ...] | None:
-    """Return component and index in it of the element number `flat` of a nested tensor; None for -1."""
-    for i, component in enumerate(x.unbind()):
-        if 0 <= flat < component.numel():
-            return (i, *_index_in(component.shape, flat))
-        flat -= component.numel()
-    return None
-
-
-def _index_in(shape: Sequence[int], flat: int) -> tuple[int, ...]:
-    # A nested tensor has no shape.
-    return tuple(map(int, np.unravel_index(flat, tuple(shape)))) if shape else ()
-
-
 def to_range(row: list[float]) -> AbsRange:
     """Return the range of its columns."""
     abs_min, abs_max, isfinite = row
@@ -171,7 +154,7 @@ def health_of(row: Sequence[float], shape: Sequence[int]) -> TensorHealth:
     """Return the health of a tensor of this shape from the columns of `torch.ops.nanwatch.health`."""
     low, high, isfinite, finite_low, finite_high, *counts, first = row
     nans, posinfs, neginfs, zeros, subnormals = map(int, counts)
-    index = None if first < 0 else _index_in(shape, int(first))
+    index = None if first < 0 else tuple(map(int, np.unravel_index(int(first), tuple(shape))))
     ends = low, high, isfinite != 0.0, finite_low, finite_high
     return TensorHealth(*ends, nans, posinfs, neginfs, zeros, subnormals, prod(shape), index)
 

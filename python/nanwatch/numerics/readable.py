@@ -44,7 +44,7 @@ def _unreadable(x: Tensor) -> str:
         return "inside a functorch transform"
     if x.device.type == "meta":
         return "meta tensor, no data"
-    if x.dtype not in _reference.READABLE_DTYPES and not x.is_quantized:
+    if x.dtype not in _reference.FORMATS and not x.is_quantized:
         return f"dtype {dtype_name(x.dtype)} has no value per element"
     if is_plain(x) and not x._is_zerotensor() and not _has_storage_for(x):
         return "storage freed"
@@ -63,7 +63,7 @@ def readable(x: Tensor, caller: str) -> Tensor:
             "It reads tensors that hold their values. Call it outside tracing, torch.func transforms and deferred "
             "initialisation; in traced code use torch.ops.nanwatch.abs_range(x)."
         )
-        if x.dtype not in _reference.READABLE_DTYPES:
+        if x.dtype not in _reference.FORMATS:
             advice = f"Accepted dtypes: {_reference.READABLE_NAMES}. Convert it first, or look at x.view(torch.uint8)."
         kind, dtype = type_name(x), dtype_name(x.dtype)
         raise TypeError(

@@ -315,17 +315,12 @@ def _replaced(value: Any, change: Callable[[Tensor], Tensor | None], depth: int)
 
 def _with_members(value: Any, members: dict[Any, Any], changed: dict[Any, Any]) -> Any:
     """Return a container of the same type with these members, or `value` itself where its type cannot be copied."""
-    kind = type(value)
-    if kind is tuple:
-        return tuple(members.values())
-    if kind is list:
-        return list(members.values())
+    kind, items = type(value), list(members.values())
     if kind is dict:
         return members
     try:
         if isinstance(value, tuple | list):
             # A named tuple takes its fields, one by one; torch's own result types and other sequences take the whole.
-            items = list(members.values())
             return kind(*items) if hasattr(value, "_fields") else kind(items)
         new = copy.copy(value)
         if isinstance(value, Mapping) and not isinstance(new, MutableMapping):

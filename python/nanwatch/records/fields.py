@@ -93,9 +93,7 @@ def parsed(text: str, read_all: Callable[[Any], _T], what: str) -> _T:
     """Parse a JSON text and return what `read_all` makes of it. Raise ValueError with the reason."""
     try:
         return read_all(json.loads(text))
-    except RecursionError:
-        raise ValueError(f"not {what}: nested too deeply") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(visible(f"not {what}: {error}; pass the whole text that to_json() wrote")) from error
 
 

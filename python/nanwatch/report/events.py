@@ -146,8 +146,7 @@ class Departure:
         """The value, its usual size, and the distance in words."""
         if not self.usual and self.deviations == inf:
             return f"{self.value:.3g}, and zero or missing in all steps before"
-        far = "" if self.deviations == inf else f" ({self.deviations:.0f} deviations)"
-        return f"{self.value:.3g}, usually {self.usual:.3g}{far}"
+        return f"{self.value:.3g}, usually {self.usual:.3g} ({self.deviations:.0f} deviations)"
 
     @property
     def place(self) -> str:

@@ -203,14 +203,8 @@ class InNotebook:
     """Base of results that a notebook shows as their page, and a console as their text."""
 
     __slots__ = ()
-
-    def to_text(self) -> str:
-        """Return the result for people."""
-        raise NotImplementedError
-
-    def to_html(self) -> str:
-        """Return the result as one page."""
-        raise NotImplementedError
+    to_text: Callable[[], str]
+    to_html: Callable[[], str]
 
     def __str__(self) -> str:
         return self.to_text()

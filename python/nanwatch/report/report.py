@@ -18,7 +18,7 @@ from .._version import __version__
 from ..records.fields import body_of, parsed, plain, read
 from ..records.record import CAPTURED, Frame
 from ..util.job import Attempt, current_attempt, rank
-from ..util.messages import color_console, first_few, module_name, suppressed, visible
+from ..util.messages import color_console, first_few, module_name, suppressing, visible
 from . import text
 from .events import SPIKE_SCHEMA, SpikeReport, Suspect, read_spike
 from .finding import Finding, Origin, Place
@@ -168,13 +168,11 @@ class NonFiniteError(ValueError):
 def add_note(error: BaseException, report: Report) -> None:
     """Add the report to a user's exception, as a note below its traceback (PEP 678). Raises nothing."""
     note = f"nanwatch: {_message(report)}"
-    try:
+    with suppressing("a user's exception took no note"):  # its class may have an `add_note` of its own
         if sys.version_info >= (3, 11):
             error.add_note(note)
         else:  # Python shows none, but pytest and others do
             vars(error).setdefault("__notes__", []).append(note)
-    except Exception:  # a class of exceptions may have an `add_note` of its own
-        suppressed("a user's exception took no note")
 
 
 def _message(report: Report, origin: Origin | None = None) -> str:
@@ -186,9 +184,6 @@ def _message(report: Report, origin: Origin | None = None) -> str:
 
 class BatchLimitError(ValueError):
     """The batch after which the run should end is done. `.batch` is its number.
-
-    A channel that carries only text, such as that of a DataLoader's workers, makes the error again from its text:
-    `.batch` is None then.
 
     Examples:
         >>> import nanwatch, torch
@@ -202,13 +197,11 @@ class BatchLimitError(ValueError):
         >>> debug.stop()
     """
 
-    def __init__(self, batch: int | str) -> None:
+    def __init__(self, batch: int) -> None:
         super().__init__(batch)
-        self.batch = None if isinstance(batch, str) else batch
+        self.batch = batch
 
     def __str__(self) -> str:
-        if self.batch is None:
-            return str(self.args[0])
         asked = f"abort_after_batch_num={self.batch}"
         return f"stopped after batch {self.batch}, as {asked} asks; leave the option out to run on"
 
