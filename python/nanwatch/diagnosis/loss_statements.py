@@ -301,7 +301,7 @@ class LossStatements(LossModule):
 
     def _reach(self, loss: Any) -> None:
         """End all with the loss of a backward, unless the value of the call is known not to lead to it."""
-        if not self._nodes or not self._nodes.isdisjoint(nodes_behind(tensors_in(loss))):
+        if (nodes := nodes_behind(tensors_in(loss))) and not (self._nodes and self._nodes.isdisjoint(nodes)):
             raise _Reached(loss)
 
     def target(self, place: Expression) -> source.Target | str:
