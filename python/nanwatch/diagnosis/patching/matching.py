@@ -355,7 +355,10 @@ def written(
         return site.text(value) if is_whole or isinstance(value, _ATOMS) else f"({site.text(value)})"
 
     try:
-        edit = placed(site, node, _picked(site, _PLACES.sub(replaced, form), binding.picks))
+        text = _picked(site, _PLACES.sub(replaced, form), binding.picks)
+        if isinstance(node, ast.Call) and re.fullmatch("[a-z].*_", called_name(node)):  # in place
+            text = f"{site.text(operation_of(node, site).args[0])}.copy_({text})"
+        edit = placed(site, node, text)
     except (LookupError, SyntaxError):  # a form may ask a number for its attributes
         return ()
     return *(naming for naming, _ in named.values()), edit

@@ -22,7 +22,6 @@ from .table import (
     GUARDS,
     POLES,
     STABLE,
-    STABLE_WORDS,
     Row,
     names_that_run,
     numbers_of,
@@ -74,7 +73,7 @@ class Proposer:
         dtypes = {record.dtype.removeprefix("torch.") for record in step.operands}
         self._dtype = next((name for name in FORMATS if name in dtypes), "float32")
         self._numbers, format_ = numbers_of(self._dtype), getattr(torch, self._dtype)
-        self._largest = torch.finfo(format_).max
+        self._format = torch.finfo(format_)
         self._known: set[tuple[Edit, ...]] = set()
         self.failing = self._failing_nodes(step)
         top = self.failing[:1]
@@ -145,7 +144,8 @@ class Proposer:
         tensors = [x[x.isfinite()] for x in self.tensors(base) if not x.is_complex()]
         ends = [float(end) for x in tensors if x.numel() for end in x.aminmax()]
         distance, farthest = max(((max(least - end, end - largest), end) for end in ends), default=(0.0, 0.0))
-        return (f"{farthest:.3g}", is_root) if distance > MOST_BY_GUARD else ("", False)
+        most = min(MOST_BY_GUARD, 32 * self._format.eps)  # the rounding of what the operand is made of
+        return (f"{farthest:.3g}", is_root) if distance > most else ("", False)
 
     def causes(self) -> list[str]:
         """Return a sentence for each number of the source that the format of the failing operation rounds away."""
@@ -160,19 +160,22 @@ class Proposer:
             beside = [x for operands in around for x in operands if self._site.constant(x) is None][:1]
             if near == 0:
                 yield from self._larger(number, beside)
-            for x in beside:
-                yield from self._put(x, "X.float()", _WIDER, X=x)
-        yield from self._stable()
+            yield from self._new((self._wider(x) for x in beside), _WIDER)
+        nodes = [x for x in ast.walk(self._site.node) if isinstance(x, ast.expr) and self._operands(x)]
+        for row in STABLE:
+            for node in nodes:
+                yield from self.changes(node, row)
         for node in self.failing:
             yield from self._untaken(node)
         if self._dtype == "float16":
             yield from self._infinities()
-            for node in self.failing[:1]:
-                x = self._operands(node)[0]
-                yield from self._put(x, "X.float()", _WIDER, X=x)
+            changes = [
+                self._wider(self._operands(x)[0]) for x in dict.fromkeys((*self.failing[:1], *self._kin))
+            ]
+            yield from self._new((_joined(x, changes[1:]) for x in changes[:1]), _WIDER)
         for node in [*self._sources, *self.failing]:
             for row in GUARDS:
-                yield from self.guard(node, row)
+                yield from self.changes(node, row)
         yield from self._infinities()
 
     def _new(self, changes: Iterable[Change], words: str, kind: str = "", *exact: Edit) -> Iterator[Proposal]:
@@ -194,50 +197,41 @@ class Proposer:
         is_apart = bool(values) and all(bool(((x <= near) | (x >= far)).all()) for x in values)
         yield from self._new([change], EPS_WORDS, "", *(change[1] if is_apart else ()))
 
-    def _put(self, node: ast.expr, form: str, words: str, **letters: ast.expr) -> Iterator[Proposal]:
-        return self._new([self._change(node, form, Binding(letters))], words)
+    def _wider(self, node: ast.expr) -> Change:
+        return self._change(node, "X.float()", Binding({"X": node}))
 
     def _change(self, node: ast.AST, form: str, binding: Binding) -> Change:
         numbers = {**self._numbers, "BOUND": self._bound(binding)}
         return node, written(self._site, node, form, binding, numbers)
 
-    def _stable(self) -> Iterator[Proposal]:
-        nodes = [x for x in ast.walk(self._site.node) if isinstance(x, ast.expr) and self._operands(x)]
-        for pattern, form in STABLE:
-            for node in nodes:
-                binding = match(self._site, pattern, node)
-                if binding is not None and self._causes & binding.nodes:
-                    change = self._change(node, form, binding)
-                    kin = (self._change(x, row, bound) for x in self._kin for row, bound in self._rows(x))
-                    yield from self._new((_joined(change, kin), change), STABLE_WORDS, "stable")
-
-    def _rows(self, node: ast.AST) -> Iterator[tuple[str, Binding]]:
-        pairs = ((form, match(self._site, pattern, node)) for pattern, form in STABLE)
-        return ((form, binding) for form, binding in pairs if binding is not None)
-
-    def guard(self, node: ast.AST, row: Row) -> Iterator[Proposal]:
-        """Yield the changes that a row of guards makes at a node, none where the row is for another case.
+    def changes(self, node: ast.AST, row: Row) -> Iterator[Proposal]:
+        """Yield the changes that a row makes at a node, none where the row is for another case.
 
         The first ones are for all operations of its kind in the statement, of which others may fail in another batch.
+        A stable form is for what has to do with the failure, and those may have another one.
         """
-        if changes := self._guarded(node, row):
-            kin = [change for x in self._kin if x is not node for change in self._guarded(x, row)[-1:]]
-            wide = [_joined(change, kin) for change in changes]
-            yield from self._new((*wide, changes[-1]), row.words, "guard")
+        binding = match(self._site, row.pattern, node)
+        if binding is None or (row.kind == "stable" and not self._causes & binding.nodes):
+            return
+        rows = STABLE if row.kind == "stable" else (row,)
+        near = (
+            (x, each, match(self._site, each.pattern, x)) for x in self._kin if x is not node for each in rows
+        )
+        kin = [change for x, each, bound in near if bound for change in self._written(x, each, bound)[-1:]]
+        changes = self._written(node, row, binding)
+        wide = [_joined(change, kin) for change in changes]
+        yield from self._new((*wide, *changes[-1:]), row.words, row.kind)
 
-    def _guarded(self, node: ast.AST, row: Row) -> list[Change]:
+    def _written(self, node: ast.AST, row: Row, binding: Binding) -> list[Change]:
         """Return the changes that a row makes at one node, the one for the other uses of its operand first."""
-        site, binding = self._site, match(self._site, row.pattern, node)
-        if binding is None or not self._holds(row.condition, binding):
-            return []
-        if not row.part:
-            return [] if isinstance(node, ast.stmt) else [self._change(node, row.form, binding)]
-        part = binding.letters[row.part]
-        if site.constant(part) is not None:
+        site, part = self._site, binding.letters.get(row.part, node)
+        is_constant = row.part and site.constant(part) is not None
+        is_statement = not row.part and isinstance(node, ast.stmt)
+        if is_constant or is_statement or not self._holds(row.condition, binding):
             return []
 
-        def change(place: ast.expr) -> Change:
-            letters = {**binding.letters, row.part: place}
+        def change(place: Any) -> Change:
+            letters = {**binding.letters, row.part: place} if row.part else binding.letters
             return self._change(place, row.form, binding._replace(letters=letters))
 
         narrow, uses = (node, change(part)[1]), site.same(part) if row.spreads else []
@@ -299,7 +293,7 @@ class Proposer:
         if not values or any(x.is_complex() or not bool(x.isfinite().all()) for x in values):
             return ""
         largest = max((float(x.max()) for x in values if x.numel()), default=math.inf)
-        return f"{max(0, math.ceil(largest))}" if largest < 0.9 * math.log(self._largest) else ""
+        return f"{max(0, math.ceil(largest))}" if largest < 0.9 * math.log(self._format.max) else ""
 
     def _untaken(self, node: ast.AST) -> Iterator[Proposal]:
         """Yield changes that give the elements that are not taken a safe operand, or none.
@@ -336,7 +330,7 @@ class Proposer:
         for node in ast.walk(self._site.node):
             is_signed = isinstance(self._site.parents.get(node), ast.UnaryOp)  # tried with its sign alone
             value = self._site.constant(node) if isinstance(node, ast.expr) and not is_signed else None
-            if not isinstance(value, int | float) or abs(value) <= self._largest:
+            if not isinstance(value, int | float) or abs(value) <= self._format.max:
                 continue
             # A mask of the wrong sign is found in a softmax.
             span, words = self._site.file.span(node), f"write a number that {self._dtype} holds"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 # Functions that are also written with operators.
@@ -100,9 +101,7 @@ _STABLE = (
     # Norms, distances, variances
     ("sum(A * B, dim=D) / (norm(A, dim=D) * norm(B, dim=D))", "F.cosine_similarity(A, B, dim=D)"),
     ("dot(A, B) / (norm(A) * norm(B))", "F.cosine_similarity(A, B, dim=0)"),
-    ("sqrt(sum(square(X)))", "torch.linalg.vector_norm(X)"),
-    ("sqrt(sum(square(X), dim=D))", "torch.linalg.vector_norm(X, dim=D)"),
-    ("sqrt(sum(square(X), dim=D, keepdim=True))", "torch.linalg.vector_norm(X, dim=D, keepdim=True)"),
+    ("sqrt(sum(square(X), ...))", "torch.linalg.vector_norm(X, 2, ...)"),
     ("sqrt(square(A) + square(B))", "torch.hypot(A, B)"),
     ("sqrt(square(X))", "X.abs()"),
     ("mean(square(X), ...) - square(mean(X, ...))", "X.var(..., unbiased=False)"),
@@ -112,7 +111,10 @@ _STABLE = (
     ("A * log(B)", "torch.xlogy(A, B)"),
     ("sin(X) / X", "torch.sinc(X / PI)"),
     ("expm1(X) / X", "torch.where(X == 0, 1.0, torch.expm1(X) / torch.where(X == 0, 1.0, X))"),
-    # What overflows on the way
+    # What cancels or overflows on the way
+    ("exp(X) - 1", "torch.expm1(X)"),
+    ("1 - exp(X)", "-torch.expm1(X)"),
+    ("log(1 + X)", "torch.log1p(X)"),
     ("A @ B / S", "(A / S) @ B"),
     ("(A @ B) * S", "(A * S) @ B"),
     ("A * B / C", "A * (B / C)"),
@@ -127,9 +129,10 @@ _EXPONENT = "bound the exponent"
 _INSIDE = "keep the operand inside -1 to 1"
 EPS_WORDS = "give it an eps that the format has"
 _UNBIASED = "do not divide by the number of values less one, which is 0 for a single value"
+_UNWRITTEN = "begin with zeros, as memory that nothing has written holds anything"
 TOO_SHORT = "leave out samples that are shorter than their labels, whose loss is infinite"
 _STEEP = "whose gradient is infinite"
-_QUOTIENTS = "A / B | reciprocal(B)"
+_QUOTIENTS = "A / B | reciprocal(B) | addcdiv(X, A, B, ...)"
 _EXPS = "exp(X) | exp2(X) | expm1(X) | sinh(X) | cosh(X)"
 _NORMALIZED = "X / norm(X, dim=D, keepdim=True) | X / unsqueeze(norm(X, dim=D), ...) | X / sqrt(sum(square(X), dim=D, keepdim=True))"
 
@@ -152,6 +155,7 @@ class Row(NamedTuple):
     condition: str
     words: str
     spreads: bool = False
+    kind: str = "guard"
 
 
 _ROWS = (
@@ -161,6 +165,9 @@ _ROWS = (
     Row("W(X, Y, ...)", "", "W if (Y != -100).any() else X.sum() * 0.0", "in nll_loss", "take 0 where all labels are ignored"),
     Row("W(X, ...)", "", "W if X.numel() else X.sum() * 0.0", "empty in nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy binary_cross_entropy_with_logits mean", "take 0 for the mean of nothing"),
     Row("W(..., mask=M)", "M", "M & ~M.all(-1, keepdim=True)", "in softmax _softmax _safe_softmax", "mask no row everywhere"),
+    Row("empty(...) | Tensor(...) | FloatTensor(...)", "", "torch.zeros(...)", "in empty", _UNWRITTEN),
+    Row("empty_like(X, ...)", "", "torch.zeros_like(X, ...)", "in empty_like", _UNWRITTEN),
+    Row("new_empty(X, ...)", "", "X.new_zeros(...)", "in new_empty", _UNWRITTEN),
     Row("A / B", "B", "max(B, 1)", "int", "divide by at least 1"),
     Row("A / B", "B", "max(B, EPS)", "number", _DIVISOR),
     Row(_QUOTIENTS, "B", "B.clamp(min=1)", "count", "divide by at least 1"),
@@ -211,13 +218,16 @@ _ROWS = (
     Row("eigh(X)", "X", "X + torch.diag(torch.linspace(0, 1e-4, X.shape[-1]).to(X))", "", f"move equal eigenvalues apart, {_STEEP}"),
     Row("svd(X, ...)", "X", "X + torch.eye(*X.shape[-2:]).to(X) * torch.linspace(0, 1e-4, X.shape[-1]).to(X)", "", f"move equal singular values apart, {_STEEP}"),
 )  # fmt: skip
-STABLE = tuple((pattern, form) for patterns, form in _STABLE for pattern in patterns.split(" | "))
-GUARDS = tuple(
-    row._replace(pattern=pattern, form=form)
-    for row in _ROWS
-    for form in row.form.split(" | ")
-    for pattern in row.pattern.split(" | ")
-)
+
+
+def _split(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Return a row for each form, and in that for each pattern."""
+    forms = (row._replace(form=form) for row in rows for form in row.form.split(" | "))
+    return tuple(row._replace(pattern=pattern) for row in forms for pattern in row.pattern.split(" | "))
+
+
+STABLE = _split(Row(patterns, "", form, "", STABLE_WORDS, kind="stable") for patterns, form in _STABLE)
+GUARDS = _split(_ROWS)
 # fmt: off
 FORMATS = "float16", "bfloat16", "float32", "float64"  # the narrowest first
 NUMBERS = {
