@@ -6,6 +6,7 @@ import ast
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -109,11 +110,9 @@ class Proposer:
         nodes: Iterator[Any] = ast.walk(self._site.node)
         near = [x for x in nodes if self._name(x) is not None and x.lineno <= line <= x.end_lineno]
         position = file.at(step.place.positions)
-        exact = [x for x in near if file.span(x) == position]
-        named = [x for x in near if self._name(x) in names]
-        likely = dict.fromkeys((*(x for x in named if x in exact), *named, *exact))
-        inside = [x for x in likely if position is not None and file.span(x).covers(position)]
-        return inside or [*likely]
+        ranks = {x: (self._name(x) not in names, file.span(x) != position) for x in near}
+        likely = sorted((x for x in near if not all(ranks[x])), key=ranks.__getitem__)
+        return [x for x in likely if position is not None and file.span(x).covers(position)] or likely
 
     def _name(self, node: ast.AST) -> str | None:
         operation = operation_of(node, self._site)
@@ -160,7 +159,7 @@ class Proposer:
             beside = [x for operands in around for x in operands if self._site.constant(x) is None][:1]
             if near == 0:
                 yield from self._larger(number, beside)
-            yield from self._new((self._wider(x) for x in beside), _WIDER)
+            yield from self._wider(beside)
         nodes = [x for x in ast.walk(self._site.node) if isinstance(x, ast.expr) and self._operands(x)]
         for row in STABLE:
             for node in nodes:
@@ -169,10 +168,9 @@ class Proposer:
             yield from self._untaken(node)
         if self._dtype == "float16":
             yield from self._infinities()
-            changes = [
-                self._wider(self._operands(x)[0]) for x in dict.fromkeys((*self.failing[:1], *self._kin))
-            ]
-            yield from self._new((_joined(x, changes[1:]) for x in changes[:1]), _WIDER)
+            yield from self._wider(
+                self._operands(x)[0] for x in dict.fromkeys((*self.failing[:1], *self._kin))
+            )
         for node in [*self._sources, *self.failing]:
             for row in GUARDS:
                 yield from self.changes(node, row)
@@ -197,8 +195,9 @@ class Proposer:
         is_apart = bool(values) and all(bool(((x <= near) | (x >= far)).all()) for x in values)
         yield from self._new([change], EPS_WORDS, "", *(change[1] if is_apart else ()))
 
-    def _wider(self, node: ast.expr) -> Change:
-        return self._change(node, "X.float()", Binding({"X": node}))
+    def _wider(self, nodes: Iterable[ast.expr]) -> Iterator[Proposal]:
+        changes = [self._change(x, "X.float()", Binding({"X": x})) for x in nodes]
+        yield from self._new([_joined(x, changes[1:]) for x in changes[:1]], _WIDER)
 
     def _change(self, node: ast.AST, form: str, binding: Binding) -> Change:
         numbers = {**self._numbers, "BOUND": self._bound(binding)}
@@ -213,11 +212,10 @@ class Proposer:
         binding = match(self._site, row.pattern, node)
         if binding is None or (row.kind == "stable" and not self._causes & binding.nodes):
             return
-        rows = STABLE if row.kind == "stable" else (row,)
-        near = (
-            (x, each, match(self._site, each.pattern, x)) for x in self._kin if x is not node for each in rows
-        )
-        kin = [change for x, each, bound in near if bound for change in self._written(x, each, bound)[-1:]]
+        rows, kin = STABLE if row.kind == "stable" else (row,), list[Change]()
+        for x, each in product([x for x in self._kin if x is not node], rows):
+            bound = match(self._site, each.pattern, x)
+            kin += [] if bound is None else self._written(x, each, bound)[-1:]
         changes = self._written(node, row, binding)
         wide = [_joined(change, kin) for change in changes]
         yield from self._new((*wide, *changes[-1:]), row.words, row.kind)
