@@ -316,6 +316,7 @@ def _arguments(site: Site, wanted: Operation, operation: Operation, binding: Bin
 
 # Placeholders of a form: names that are no attributes, and `...` for further arguments, with a comma beside it.
 _PLACES = re.compile(r"(?<![\w.])[A-Za-z]\w*|, \.\.\.|\.\.\., |\.\.\.")
+_NAMED = ast.Name | ast.Attribute | ast.Subscript
 _ATOMS = ast.Call | ast.Name | ast.Attribute | ast.Subscript | ast.Constant
 
 
@@ -356,8 +357,10 @@ def written(
 
     try:
         text = _picked(site, _PLACES.sub(replaced, form), binding.picks)
-        if isinstance(node, ast.Call) and re.fullmatch("[a-z].*_", called_name(node)):  # in place
-            text = f"{site.text(operation_of(node, site).args[0])}.copy_({text})"
+        operation, is_in_place = operation_of(node, site), re.fullmatch("[a-z].*_", called_name(node))
+        if operation is not None and is_in_place and "W" not in binding.letters:
+            changed = operation.args[0]  # which others may see, if it has a name
+            text = f"{site.text(changed)}.copy_({text})" if isinstance(changed, _NAMED) else text
         edit = placed(site, node, text)
     except (LookupError, SyntaxError):  # a form may ask a number for its attributes
         return ()

@@ -161,19 +161,16 @@ class Proposer:
                 yield from self._larger(number, beside)
             yield from self._wider(beside)
         nodes = [x for x in ast.walk(self._site.node) if isinstance(x, ast.expr) and self._operands(x)]
-        for row in STABLE:
-            for node in nodes:
-                yield from self.changes(node, row)
+        for row, expression in product(STABLE, nodes):
+            yield from self.changes(expression, row)
         for node in self.failing:
             yield from self._untaken(node)
         if self._dtype == "float16":
             yield from self._infinities()
-            yield from self._wider(
-                self._operands(x)[0] for x in dict.fromkeys((*self.failing[:1], *self._kin))
-            )
-        for node in [*self._sources, *self.failing]:
-            for row in GUARDS:
-                yield from self.changes(node, row)
+            alike = dict.fromkeys((*self.failing[:1], *self._kin))
+            yield from self._wider(self._operands(x)[0] for x in alike)
+        for node, row in product([*self._sources, *self.failing], GUARDS):
+            yield from self.changes(node, row)
         yield from self._infinities()
 
     def _new(self, changes: Iterable[Change], words: str, kind: str = "", *exact: Edit) -> Iterator[Proposal]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanwatch.diagnosis.patching.matching import Site, match, written
+from nanwatch.diagnosis.patching.matching import Binding, Site, match, written
 from nanwatch.diagnosis.patching.proposer import Proposer
 from nanwatch.diagnosis.patching.source import find_target
 from nanwatch.diagnosis.patching.table import GUARDS, STABLE, numbers_of
@@ -25,13 +25,8 @@ from nanwatch.recording.observe import observe
 _ELSEWHERE = {"ndtr": "torch.special", "poisson_nll_loss": "F", "ctc_loss": "F", "eigh": "torch.linalg",
               "normalize": "F", "cosine_similarity": "F", "layer_norm": "F", "svd": "torch.linalg"}  # fmt: skip
 # The other guards need a whole program.
-ROWS = [
-    row
-    for row in GUARDS
-    if not row[0].startswith(
-        ("W(", "log_prob(", "addcdiv(", "empty", "Tensor(", "FloatTensor(", "new_empty(")
-    )
-]
+_WHOLE = "W(", "log_prob", "addcdiv", "empty", "new_empty", "Tensor", "FloatTensor"
+ROWS = [row for row in GUARDS if not row.pattern.startswith(_WHOLE)]
 # Options that a pattern's `...` stands for.
 _REST = {"layer_norm": "(3,)", "ctc_loss": "steps, lengths", "unsqueeze": "-1", "logit": "1e-12", "gather": "-1, lengths", "svd": "False", "norm": "2, -1",
          "poisson_nll_loss": "False"}  # fmt: skip
@@ -145,6 +140,13 @@ def test_a_letter_stands_for_one_expression(tmp_path: Path) -> None:
     site, node, _ = site_of("exp(A) / sum(exp(B))", tmp_path)
     assert match(site, "exp(A) / sum(exp(B))", node) is not None
     assert match(site, "exp(X) / sum(exp(X))", node) is None
+
+
+def test_a_form_of_a_call_in_place_stays_in_place(tmp_path: Path) -> None:
+    site, node, _ = site_of("X.div_(norm(X, dim=D, keepdim=True))", tmp_path)
+    binding = match(site, "X / norm(X, dim=D, keepdim=True)", node) or Binding()
+    edits = written(site, node, "F.normalize(X, dim=D)", binding, {})
+    assert text_of(site.file.edited(edits).text) == "x.copy_(F.normalize(x, dim=-1))"
 
 
 def test_each_change_is_proposed_once(tmp_path: Path) -> None:
