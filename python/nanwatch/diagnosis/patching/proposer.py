@@ -17,17 +17,7 @@ from ..experiment import MOST_BY_GUARD
 from ..provenance import Step
 from .matching import Binding, Site, match, operation_of, placed, written
 from .source import Edit
-from .table import (
-    EPS_WORDS,
-    FORMATS,
-    GUARDS,
-    POLES,
-    STABLE,
-    Row,
-    names_that_run,
-    numbers_of,
-    operation_name,
-)
+from .table import EPS_WORDS, FORMATS, GUARDS, POLES, STABLE, Row, names_that_run, numbers_of, operation_name
 
 # Whole words in the name of a value that counts something, without the `s` of a plural, and what counts are computed
 # from: `num_tokens` and `n_valid` are counts, `numerator` and `discount` are not.
