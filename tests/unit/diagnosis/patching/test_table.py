@@ -69,8 +69,7 @@ def site_of(pattern: str, folder: Path) -> tuple[Site, ast.expr, str]:
         "import math\nimport torch\nfrom torch.nn import functional as F\n\n"
         f"def value({arguments}):\n    return {text}\n"
     )
-    file = folder / "value.py"
-    file.write_text(source)
+    (file := folder / "value.py").write_text(source)
     # A script may use the names of parameters for numbers of its own.
     names: dict[str, Any] = {"__name__": "value", "__file__": str(file), "x": 1.0, "a": 2.0}
     exec(compile(source, str(file), "exec"), names)
@@ -142,16 +141,15 @@ def test_a_letter_stands_for_one_expression(tmp_path: Path) -> None:
 def test_a_form_of_a_call_in_place_stays_in_place(tmp_path: Path) -> None:
     site, node, _ = site_of("X.div_(norm(X, dim=D, keepdim=True))", tmp_path)
     bound = match(site, "X / norm(X, dim=D, keepdim=True)", node) or Binding()
-    assert (
-        written(site, node, "F.normalize(X, dim=D)", bound, {})[0].text == "x.copy_(F.normalize(x, dim=-1))"
-    )
+    edits = written(site, node, "F.normalize(X, dim=D)", bound, {})
+    assert edits[0].text == "x.copy_(F.normalize(x, dim=-1))"
 
 
 def test_each_change_is_proposed_once(tmp_path: Path) -> None:
     site, _, _ = site_of("log(log(X))", tmp_path)  # the operand was made by another one of its kind
     given = observe(torch.tensor(-math.inf), "", "input")
     step = Step(0, "aten.log.default", operands=(given,), place=Expression(site.file.name, 6))
-    edits = [proposal.edits for proposal in Proposer(site, step, lambda _: {}).proposals()]
+    edits = [x.edits for x in Proposer(site, step, lambda _: {}).proposals()]
     assert len(set(edits)) == len(edits) > 1
 
 
