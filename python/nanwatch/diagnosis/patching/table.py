@@ -101,7 +101,9 @@ _STABLE = (
     # Norms, distances, variances
     ("sum(A * B, dim=D) / (norm(A, dim=D) * norm(B, dim=D))", "F.cosine_similarity(A, B, dim=D)"),
     ("dot(A, B) / (norm(A) * norm(B))", "F.cosine_similarity(A, B, dim=0)"),
-    ("sqrt(sum(square(X), ...))", "torch.linalg.vector_norm(X, 2, ...)"),
+    ("sqrt(sum(square(X)))", "torch.linalg.vector_norm(X)"),
+    ("sqrt(sum(square(X), dim=D))", "torch.linalg.vector_norm(X, dim=D)"),
+    ("sqrt(sum(square(X), dim=D, keepdim=True))", "torch.linalg.vector_norm(X, dim=D, keepdim=True)"),
     ("sqrt(square(A) + square(B))", "torch.hypot(A, B)"),
     ("sqrt(square(X))", "X.abs()"),
     ("mean(square(X), ...) - square(mean(X, ...))", "X.var(..., unbiased=False)"),
