@@ -289,7 +289,7 @@ class OptimizerSteps:
         recorder.settle()
         if recorder.paused:
             return
-        batch = recorder.latest_batch
+        batch = max(recorder.latest_batch, 0)  # of a model of which methods alone are called
         if torch._C._current_graph_task_id() != -1:
             # This optimizer steps inside the backward, as soon as a gradient is there.
             recorder.finish_nonfinite_backward()
@@ -383,7 +383,7 @@ class OptimizerSteps:
             self._failures.step_follows(incident)
 
     def _is_due(self, batch: int) -> bool:
-        return batch >= 0 and batch % self._options.every == 0
+        return batch % self._options.every == 0
 
     # The last step
 

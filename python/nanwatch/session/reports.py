@@ -150,13 +150,16 @@ class Starts:
         self.keep(batch)
         # A later call is a part of what lies behind this one's outputs.
         starts = [start for start in self._recorder.ended_starts() if start.batch <= batch]
-        if (first := min(starts, key=lambda start: start.batch, default=None)) is None:
+        first = min(starts, key=lambda start: start.batch, default=None)
+        if first is None and self._failed is not None:
             return
         with suppressing("the statements of the loss could not be kept"):
-            # A loss that draws numbers before it calls the model begins with the state at the last step.
-            generators = [x for x in (self._recorder.step_generator, first.generator) if x is not None]
+            # A loss that draws numbers before it calls the model begins with the state at the last step. A model of
+            # which methods alone are called has no start.
+            known = [] if first is None else [self._recorder.step_generator, first.generator]
+            rngs = [RngState(x, first.cuda) for x in known if first is not None and x is not None]
             find = ProgramCall.before_step if is_over else ProgramCall.of_backward
-            self._backward = {batch: find([RngState(x, first.cuda) for x in generators])}
+            self._backward = {batch: find(rngs)}
 
     def of_ended(self, batch: int) -> BatchSnapshot | None:
         """Return the start of a batch that has ended, if it is kept for its backward."""
@@ -249,7 +252,7 @@ class Reports:
         records = (observe(parameter.grad, f"{label}.grad", "gradient"),)
         # No hook has seen the gradient of a weight whose module is not called, nor any by default.
         is_unseen = owned and not of_called
-        is_of_step = not is_unseen and self.options.gradients
+        is_of_step = not is_unseen and self.options.gradients and self.recorder.latest_batch >= 0
         frame = Frame(batch, name, class_name, records, "step" if is_of_step else "backward")
         return self.of_frame(frame, "produced" if is_unseen else "received")
 

@@ -205,6 +205,10 @@ def test_the_loss_and_a_root_are_found_before_a_step(every_module: bool | None) 
         model(torch.ones(3, 2)).square().mean().backward()  # whose graph is gone before the step
         finding = fault_of(torch.optim.SGD(model.parameters()).step).finding
     assert finding.operation == "SqrtBackward0"
+    with watch(unit := nn.ParameterList([torch.zeros(2)]), gradients=every_module):  # that nobody calls
+        unit[0].sqrt().sum().backward()
+        finding = fault_of(torch.optim.SGD(unit.parameters()).step).finding
+    assert (finding.label, finding.batch, finding.operation) == ("0.grad", 0, "SqrtBackward0")
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
