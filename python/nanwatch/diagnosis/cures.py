@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -36,6 +36,8 @@ _HALVES = "float16", "bfloat16"
 # Steps of a training with another learning rate, and seconds for all such trainings. One diverges whose loss has grown
 # by so many times its size, and one learns whose loss has fallen by this part.
 _NUM_STEPS, _MOST_SECONDS, _DIVERGED, _FALL = 20, 20.0, 10.0, 0.01
+# A weight that is so many times as large as a new one.
+_MUCH_LARGER = 5.0
 
 
 def try_patches(trials: Trials, step: Step | None, at: TargetFinder = find_target) -> None:
@@ -70,47 +72,71 @@ def _try_option(trials: Trials) -> None:
         trials.attempt(f"{TOO_SHORT}: make {owner} CTCLoss with zero_infinity=True", hold)
 
 
-def try_rates(trials: Trials) -> None:
-    """Try smaller learning rates, and a clip, where a training from new weights diverges on this batch without them.
+def try_training(trials: Trials, first: Mapping[str, float]) -> None:
+    """Try a training from new weights on this batch: a cure is what it shows to be wrong, the rate or the weights.
 
-    New are the weights of modules that can reset them, and matrices. The first change with which the loss falls is a
-    cure.
+    Where the loss grows with the present learning rate, lower ones are tried, and a clip. Where it does not, a weight
+    is at fault that was far larger in the beginning than its module makes it: `first` has the abs max by name.
     """
-    losses, end = _losses(trials), time.monotonic() + _MOST_SECONDS
-    if not losses or not isfinite(losses[0]) or losses[-1] - losses[0] <= _DIVERGED * abs(losses[0]):
+    end = time.monotonic() + _MOST_SECONDS
+    losses, new = _train(trials)
+    if not losses or not isfinite(losses[0]):
+        return
+    steps = f"{_NUM_STEPS} steps on this batch from new weights take the loss from"
+    diverges = not losses[-1] - losses[0] <= _DIVERGED * abs(losses[0])
+    if not diverges:
+        ratios = [(first[name] / size, name) for name, size in new.items() if size and name in first]
+        large = [name for ratio, name in sorted(ratios, reverse=True) if ratio > _MUCH_LARGER]
+        for name in large[:1]:
+            others = f" and {len(large) - 1} others" if len(large) > 1 else ""
+            words = f"initialise `{name}`{others} smaller: up to {new[name]:.2g}, as its module does, not"
+            effect = f"{steps} {losses[0]:.3g} to {losses[-1]:.3g}"
+            trials.cures.append(Cure(f"{words} {first[name]:.3g}", True, None, "", effect))
+    if not diverges or not trials.finding.num_steps:
         return
     rates = sorted({float(group["lr"]) for x in trials.optimizers() for group in x.param_groups})
-    for divisor, clip in ((10, inf), (100, inf), (1, 1.0), (1000, inf), (10_000, inf)):
-        fallen = _losses(trials, divisor, clip) if time.monotonic() < end else []
-        if fallen and all(map(isfinite, fallen)) and fallen[-1] < fallen[0] - _FALL * abs(fallen[0]):
-            old, new = (" and ".join(f"{rate / by:g}" for rate in rates) for by in (1, divisor))
-            words = f"lower the learning rate to {new}, from {old}"
+    lower = ((10.0**power, inf) for power in range(3, 10))
+    for divisor, clip in ((10.0, inf), (100.0, inf), (1.0, 1.0), *lower):
+        fallen = _train(trials, divisor, clip)[0] if time.monotonic() < end else []
+        if _falls(fallen):
+            old, new_rates = (" and ".join(f"{rate / by:g}" for rate in rates) for by in (1, divisor))
+            words = f"lower the learning rate to {new_rates}, from {old}"
             if clip < inf:
                 words = f"clip the gradients before the step, clip_grad_norm_(model.parameters(), {clip})"
-            ends = f"{fallen[0]:.3g} to {fallen[-1]:.3g}, without the change to {losses[-1]:.3g}"
-            effect = f"{_NUM_STEPS} steps on this batch from new weights take the loss from {ends}"
+            effect = f"{steps} {fallen[0]:.3g} to {fallen[-1]:.3g}, without the change to {losses[-1]:.3g}"
             trials.cures.append(Cure(words, True, None, "", effect))
             return
 
 
-def _losses(trials: Trials, divisor: int = 1, clip: float = inf) -> list[float]:
-    """Return the losses of a training from new weights, with divided learning rates and a clip; [] without one."""
+def _falls(losses: Sequence[float]) -> bool:
+    return bool(losses) and all(map(isfinite, losses)) and losses[-1] < losses[0] - _FALL * abs(losses[0])
 
-    def begin(optimizers: Sequence[Optimizer]) -> None:
-        for module in trials.model.modules():
+
+def _train(trials: Trials, divisor: float = 1.0, clip: float = inf) -> tuple[list[float], dict[str, float]]:
+    """Return the losses of a training with divided learning rates and a clip, [] without one, and the new weights.
+
+    These are the abs max by name of those that modules can reset. It begins with them, and with new matrices.
+    """
+
+    def begin(optimizers: Sequence[Optimizer]) -> dict[str, float]:
+        new = dict[str, float]()
+        for prefix, module in trials.model.named_modules():
             reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
             for x in module.parameters(recurse=False) if reset is None else ():
                 if x.ndim > 1:
                     nn.init.normal_(x, std=x.shape[-1] ** -0.5)
             if reset is not None:
                 reset()
+                weights = module.named_parameters(prefix, recurse=False)
+                new |= {name: float(x.detach().abs().max()) for name, x in weights if x.numel()}
         for optimizer in optimizers:
             optimizer.state.clear()
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] / divisor
+        return new
 
-    losses, _ = trials.train(_NUM_STEPS, begins=begin, clip=clip) or ([], 0.0)
-    return losses
+    losses, _, new = trials.train(_NUM_STEPS, begins=begin, clip=clip) or ([], 0.0, {})
+    return losses, new
 
 
 def try_formats(trials: Trials) -> None:

@@ -134,13 +134,18 @@ class Experiment:
             if not record.is_fault or self.bad_gradient is not None or self.provenance is None:
                 continue
             step = self.provenance.origin(x, record)  # type: ignore[arg-type]
-            if step is None or step.meant:
+            is_finite = not any(observe(y, "", "output").is_fault for y in self.results)
+            left_out = step is not None and not step.meant and not step.in_backward and is_finite
+            remarks = (
+                (_LEFT_OUT.format(step.operation, node.name()),) if step is not None and left_out else ()
+            )
+            if step is None or step.meant or (left_out and not step.is_maker):
+                # A bad value that was given, and left out, is no fault.
                 place, module = self.provenance.site_of(node)
                 step = Step(0, node.name(), values_of(record), place=place, module=module)
-            elif not step.in_backward and not any(observe(y, "", "output").is_fault for y in self.results):
-                step.remarks += (_LEFT_OUT.format(step.operation, node.name()),)
+            step.remarks += remarks
             self.bad_gradient = step
-            if self.failure is None:
+            if self.failure is None or is_finite:
                 self.failure, self.failed_in_backward = step, True
         self.end_if_settled(self.gradients)
 
@@ -350,7 +355,7 @@ class Trials:
         scale the results have. One that moves most of them is wrong. `truth` is the run in float64, if it is another
         than that of the batch.
         """
-        is_given = self.finding.origin in ("data", "buffer")
+        is_given = self.finding.origin in ("data", "buffer") or self.finding.is_of_loss
         bad = [label for label in experiment.bad_labels() if not (is_given and label.startswith("input"))]
         if experiment.error is not None or bad:
             return False, ""
@@ -364,7 +369,7 @@ class Trials:
 
     def explosion(self, hold: Hold) -> str:
         """Return in words how far some steps move the weights under a change; "" for not far, or where not known."""
-        _, moved = self.train(_NUM_STEPS, hold) or ([], 0.0)
+        _, moved, _ = self.train(_NUM_STEPS, hold) or ([], 0.0, None)
         if moved <= _MOST_MOVED:
             return ""
         kinds = " and ".join(type(x).__name__ for x in self.optimizers())
@@ -386,21 +391,21 @@ class Trials:
         self,
         num_steps: int,
         hold: Hold = nullcontext,
-        begins: Callable[[Sequence[Optimizer]], object] = bool,
+        begins: Callable[[Sequence[Optimizer]], Any] = bool,
         clip: float = inf,
-    ) -> tuple[list[float], float] | None:
+    ) -> tuple[list[float], float, Any] | None:
         """Take steps of the user's optimizers on the batch, in a process that is thrown away, which `begins` them.
 
         `clip` is the largest norm of the gradients. Return the loss before each step, and how far all move the weights
-        in multiples of their norm; None where the steps cannot be taken, as beside CUDA.
+        in multiples of their norm, and what `begins` returned; None where the steps cannot be taken, as beside CUDA.
         """
         weights, optimizers = [*self.model.parameters()], self.optimizers()
         is_large = sum(x.numel() for x in weights) > MOST_ELEMENTS
         if not optimizers or is_large or not isolation.is_child():
             return None
 
-        def steps() -> tuple[list[float], float]:
-            begins(optimizers)
+        def steps() -> tuple[list[float], float, Any]:
+            begun = begins(optimizers)
             before, losses = [x.detach().clone() for x in weights], list[float]()
             for _ in range(num_steps):
                 self.model.zero_grad()
@@ -410,9 +415,8 @@ class Trials:
                     for optimizer in optimizers:
                         inspect.unwrap(type(optimizer).step)(optimizer)  # without the hooks of a watch
             moves = [x.detach() - y for x, y in zip(weights, before, strict=True)]
-            return losses, float(
-                nn.utils.get_total_norm(moves) / nn.utils.get_total_norm(before).clamp(min=1)
-            )
+            norm = nn.utils.get_total_norm(before).clamp(min=1)
+            return losses, float(nn.utils.get_total_norm(moves) / norm), begun
 
         isolation.send()
         with suppress(isolation.ChildEndedError):

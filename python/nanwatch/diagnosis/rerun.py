@@ -27,12 +27,13 @@ from ..util.messages import spell
 from . import isolation
 from .batch_snapshot import BatchSnapshot, no_second_run
 from .causes import StepAgain, is_taken_apart
-from .cures import try_formats, try_patches, try_rates
+from .cures import try_formats, try_patches, try_training
 from .data import bad_tensors, batch_size, describe, find_in_dataset, find_samples
 from .experiment import Allows, Trials, nothing_allowed
 from .incident import Incident, attempt, write_failure
 from .loss_statements import LossStatements, ProgramCall, around_gradients, place_of_step, with_loss
 from .patching.source import find_target
+from .patching.table import operation_name
 from .provenance import ProvenanceMode, Step
 from .search import Diagnosis, find_operation, of_forward
 
@@ -41,6 +42,8 @@ _NOT_KEPT = (
     "the start of the batch was not kept. Run it alone, uncompiled, with one call of the model, for that"
 )
 _OTHER_DRAWS = "the re-run drew other random numbers before the call, from the state of the call"
+# What overflows in a product of float32 is too large itself.
+_PRODUCTS = ("mm", "addmm", "bmm", "convolution")
 # Weights that have grown by more are those of a divergence.
 _MOST_GROWTH = 100.0
 # Callers of the model's call whose statements may have made its arguments.
@@ -165,7 +168,7 @@ class _Rerun:
         if not is_given or module_names(self._model).get(module) != finding.module or no_second_run(module):
             return None
         x = snapshot.tensors()[finding.label]
-        extent, is_data = describe(x), finding.origin == "data"
+        extent, is_data = describe(x), finding.origin == "data" or not x.requires_grad
         finding = replace(finding, origin="received", source_module=None)
         for depth in range(_MOST_CALLERS):
             if (start := with_loss(snapshot, self._model, depth)) is not None:
@@ -272,21 +275,34 @@ class _Rerun:
         incident, finding, statements = self._incident, self._incident.finding, start.module
         trials = self._trials(start, replace(finding, phase=phase))
         at = statements.target if isinstance(statements, LossStatements) else find_target
-        patches, rates = partial(try_patches, trials, step, at), partial(try_rates, trials)
+        patches, training = partial(try_patches, trials, step, at), partial(self._try_training, trials, step)
         growths = (x.abs_max / max(x.first, 1.0) for x in incident.report.suspects if x.first is not None)
         has_grown = bool(finding.losses) or any(growth > _MOST_GROWTH for growth in growths)
         try:
             if has_grown:
-                attempt("the search for a learning rate", rates, trials.remarks.append)
+                attempt("a training from new weights", training, trials.remarks.append)
             attempt("the search for a change of the source", patches, trials.remarks.append)
             if formats and not finding.is_of_loss:
                 # The cure is judged at the gradient, also where the loss fails.
                 trials.finding = finding
                 attempt("the search for another format", partial(try_formats, trials), trials.remarks.append)
+            if not (has_grown or any(cure.works for cure in trials.cures)):
+                attempt("a training from new weights", training, trials.remarks.append)
         finally:  # also where the clock ends a run
             incident.learn(cures=working_first(trials.cures))
             incident.remark(*trials.remarks)
             self.send()
+
+    def _try_training(self, trials: Trials, step: Step | None) -> None:
+        """Try a training, where steps were taken or a product of finite weights overflows."""
+        has_steps, first = self._incident.finding.num_steps > 0, dict[str, float]()
+        if step is not None and operation_name(step.operation) in _PRODUCTS:
+            suspects = [(f"{x.module}.{x.label}", x.first) for x in self._incident.report.suspects if x.first]
+            first = {name.removeprefix("."): size for name, size in suspects}
+            weights = [] if has_steps else [*self._model.named_parameters()]
+            first |= {name: float(x.detach().abs().max()) for name, x in weights if x.numel()}
+        if has_steps or first:
+            try_training(trials, first)
 
     def _find_samples(self, start: BatchSnapshot, size: int) -> None:
         if not (self._incident.finding.transient or no_second_run(start.module) or start.doubts()):

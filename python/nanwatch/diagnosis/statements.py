@@ -294,8 +294,11 @@ class Part:
     def _is_once(self, node: ast.AST) -> bool:
         """Return whether a second run of the node would do more than make a value."""
         name, owner = source.called_name(node), getattr(getattr(node, "func", None), "value", None)
-        if name == "step" and isolation.is_child() and isinstance(self._caller.value_of(owner), nn.Module):
-            return False  # it may return a loss
+        if name == "step" and owner is not None and isolation.is_child():
+            function = getattr(self._caller.value_of(owner), "step", None)
+            return (
+                str(getattr(function, "__module__", "torch")).partition(".")[0] == "torch"
+            )  # it may return a loss
         return name in _NOT_TWICE or isinstance(node, ast.Await | ast.Yield | ast.YieldFrom)
 
 

@@ -47,7 +47,7 @@ def explain(
         reason, advice = _why_backward(finding, frame), _next_backward(finding, frame, record)
     if (finding.operation or "").startswith(("aten.empty", "aten.new_empty")):
         advice = _of("unwritten memory")
-    elif finding.losses or any(cure.works and "from new weights" in cure.effect for cure in finding.cures):
+    elif finding.losses or any(cure.works and "without the change" in cure.effect for cure in finding.cures):
         advice = _of("divergence")
     elif finding.transient:
         advice = _of("unsteady")

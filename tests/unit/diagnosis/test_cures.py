@@ -365,3 +365,21 @@ def test_a_learning_rate_that_diverges_gets_a_lower_one(diverges: bool) -> None:
     rates = [float(x[5].strip(",")) for x in words if "rate" in x]
     assert len(rates) == diverges
     assert all(most / 10 < rate < most for rate in rates)
+
+
+@pytest.mark.skipif(not can_fork(), reason="steps are taken in a child process alone")
+def test_weights_that_are_larger_than_their_module_makes_them() -> None:
+    layers = [nn.Linear(64, 64) for _ in range(40)]
+    for layer in layers[:-1]:
+        nn.init.normal_(layer.weight, std=2.0)
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        F.mse_loss(model(torch.ones(2, 64)), torch.ones(2, 64)).backward()
+        optimizer.step()
+
+    with nanwatch.watch(model), pytest.raises(nanwatch.NonFiniteError) as raised:
+        step()
+    (cure,) = raised.value.report.finding.cures  # type: ignore[union-attr]
+    assert " and 38 others smaller: up to 0.12, as its module does" in cure.what

@@ -133,6 +133,7 @@ EPS_WORDS = "give it an eps that the format has"
 _UNBIASED = "do not divide by the number of values less one, which is 0 for a single value"
 _UNWRITTEN = "begin with zeros, as memory that nothing has written holds anything"
 TOO_SHORT = "leave out samples that are shorter than their labels, whose loss is infinite"
+_UNIFORM = "mask with a finite score, so that a row masked everywhere becomes uniform"
 _STEEP = "whose gradient is infinite"
 _QUOTIENTS = "A / B | reciprocal(B) | addcdiv(X, A, B, ...)"
 _EXPS = "exp(X) | exp2(X) | expm1(X) | sinh(X) | cosh(X)"
@@ -167,6 +168,7 @@ _ROWS = (
     Row("W(X, Y, ...)", "", "W if (Y != -100).any() else X.sum() * 0.0", "in nll_loss", "take 0 where all labels are ignored"),
     Row("W(X, ...)", "", "W if X.numel() else X.sum() * 0.0", "empty in nll_loss mse_loss l1_loss smooth_l1_loss binary_cross_entropy binary_cross_entropy_with_logits mean", "take 0 for the mean of nothing"),
     Row("W(..., mask=M)", "M", "M & ~M.all(-1, keepdim=True)", "in softmax _softmax _safe_softmax", "mask no row everywhere"),
+    Row("W(..., mask=M)", "M", "torch.where(M, LOWEST, 0.0)", "in softmax _softmax _safe_softmax", _UNIFORM),
     Row("empty(...) | Tensor(...) | FloatTensor(...)", "", "torch.zeros(...)", "in empty", _UNWRITTEN),
     Row("empty_like(X, ...)", "", "torch.zeros_like(X, ...)", "in empty_like", _UNWRITTEN),
     Row("new_empty(X, ...)", "", "X.new_zeros(...)", "in new_empty", _UNWRITTEN),
@@ -202,10 +204,11 @@ _ROWS = (
     Row("hypot(A, B)", "", "torch.sqrt(A**2 + B**2 + TINY)", "", _ROOTED),
     Row("angle(X)", "", "torch.atan2(X.imag, X.real)", "", "take the angle by atan2, whose gradient at 0 is 0"),
     Row("norm(X, ...)", "", "torch.sqrt((X**2).sum(...) + TINY)", "", _ROOTED),
-    Row("softmax(X, ...) | log_softmax(X, ...) | logsumexp(X, ...)", "X", "X.clamp(min=LOWEST)", "", "mask with a finite score, so that a row masked everywhere becomes uniform"),
+    Row("softmax(X, ...) | log_softmax(X, ...) | logsumexp(X, ...)", "X", "X.clamp(min=LOWEST)", "", _UNIFORM),
     Row("A - B", "B", "B.clamp(min=LOWEST)", "", "keep the operand from being -inf"),
     Row("A * B", "B", "torch.where(A == 0, 0.0, B)", "variable", "take 0 where the other factor is 0"),
     Row("A * B", "A", "torch.where(B == 0, 0.0, A)", "variable", "take 0 where the other factor is 0"),
+    Row("std(X, dim=D)", "", "X.std(dim=D, unbiased=X.shape[D] > 1)", "", _UNBIASED),
     Row("std(X, ...)", "", "X.std(..., unbiased=False)", "", _UNBIASED),
     Row("var(X, ...)", "", "X.var(..., unbiased=False)", "", _UNBIASED),
     Row("std(X, ...)", "", "torch.sqrt(X.var(..., unbiased=False) + EPS)", "", _ROOTED),
