@@ -145,24 +145,6 @@ def soft_actor_and_critics(watch: Watching) -> None:
             follow(targets, critics)
 
 
-@unusual
-def value_network_with_a_late_copy(watch: Watching) -> None:
-    policy = mlp(8, 16, 4)
-    target, optimizer = copy.deepcopy(policy), AdamW(policy.parameters(), lr=1e-3, amsgrad=True)
-    with watch(nn.ModuleDict({"policy": policy, "target": target})):
-        for step, x, y in batches():
-            with torch.no_grad():
-                action = torch.cat([policy(row[None]).argmax(1) for row in x])
-                goal = y[:, 0] + 0.9 * target(x.roll(1, 0)).max(1).values
-            value = policy(x).gather(1, action[:, None])[:, 0]
-            optimizer.zero_grad()
-            nn.functional.smooth_l1_loss(value, goal).backward()
-            torch.nn.utils.clip_grad_value_(policy.parameters(), 100)
-            optimizer.step()
-            if step % 5 == 4:
-                target.load_state_dict(policy.state_dict())
-
-
 # Several views.
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.swa_utils import AveragedModel, update_bn
+from torch.optim.swa_utils import update_bn
 
 from .kit import SGD, Adam, AdamW, Layers, Watching, batches, mse, train, unusual, update, validate
 
@@ -185,31 +183,6 @@ def lookahead(watch: Watching) -> None:
 
     with watch(model):
         train(model, Adam(model.parameters(), lr=1e-2), after=look)
-
-
-@unusual
-def averaged_weights(watch: Watching) -> None:
-    model = Layers(norm=nn.BatchNorm1d(16))
-    averaged, optimizer = AveragedModel(model), SGD(model.parameters(), lr=0.05)
-    schedule = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=2)
-    with watch(nn.ModuleDict({"model": model, "averaged": averaged})):
-        train(model, optimizer, after=lambda step: (averaged.update_parameters(model), schedule.step()))
-        update_bn([x for _, x, _ in batches(4)], averaged)
-
-
-@unusual
-def momentum_teacher(watch: Watching) -> None:
-    student = Layers(norm=nn.BatchNorm1d(16))
-    teacher = copy.deepcopy(student).requires_grad_(False)
-    optimizer = AdamW(student.parameters(), lr=1e-3)
-    with watch(nn.ModuleDict({"student": student, "teacher": teacher})):
-        for _, x, _ in batches():
-            with torch.no_grad():
-                target = teacher(x + 0.1)
-            update(optimizer, mse(student(x), target))
-            with torch.no_grad():
-                for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
-                    old.lerp_(new, 0.01)
 
 
 @unusual
