@@ -410,7 +410,8 @@ class Trials:
             for _ in range(num_steps):
                 self.model.zero_grad()
                 losses.append(self.run(hold, sets_grad=True).loss)
-                nn.utils.clip_grad_norm_(weights, clip)
+                if clip < inf:
+                    nn.utils.clip_grad_norm_(weights, clip)
                 with torch.no_grad():
                     for optimizer in optimizers:
                         inspect.unwrap(type(optimizer).step)(optimizer)  # without the hooks of a watch

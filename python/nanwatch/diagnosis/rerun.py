@@ -296,7 +296,8 @@ class _Rerun:
     def _try_training(self, trials: Trials, step: Step | None) -> None:
         """Try a training, where steps were taken or a product of finite weights overflows."""
         has_steps, first = self._incident.finding.num_steps > 0, dict[str, float]()
-        if step is not None and operation_name(step.operation) in _PRODUCTS:
+        is_product = step is not None and operation_name(step.operation) in _PRODUCTS
+        if is_product and all(x.dtype == "float32" for x in self._incident.finding.operands):
             suspects = [(f"{x.module}.{x.label}", x.first) for x in self._incident.report.suspects if x.first]
             first = {name.removeprefix("."): size for name, size in suspects}
             weights = [] if has_steps else [*self._model.named_parameters()]

@@ -230,7 +230,7 @@ class Part:
         body: list[ast.stmt] = []
         for statement in reversed([*_inlined(statements)]):
             later, bound, filled = {*self._bound}, source.names_in(statement, ast.Store), filled_by(statement)
-            # What is only read already holds its changes. An attribute of it may have a graph.
+            # A value that is only read holds its changes already. One of its attributes may have a graph.
             read = {name for name, x in self.reads.items() if not isinstance(x, Tensor)}
             wanted = (bound | filled) & needed | filled_by(statement, plainly=True) & read
             changed = bound | wanted
@@ -296,9 +296,8 @@ class Part:
         name, owner = source.called_name(node), getattr(getattr(node, "func", None), "value", None)
         if name == "step" and owner is not None and isolation.is_child():
             function = getattr(self._caller.value_of(owner), "step", None)
-            return (
-                str(getattr(function, "__module__", "torch")).partition(".")[0] == "torch"
-            )  # it may return a loss
+            library = str(getattr(function, "__module__", "torch")).partition(".")[0]
+            return library == "torch"  # the program's own may return a loss
         return name in _NOT_TWICE or isinstance(node, ast.Await | ast.Yield | ast.YieldFrom)
 
 
